@@ -63,7 +63,7 @@ class World:
         return PerExample(self.model, choose_layers(self.model, layers))
 
     def sizes(self) -> Sizes:
-        return Sizes.of(len(self.rows[0].input_ids), self.units)
+        return Sizes.from_counts(len(self.rows[0].input_ids), self.units)
 
 
 def make_world(options: argparse.Namespace) -> World:
@@ -140,7 +140,7 @@ def exact(world: World, *layers: str, curvature: str = "none") -> Score:
         if curvature == "kfac":
             apply_kfac(queries, factors, 0.1)
         else:
-            bases = [Basis.of(one) for one in factors]
+            bases = [Basis.from_factors(one) for one in factors]
             apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
     norms = curvature == "none"
     return lambda rows: exact_products(queries, rows, norms=norms)

@@ -216,7 +216,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     def forward() -> Any:
         return extract(model, ids, labelled, ("tail:32", "all"), features.top_k)
 
-    batch = PositionBatch.of(forward(), len(lines))
+    batch = PositionBatch.from_batch(forward(), len(lines))
     sums = PositionSums.empty(model, features, 1)
     sums.add(batch, model.head)
     names = [str(e) for e in range(len(units))]
@@ -272,7 +272,7 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
             torch.autograd.grad(loss, start)
         spent["plain"] += time.process_time() - begun
         begun = time.process_time()
-        kernel.relevance(kernel.gradients.of(own)[0])
+        kernel.relevance(kernel.gradients.compute(own)[0])
         spent["kernel"] += time.process_time() - begun
     return {
         "rows": len(rows),

@@ -193,11 +193,11 @@ def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
 def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
         from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415
-        from grasp.runs.contract import Material  # noqa: PLC0415
+        from grasp.runs.contract import MethodInputs  # noqa: PLC0415
         from grasp.runs.methods import configured_methods, scores  # noqa: PLC0415
 
         artifact, out = ArtifactReader.open(job.artifact), job.out / "run"
-        material = Material(artifact, batch_tokens=job.batch * job.length)
+        material = MethodInputs(artifact, batch_tokens=job.batch * job.length)
         scores(configured_methods([name], {name: settings})[0], material, out)
         return out
 

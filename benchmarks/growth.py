@@ -96,23 +96,23 @@ def geometric() -> ScoringProtocol:
 def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     family = parse_family(f"uniform:{SUBSET_ROWS / artifact.n_rows}")
     blocks = family.draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
+    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
 def ask_halves(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     blocks = parse_family("uniform:0.5").draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
+    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
 def ask_slices(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     labels = LabelTable(artifact.rows_path).column("topic")
-    slice_effects(Predictor.of(artifact, protocol), label_slices(labels, row_tokens(artifact)))
+    slice_effects(Predictor.from_artifact(artifact, protocol), label_slices(labels, row_tokens(artifact)))
     blocks = parse_family("groups:topic").draw(
         n_subsets, n_rows=artifact.n_rows, labels=labels, seed=0, purpose="growth"
     )
-    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
+    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 

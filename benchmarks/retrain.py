@@ -24,7 +24,7 @@ WARM_UP = 5
 
 def seconds_a_step(recipe: TrainingRecipe, rows: InMemoryRows, n_models: int, steps: int, device: str) -> float:
     """Seconds of one step of `n_models` models, batches included: by the wall on a GPU, else of the CPU."""
-    share = Share.of(rows.n_rows, recipe.batch_rows, None)
+    share = Share.from_batch(rows.n_rows, recipe.batch_rows, None)
     orders = [
         batch_order(share.often_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
         for k in range(n_models)

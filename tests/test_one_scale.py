@@ -101,8 +101,8 @@ def served(artifact) -> dict[str, float]:
 def from_coefficients(artifact, protocol) -> dict[str, float]:
     """The formula of the page, written out."""
     slices = label_slices(LabelTable(artifact.rows_path).column("topic"), row_tokens(artifact))
-    predictor = Predictor.of(artifact, protocol)
-    formula = SliceFormula.of(predictor, predictor.sums(slices.each))
+    predictor = Predictor.from_artifact(artifact, protocol)
+    formula = SliceFormula.from_predictor(predictor, predictor.sums(slices.each))
     f_G = np.array([float(name != "life") for name in slices.names])
     shares = SliceShares(f_G[None], slices.codes_N)
     found = {"shares of slices": predictor.change(shares)[0, 0]}

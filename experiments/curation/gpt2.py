@@ -65,7 +65,7 @@ def train_gpt2(
     vectors = [one for one in model.parameters() if one.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
-    share = Share.of(rows.n_rows, recipe.batch_rows, retained)
+    share = Share.from_batch(rows.n_rows, recipe.batch_rows, retained)
     order = batch_order(share.often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
     shape = recipe.shape
     batches = token_batches(rows, [order], steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size)

@@ -19,7 +19,7 @@ from grasp.choose.export import corpus_settings, kept_documents, proven_rows, wr
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import one_at_a_time
@@ -122,9 +122,9 @@ class World:
         return np.concatenate([np.asarray(batch.column(0), dtype=np.int64) for batch in batches])
 
     @cached_property
-    def material(self) -> Material:
+    def material(self) -> MethodInputs:
         """Rows as the artifact cut them, held-out ones among them, and its tokenizer."""
-        return Material(self.artifact)
+        return MethodInputs(self.artifact)
 
     # ------------------------------------------------------------------------------- what the models are given
 

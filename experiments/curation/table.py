@@ -47,7 +47,7 @@ class Reading:
         full_SE = environment.reference_utilities()
         if len(full_SE) == len(known.seeds):
             self._utility[FULL] = full_SE
-        self._units = [_Placed.of(world, unit, place) for unit in world.scored_units]
+        self._units = [_Placed.from_unit(world, unit, place) for unit in world.scored_units]
         self._held_out = np.array([e for e, target in enumerate(known.targets) if target == HELD_OUT])
 
     def has(self, subset_id: str) -> bool:
@@ -78,7 +78,7 @@ class _Placed:
     per_char: F64  # tokens a character: a loss a token times it is a loss a character
 
     @classmethod
-    def of(cls, world: World, unit: ScoredUnit, place: Mapping[str, int]) -> "_Placed":
+    def from_unit(cls, world: World, unit: ScoredUnit, place: Mapping[str, int]) -> "_Placed":
         columns = np.array([place[choice_id(unit.unit_id, k)] for k in range(len(unit.choices))])
         characters = np.array([max(1, len(choice)) for choice in unit.choices])
         per_char = world.completion_tokens(list(unit.choices)) / characters

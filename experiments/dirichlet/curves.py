@@ -18,9 +18,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Known
+from grasp.runs.learning import SubsetFeaturizer
 
 KS = (8, 16, 24, 32)
 
@@ -28,12 +28,12 @@ KS = (8, 16, 24, 32)
 def of_environment(path: Path, art: Path) -> World:
     """The mixtures that have results, with the artifact of the same rows."""
     environment, artifact = Environment.open(path), ArtifactReader.open(art)
-    predictor = Predictor.of(artifact, sketches=("hidden", "residual"))
+    predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     assert environment.label is not None
     column = LabelTable(artifact.rows_path).column(environment.label)
-    known = Known.of(predictor, artifact, (environment.label,))
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column)
-    features = KnownFeatures.joined([known.features(block.weights) for block in blocks])
+    features = SubsetFeatures.joined([known.features(block.weights) for block in blocks])
     both = environment.utilities(partial=True)
     utilities = (
         both
@@ -41,7 +41,7 @@ def of_environment(path: Path, art: Path) -> World:
         else environment.utilities(seeds=environment.info.seeds[:1], partial=True)
     )
     order = np.array([environment.subset_ids.index(name) for name in utilities.subset_ids])
-    columns = [utilities.of(target).values_BSE.mean(axis=2) for target in predictor.targets]
+    columns = [utilities.select(target).values_BSE.mean(axis=2) for target in predictor.targets]
     return World("pool-dirichlet", features.take(order), np.stack(columns, axis=2))
 
 

@@ -65,9 +65,9 @@ def propose(asked: argparse.Namespace) -> None:
 def judge(asked: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
     trained = Environment.open(asked.chosen)
-    predictor = Predictor.of(artifact, sketches=measures(artifact.array_names))
-    expected, scored = learn(predictor, artifact, runs), Scored.of(trained, artifact)
-    tables = [expected.of(block.weights) for block in scored.blocks]
+    predictor = Predictor.from_artifact(artifact, sketches=measures(artifact.array_names))
+    expected, scored = learn(predictor, artifact, runs), Scored.from_environment(trained, artifact)
+    tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
     )

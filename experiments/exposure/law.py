@@ -57,9 +57,9 @@ BASES: tuple[float | None, ...] = (None, 0.0, 0.2, 0.4, 0.8, 1.2)
 def judged(artifact: Path, environment: Path) -> dict[str, object]:
     """All candidates on one world."""
     reader, runs = ArtifactReader.open(artifact), Environment.open(environment)
-    predictor = Predictor.of(reader, per_unit=True)
+    predictor = Predictor.from_artifact(reader, per_unit=True)
     assert predictor.unit_level is not None
-    scored = Scored.of(runs, reader)
+    scored = Scored.from_environment(runs, reader)
     utilities = runs.utilities(partial=True)
     order = [runs.subset_ids.index(name) for name in utilities.subset_ids]
     weights_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])[order]
@@ -67,8 +67,8 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     times_BN = weights_BN * kept_B1 / weights_BN.sum(axis=1, keepdims=True)
     unit_NE = np.concatenate([block for _, block in predictor.unit_level.effects.blocks()])
     unit_base_E = predictor.unit_level.base_C / ANY_TEXT
-    real_BT = np.stack([utilities.of(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1)
-    real_BE = np.concatenate([utilities.of(target).values_BSE.mean(axis=1) for target in predictor.targets], axis=1)
+    real_BT = np.stack([utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1)
+    real_BE = np.concatenate([utilities.select(target).values_BSE.mean(axis=1) for target in predictor.targets], axis=1)
     rng = stream(0, "exposure", "bootstrap")
     draws = [rng.integers(0, len(order), len(order)) for _ in range(DRAWS)]
     found: dict[str, dict[str, object]] = {}
@@ -94,7 +94,7 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
                 "low": float(np.quantile(gain_D, 0.025)),
                 "high": float(np.quantile(gain_D, 0.975)),
             }
-    seeds = utilities.of(predictor.targets[0]).values_BSE.shape[1]
+    seeds = utilities.select(predictor.targets[0]).values_BSE.shape[1]
     return {"environment": environment.name, "subsets": len(order), "seeds": seeds, "laws": found}
 
 

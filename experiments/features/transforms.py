@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     artifact, environment = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
-    own = Development.of(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
+    own = Development.from_environment(
+        environment, [artifact], targets=asked.targets.split(",")
+    )  # refuses what is held out
     (scored,) = own.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
@@ -113,7 +115,7 @@ def main() -> None:
     beside = [ArtifactReader.open(path) for path in asked.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}
     for target in own.targets:
-        realized_BE = environment.utilities().of(target).values_BSE.mean(axis=1)
+        realized_BE = environment.utilities().select(target).values_BSE.mean(axis=1)
         for method, parts in matrices(artifact, mine[target], scores, beside).items():
             for name, transform in TRANSFORMS.items():
                 predicted_BE = mean_BN @ np.sum([_scaled(transform(part)) for part in parts], axis=0)

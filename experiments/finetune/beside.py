@@ -24,9 +24,9 @@ from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Known, learn_features, measures
+from grasp.runs.learning import SubsetFeaturizer, learn_features, measures
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrain_plan import row_names
 from grasp.seeds import bootstrap_weights, stream
@@ -36,24 +36,26 @@ COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
 ALONE, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"
 
 
-def known_of(name: Name, data: Path, work: Path) -> tuple[KnownFeatures, KnownFeatures, F64]:
+def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, SubsetFeatures, F64]:
     """Of every run, of the corpus, and the utilities of the first seed, (R, T)."""
     _, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
     environment = Environment.open(HERE / name)
     utilities = environment.utilities(seeds=(0,))
-    predictor = Predictor.of(artifact, sketches=measures(artifact.array_names))
-    known = Known.of(predictor, artifact, (ENVIRONMENTS[name].label,))
+    predictor = Predictor.from_artifact(artifact, sketches=measures(artifact.array_names))
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
     names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
     shipped = [k for k, kernel in enumerate(names) if kernel not in FORWARD[2:]]  # a build makes the rest on request
     blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
-    every, corpus = KnownFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
-    values_RT = np.stack([utilities.of(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1)
+    every, corpus = SubsetFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
+    values_RT = np.stack(
+        [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1
+    )
     runs, whole = (replace(one, kernel_BTM=one.kernel_BTM[:, :, shipped]) for one in (every, corpus))
     return runs, whole, values_RT
 
 
-def foretold(runs: KnownFeatures, corpus: KnownFeatures, values_RT: F64, count: int, draw: int) -> F64:
+def foretold(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, count: int, draw: int) -> F64:
     """The change that every run makes, foretold by `count` of the others, (R, T)."""
     out_RT = np.empty_like(values_RT)
     for left_out in range(len(runs)):
@@ -80,7 +82,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     n_targets = values_RT.shape[1]
     features = {
         BOTH: (runs, corpus),
-        ALONE: tuple(KnownFeatures.of_shares(one.share_BG, n_targets) for one in (runs, corpus)),
+        ALONE: tuple(SubsetFeatures.from_shares(one.share_BG, n_targets) for one in (runs, corpus)),
     }
     lines: list[dict[str, Any]] = [{"by": RELEVANCE, "runs": 0, "task_rho": rho(runs.relevance_BT[None], values_RT)}]
     for count in COUNTS:

@@ -39,7 +39,7 @@ from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.select import select
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol
@@ -96,7 +96,7 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.
 
 def trained_on(artifact: ArtifactReader) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
     """Tokens of every row up to its last that carries loss, and the first of these."""
-    store = Origin(artifact).rows
+    store = BuildSource(artifact).rows
     rows = store.rows(np.arange(artifact.n_rows))
     marks = [np.flatnonzero(rows.mask(i)) for i in range(artifact.n_rows)]
     return [rows.ids(i)[: mark[-1] + 1] for i, mark in enumerate(marks)], np.array([mark[0] for mark in marks])

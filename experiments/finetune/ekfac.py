@@ -54,7 +54,7 @@ class Turned:
 
     def __init__(self, gradients: SampledGradients, fisher: Fisher) -> None:
         self.gradients, self.fisher = gradients, fisher
-        self.bases = [Basis.of(factors) for factors in second_moments(gradients.engine, fisher, FULL_WIDTH)]
+        self.bases = [Basis.from_factors(factors) for factors in second_moments(gradients.engine, fisher, FULL_WIDTH)]
 
     def taken(
         self, examples: Sequence[Example], output: Output = "loss", uniforms: Sequence[F64] | None = None

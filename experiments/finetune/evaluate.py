@@ -143,7 +143,7 @@ def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:
         return {"subsets_with_two_seeds": len(both.subset_ids), "correlation": None, "ceiling": None}
     correlation: dict[str, float] = {}
     for target in dict.fromkeys(utilities.targets):
-        value_BSE = both.of(target).values_BSE
+        value_BSE = both.select(target).values_BSE
         first, second = (value_BSE - value_BSE.mean(axis=0)).transpose(1, 0, 2).reshape(2, -1)
         correlation[target] = round(float(np.corrcoef(first, second)[0, 1]), 3)
     mean = float(np.mean(list(correlation.values())))

@@ -41,7 +41,7 @@ from experiments.finetune.setting import (
 from experiments.finetune.training import SHORT, load_model, train
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.methods import configured_methods, method_rows
 from grasp.seeds import stream
@@ -136,7 +136,7 @@ def artifact_of(
         parts = {"prompt": "{prompt}", "completion": "{completion}"}
         settings["corpus"] = {"path": str(texts), "max_length": LENGTH} | parts
     artifact = build(out=work / f"{kind.rows}-{out}", settings=settings)
-    rows = Origin(artifact).rows.rows(np.arange(artifact.n_rows))
+    rows = BuildSource(artifact).rows.rows(np.arange(artifact.n_rows))
     for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
         same = len(ids) - 2  # cut text may end in other tokens: of one row in 380, two line breaks become one
         assert np.array_equal(rows.ids(i)[:same], ids[:same])

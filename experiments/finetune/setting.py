@@ -219,7 +219,7 @@ def open_corpus(name: Name, work: Path, tokenizer: HfTokenizer) -> Corpus:
     table = pq.read_table(work / f"{kind.rows}.parquet", columns=["doc_id", "first", kind.label])
     stored = [doc_id for k in range(store.n_shards) for doc_id in store.table(k).column("doc_id").to_pylist()]
     assert stored == table.column("doc_id").to_pylist()
-    labels = LabelColumn.of(table.column(kind.label).to_pylist(), kind.label)
+    labels = LabelColumn.from_values(table.column(kind.label).to_pylist(), kind.label)
     return Corpus(store, table.column("first").to_numpy(), labels)
 
 

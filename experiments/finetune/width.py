@@ -79,7 +79,7 @@ class Kept:
             place = path / f"{number:04d}.npy"
             if not place.exists():
                 own = [examples[int(i)] for i in index]
-                taken = torch.cat([part.of(own)[0] for part in self.parts], dim=1)
+                taken = torch.cat([part.compute(own)[0] for part in self.parts], dim=1)
                 part = place.with_suffix(".part")
                 with part.open("wb") as file:
                     np.save(file, (taken * SCALE).clamp(-LARGEST, LARGEST).half().numpy())

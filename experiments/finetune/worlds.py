@@ -103,7 +103,7 @@ def from_scratch(work: Path, environment_path: Path) -> World:
         model.config.vocab_size,
     )
     columns = np.concatenate([artifact.unit_columns(target) for target in dev])
-    utilities = environment.utilities().of(*dev)
+    utilities = environment.utilities().select(*dev)
     return World(
         environment.name,
         environment,

@@ -114,12 +114,12 @@ def compared(
     artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
-    scored = Scored.of(environment, artifact)
+    scored = Scored.from_environment(environment, artifact)
     names = list(targets or scored.renamed.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
     for name in names:
-        own = utilities.of(name)
+        own = utilities.select(name)
         unit_BE, task_B = predicted.aligned(own.subset_ids, name, own.unit_ids)
         assert unit_BE is not None
         assert task_B is not None

@@ -35,9 +35,9 @@ def predictors(
     """All predictors of a case by name, and the players' gradients by name of the parameter."""
     rows, units = world.players(case), world.units
     gradients = Gradients(reference)
-    players = gradients.of(rows)
+    players = gradients.compute(rows)
     linear_PE, curvature_PPE = gradients.products(players, units), gradients.curvature(players, units)
-    sketch_PE = sketched(players, gradients.of(units), world.settings.sketch, case.seed)
+    sketch_PE = sketched(players, gradients.compute(units), world.settings.sketch, case.seed)
     head = Gradients(reference, ("head",))
     found = {
         "taylor-1": Expansion(linear_PE),

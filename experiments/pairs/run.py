@@ -38,7 +38,7 @@ from grasp.features.moments import Whitener
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
 from grasp.predict.protocol import default_protocol
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import stream
@@ -92,7 +92,7 @@ class UnitSide:
         return torch.softmax(self.logits_SV, dim=1)
 
 
-def unit_side(material: Material, whitener: Whitener) -> UnitSide:
+def unit_side(material: MethodInputs, whitener: Whitener) -> UnitSide:
     """One forward pass over the units, with all of their logits."""
     model, features = material.model, material.settings.features
     names = [unit.unit_id for unit in material.units.units]
@@ -106,7 +106,7 @@ def unit_side(material: Material, whitener: Whitener) -> UnitSide:
     return UnitSide(v_SH, precondition_V, logits_SV, label_S, units.unit_S, units.n_units)
 
 
-def row_gradients(material: Material, whitener: Whitener) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
     """mean_p xi_p (x) (h_p - mean) of every row, (n, V, H), some rows at a time."""
     model, features = material.model, material.settings.features
     mean_H = torch.from_numpy(whitener.mean_H).float()
@@ -126,7 +126,7 @@ def row_gradients(material: Material, whitener: Whitener) -> Iterator[tuple[NDAr
                 yield start + index[first : first + n], gradient
 
 
-def subset_gradients(material: Material, whitener: Whitener, share_BN: F64) -> Tensor:
+def subset_gradients(material: MethodInputs, whitener: Whitener, share_BN: F64) -> Tensor:
     """G of every subset, (B, V, H)."""
     total: Tensor | None = None
     with torch.inference_mode():
@@ -194,7 +194,7 @@ def gains(candidates: dict[str, F64], against: str, realized_BE: F64, unit_targe
 def _environment(scored: Scored, found: dict[str, F64], targets: list[str]) -> tuple[dict[str, F64], F64, list[str]]:
     """Candidates and realized utility of the units of some targets."""
     (ships,) = scored.predict({SHIPS: default_protocol()}, targets)
-    utilities = scored.environment.utilities().of(*targets)
+    utilities = scored.environment.utilities().select(*targets)
     own = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}
     ships_BE = ships.values_BE[:, [place[unit] for unit in own]]
@@ -216,12 +216,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    material = Material(ArtifactReader.open(given.artifact))
+    material = MethodInputs(ArtifactReader.open(given.artifact))
     features = material.settings.features
     weighing = {"tau": features.tau, "alpha": features.alpha, "epsilon": features.epsilon}
     whitener = Whitener.fit(unspool_position_moments(material.artifact.moments).token, **weighing)
     places = [given.environment, *([given.held_out] if given.held_out else [])]
-    worlds = [Scored.of(Environment.open(place), material.artifact) for place in places]
+    worlds = [Scored.from_environment(Environment.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
     share_BN /= share_BN.sum(axis=1, keepdims=True)

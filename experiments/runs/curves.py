@@ -23,10 +23,10 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.learned import Learned
-from grasp.runs.learning import Known, learn_features
+from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.readers import import_runs
 from grasp.seeds import stream
 
@@ -53,9 +53,9 @@ class World:
     """Runs with what is known of each, and what came out."""
 
     name: str
-    features: KnownFeatures
+    features: SubsetFeatures
     utility_RST: F64
-    held: KnownFeatures | None = None  # other runs that are always left out
+    held: SubsetFeatures | None = None  # other runs that are always left out
     held_RT: F64 | None = None
 
 
@@ -63,20 +63,20 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     """An environment beside the artifact built for it; the tasks of the artifact's losses."""
     environment = Environment.open(Path("experiments/environments") / name)
     artifact = ArtifactReader.open(worlds / art)
-    predictor = Predictor.of(artifact, sketches=("hidden", "residual"))
+    predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     family = environment.info.family
     label = None if family is None else family.spec.partition(":")[2]
     column = None if label is None else LabelTable(artifact.rows_path).column(label)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
     labels = {*([label] if label else []), *sensible_labels(artifact)}
-    known = Known.of(predictor, artifact, sorted(labels))
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, sorted(labels))
     utilities = environment.utilities()
     assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids
     suffix = "@all" if art.endswith("-all") else ""
-    columns = [utilities.of(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
+    columns = [utilities.select(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
     return World(
         f"{name}{suffix}",
-        KnownFeatures.joined([known.features(block.weights) for block in blocks]),
+        SubsetFeatures.joined([known.features(block.weights) for block in blocks]),
         np.stack(columns, axis=2),
     )
 
@@ -96,7 +96,7 @@ def of_regmix(data: Path) -> World:
     assert train.values == test.values
     assert train.metrics == test.metrics
     n_tasks = len(train.metrics)
-    features, held = (KnownFeatures.of_shares(one.weights_RG(), n_tasks) for one in (train, test))
+    features, held = (SubsetFeatures.from_shares(one.weights_RG(), n_tasks) for one in (train, test))
     return World("regmix 1M", features, train.utility_RST(), held, test.utility_RST().mean(axis=1))
 
 
@@ -136,8 +136,8 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
     n_tasks, seeds = truth_RT.shape[1], world.utility_RST.shape[1]
     known = {
         "learned, runs alone": (
-            KnownFeatures.of_shares(runs.share_BG, n_tasks),
-            KnownFeatures.of_shares(held.share_BG, n_tasks),
+            SubsetFeatures.from_shares(runs.share_BG, n_tasks),
+            SubsetFeatures.from_shares(held.share_BG, n_tasks),
         )
     }
     if np.ptp(features.relevance_BT):

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
 from grasp.choose.alone import most_telling
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.learning import learn_features
 from grasp.seeds import stream
 
@@ -59,13 +59,13 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
             taken += [left[k] for k in picked]
 
 
-def with_aim(features: KnownFeatures) -> KnownFeatures:
+def with_aim(features: SubsetFeatures) -> SubsetFeatures:
     """One task more: the mean of all."""
     relevance, kernel, within = (
         np.concatenate([one, one.mean(axis=1, keepdims=True)], axis=1)
         for one in (features.relevance_BT, features.kernel_BTM, features.within_BT)
     )
-    return KnownFeatures(features.share_BG, relevance, kernel, features.sketch_BD, within)
+    return SubsetFeatures(features.share_BG, relevance, kernel, features.sketch_BD, within)
 
 
 def main() -> None:

@@ -90,5 +90,5 @@ def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
     own = protocol_from(protocol.model_dump() | halves, protocol.name)
     n_rows = artifact.n_rows
     each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
-    predictor = Predictor.of(artifact, own, [TARGET])
+    predictor = Predictor.from_artifact(artifact, own, [TARGET])
     return np.concatenate([predictor.change(block.weights)[:, 0] for block in in_blocks(each, n_rows, 256)])

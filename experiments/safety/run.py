@@ -71,7 +71,7 @@ class Experiment:
         self.data, self.work, self.size = data, work, size
         work.mkdir(parents=True, exist_ok=True)
         self.plain = plain_checkpoint(model, work / "base")
-        self.base = Base.of(ReferenceModel.load(self.plain), size.layers)
+        self.base = Base.from_reference(ReferenceModel.load(self.plain), size.layers)
         self.onion = Onion(self.base, work / "onion.json")
         self._cases: dict[str, Case] = {}
         self._tuned: tuple[str, Tuned] | None = None

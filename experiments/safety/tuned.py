@@ -60,7 +60,7 @@ class Base:
         self._room = keep_bytes
 
     @classmethod
-    def of(cls, reference: ReferenceModel, layers: int) -> "Base":
+    def from_reference(cls, reference: ReferenceModel, layers: int) -> "Base":
         return cls(reference.model, reference.tokenizer, layers=layers)
 
     def upper(self) -> nn.Module:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Known, learn_features
+from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.seeds import stream
 
@@ -38,7 +38,7 @@ class Ranked:
     task_BT: F64
     unit_BE: F64
 
-    def of(self, subset_ids: list[str]) -> "Ranked":
+    def select(self, subset_ids: list[str]) -> "Ranked":
         at = [self.subset_ids.index(name) for name in subset_ids]
         return Ranked(self.name, tuple(subset_ids), self.task_BT[at], self.unit_BE[at])
 
@@ -62,15 +62,15 @@ def realized(name: str, path: Path, loss: str) -> tuple[Ranked, ...]:
 def _realized(environment: Environment, seeds: list[int], name: str, of: int, loss: str) -> Ranked:
     targets = list(tasks_of(environment, loss))
     all_units = environment.utilities(seeds=seeds, partial=True)
-    unit_BE = all_units.of(*targets).values_BSE.mean(axis=1)
-    task_BT = np.stack([all_units.of(target).values_BSE.mean(axis=(1, 2)) for target in targets], axis=1)
+    unit_BE = all_units.select(*targets).values_BSE.mean(axis=1)
+    task_BT = np.stack([all_units.select(target).values_BSE.mean(axis=(1, 2)) for target in targets], axis=1)
     said = name if len(seeds) == of else f"{name}, seed {seeds[0]}"
     return Ranked(said, all_units.subset_ids, task_BT, unit_BE)
 
 
 def predicted(name: str, artifact: ArtifactReader, environment: Environment, loss: str) -> Ranked:
     """The change that the shipped protocol predicts, units in the order of the environment."""
-    predictor = Predictor.of(artifact, per_unit=True)
+    predictor = Predictor.from_artifact(artifact, per_unit=True)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path)))
     lines = artifact.units.take(predictor.units.columns_E).select(["target", "unit_id"]).to_pylist()
     column = {(line["target"], line["unit_id"]): e for e, line in enumerate(lines)}
@@ -102,7 +102,7 @@ def _compared(
     ranked: list[Ranked], pairs: list[tuple[int, int]], signs: list[float], subset_ids: list[str], units: bool
 ) -> dict[str, Any]:
     """A sum over pairs of rho by level, with its interval over subsets."""
-    ranked, n = [one.of(subset_ids) for one in ranked], len(subset_ids)
+    ranked, n = [one.select(subset_ids) for one in ranked], len(subset_ids)
     rng = stream(0, "sizes", "resamples")
     weights_RB = np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES)])
     most = float(np.abs(signs).sum())
@@ -123,11 +123,11 @@ def carried_over(
 ) -> Any:
     """Learn from the small runs on all other subsets; rank these subsets by relevance and by what was learned."""
     environment = Environment.open(small)
-    predictor = Predictor.of(artifact, sketches=("hidden", "residual"))
+    predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     assert environment.label is not None
-    known = Known.of(predictor, artifact, (environment.label,))
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
-    features = KnownFeatures.joined([known.features(block.weights) for block in blocks])
+    features = SubsetFeatures.joined([known.features(block.weights) for block in blocks])
     named = {task: target for target, task in tasks_of(environment, loss).items()}
     columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.targets]
     utility_BST = np.stack(columns, axis=2)
@@ -168,8 +168,8 @@ def main() -> None:
         "learned": {
             name: carried_over(name, art, small.path, whole, subset_ids, asked.loss) for name, art in arts.items()
         },
-        "utility": {one.name: float(one.of(subset_ids).task_BT.mean()) for one in whole},
-        "spread": {one.name: one.of(subset_ids).task_BT.std(axis=0).tolist() for one in whole},
+        "utility": {one.name: float(one.select(subset_ids).task_BT.mean()) for one in whole},
+        "spread": {one.name: one.select(subset_ids).task_BT.std(axis=0).tolist() for one in whole},
     }
     asked.out.write_text(json.dumps(found, indent=1) + "\n")
 

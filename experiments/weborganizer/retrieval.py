@@ -190,7 +190,7 @@ def _scores(part: Part, sets: Sequence[NDArray[np.int64]]) -> F32:
     )
     if array is None:
         assert isinstance(rows, ArtifactReader)
-        return np.asarray(Predictor.of(rows, units=units).effect_NT, dtype=np.float32)
+        return np.asarray(Predictor.from_artifact(rows, units=units).effect_NT, dtype=np.float32)
     out_NQ = np.empty((rows.n_rows, len(sets)), dtype=np.float32, order="F")
     for start, block in rows.array_blocks(array, columns=units.columns_E):
         out_NQ[start : start + len(block)] = units.mean_per_task(block)

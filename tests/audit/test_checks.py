@@ -205,7 +205,9 @@ def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(
 def test_a_sketch_of_the_stored_width_is_the_one_that_is_stored(plain, kept):
     for art in (plain, kept):
         index = sample_rows(art, 20, seed=0)
-        kernels = Kernels.of(art, sample_features(art, index, GraspError("unused") if art is kept else reopened(art)))
+        kernels = Kernels.from_artifact(
+            art, sample_features(art, index, GraspError("unused") if art is kept else reopened(art))
+        )
         for half in ("hidden", "residual", "product"):
             stored = art.array_rows(f"{half}_sketch", index) / art.manifest.arrays[f"{half}_sketch"].gain
             atol = (2e-2 if half == "product" else 1e-4) * abs(stored).max()  # positions are float16
@@ -261,7 +263,7 @@ def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
         own = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
         kept = np.outer(own, features.residual_NV[[i]].toarray()[0] * root)
         shares.append((whole * kept).sum() ** 2 / ((whole**2).sum() * (kept**2).sum()))
-    assert Kernels.of(plain, features).positions.kept_share == pytest.approx(np.mean(shares), rel=1e-5)
+    assert Kernels.from_artifact(plain, features).positions.kept_share == pytest.approx(np.mean(shares), rel=1e-5)
 
 
 def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
@@ -366,7 +368,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Joined.of(env, art).blocks])
+    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Joined.from_environment(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):

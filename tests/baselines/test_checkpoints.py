@@ -61,7 +61,7 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """The same eight steps again, in this process."""
     material, recipe = world.material(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
-    share = Share.of(material.n_rows, recipe.batch_rows, None)
+    share = Share.from_batch(material.n_rows, recipe.batch_rows, None)
     order = batch_order(share.often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
     for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch)

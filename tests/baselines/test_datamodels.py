@@ -9,7 +9,7 @@ import pytest
 from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
-from grasp.runs.contract import Material, Retrained
+from grasp.runs.contract import MethodInputs, Retrained
 from grasp.runs.methods import method_predictions
 from grasp.runs.metrics import spearman
 from tests.baselines.world import N_ROWS, asked, cache
@@ -27,7 +27,7 @@ def planted(world, utility, n_subsets=64, seed=0):
     environment = known.environment
     info = environment.info.model_copy(update={"subset_ids": block.subset_ids})
     environment = type(environment)(environment.path, info)
-    return Material(world.artifact, retrained=Retrained(environment, utilities, (block,))), values
+    return MethodInputs(world.artifact, retrained=Retrained(environment, utilities, (block,))), values
 
 
 def few_rows(masks, e):
@@ -87,6 +87,6 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
         method_predictions(asked("datamodels"), material, [strange], cache(tmp_path, material))
     with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--runs\)"):
-        method_predictions(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
+        method_predictions(asked("datamodels"), MethodInputs(world.artifact), [other], cache(tmp_path, material))
     with pytest.raises(SubsetError, match="nonsense"):
         run(material, tmp_path, sees="nonsense")

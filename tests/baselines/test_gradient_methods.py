@@ -422,7 +422,7 @@ def test_a_wide_output_has_the_diagonal_of_its_factor(opened):
 def test_ekfac_corrects_eigenvalues_by_second_moments_in_the_basis(opened):
     engine, examples = opened
     fisher = Fisher(examples, None)
-    bases = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    bases = [Basis.from_factors(one) for one in second_moments(engine, fisher, full_width=64)]
     found = corrected_eigenvalues(engine, fisher, bases)
     number = [b.name for b in engine.layers.blocks].index("model.layers.1.self_attn.v_proj")
     basis, expected = bases[number], 0.0
@@ -455,7 +455,7 @@ def test_ekfac_influence_is_the_explicit_inverse_in_its_basis(world, tmp_path, g
     model = checkpoints_of(material)[-1].load(material)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
     fisher = Fisher(row_examples(material, 0, N_ROWS), None)
-    (basis,) = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    (basis,) = [Basis.from_factors(one) for one in second_moments(engine, fisher, full_width=64)]
     (value,) = corrected_eigenvalues(engine, fisher, [basis])
     vectors = np.kron(basis.left_XX.double().numpy(), basis.right_YY.double().numpy())
     spectrum = value.double().numpy().flatten()
@@ -545,7 +545,7 @@ def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():
     queries = Queries.collect(engine, units(), [True])
     with pytest.raises(SettingsError, match=r"model.embed_tokens is embedding and head at once, .* curvature: ekfac"):
         apply_kfac(queries, factors, 0.1)
-    bases = [Basis.of(one) for one in factors]
+    bases = [Basis.from_factors(one) for one in factors]
     before = queries.blocks[0].matrix_ED.clone()
     (value,) = corrected_eigenvalues(engine, fisher, bases)
     apply_ekfac(queries, bases, [value], 0.1)

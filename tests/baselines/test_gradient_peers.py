@@ -232,7 +232,7 @@ def test_ekfac_influence_equals_kronfluence(model, tmp_path):
 
     engine = PerExample(model, choose_layers(model, ["*layers.1*dense_4h_to_h"]))
     fisher = Fisher(examples(rows), None)
-    bases = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    bases = [Basis.from_factors(one) for one in second_moments(engine, fisher, full_width=64)]
     queries = Queries.collect(engine, examples(units), [True])
     apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
     ours, _ = exact_products(queries, examples(rows))

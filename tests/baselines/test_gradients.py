@@ -71,7 +71,7 @@ def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
 @pytest.mark.parametrize("form", ["dense", "factors", "chosen"])
 def test_inner_products_and_norms_without_projection_are_exact(family, form):
     engine = engine_of(family)
-    sizes = Sizes.of(10, units())
+    sizes = Sizes.from_counts(10, units())
     dense = [form == "dense" or (form == "chosen" and choose_dense(b, sizes)) for b in engine.layers.blocks]
     queries = Queries.collect(engine, units(), dense)
     product_NE, square_N = exact_products(queries, rows(9), norms=True)

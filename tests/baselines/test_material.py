@@ -14,7 +14,7 @@ from grasp.baselines.checkpoints import checkpoints_of
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.models import checkpoint
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.runs.methods import method_named, scores
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
@@ -59,7 +59,7 @@ class Own:
         self.path = path
 
     def material(self):
-        return Material(ArtifactReader.open(self.path))
+        return MethodInputs(ArtifactReader.open(self.path))
 
 
 def test_rows_without_tokens_are_refused(own):

@@ -12,7 +12,7 @@ from grasp.runs.environment import Utilities
 from grasp.runs.evaluate import evaluation_of
 from tests.runs.worlds import ROWS, create
 
-LABELS = LabelColumn.of([f"v{i % 6}" for i in range(300)], "topic")
+LABELS = LabelColumn.from_values([f"v{i % 6}" for i in range(300)], "topic")
 
 
 def world(n_subsets=40, noise=0.1, seed=0, n_units=4):

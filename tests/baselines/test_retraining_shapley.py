@@ -28,7 +28,7 @@ def place(tmp_path_factory):
 
 def game_of(material, place):
     work = WorkArea(place / "work", shared_of(place, material, 1))
-    return RetrainingGame.of(material, work, TOPIC, seed=0)
+    return RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
 
 
 def trained_one_by_one(material):
@@ -81,21 +81,21 @@ def test_values_add_up_to_what_training_gained(world, place):
 
 def test_a_coalition_is_trained_once_whoever_asks(world, tmp_path):
     material, work = world.material(), WorkArea(tmp_path)
-    first = RetrainingGame.of(material, work, TOPIC, seed=0)
+    first = RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
     masks = np.array([[True, True, False], [True, True, False], [True, False, False]])
     answers = first(masks)
-    again = RetrainingGame.of(material, work, TOPIC, seed=0)
+    again = RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
     np.testing.assert_array_equal(again(masks), answers)
     assert (first.trained, again.trained) == (2, 0)
     assert again.ready.wall > 0
-    by_row = RetrainingGame.of(material, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
+    by_row = RetrainingGame.from_inputs(material, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
     np.testing.assert_array_equal(by_row((TOPIC == 0)[None]), answers[2:])
     assert by_row.trained == 0
 
 
 def test_coalitions_too_small_to_train_on_are_worth_an_untrained_model(world, tmp_path):
     material = world.material()
-    game = RetrainingGame.of(material, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
+    game = RetrainingGame.from_inputs(material, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
     masks = np.zeros((3, N_ROWS), dtype=bool)
     masks[1, :3] = True  # the recipe's batch has 4 rows
     masks[2, 10:12] = True

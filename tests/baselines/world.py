@@ -14,7 +14,7 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.models.tokenizer import train_tokenizer
-from grasp.runs.contract import Material, MethodScores, Retrained
+from grasp.runs.contract import MethodInputs, MethodScores, Retrained
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
@@ -42,11 +42,11 @@ class World:
     def artifact(self) -> ArtifactReader:
         return ArtifactReader.open(self.root / "art")
 
-    def material(self, **changes: Any) -> Material:
+    def material(self, **changes: Any) -> MethodInputs:
         """The artifact with its environment, opened afresh."""
-        scored = Joined.of(self.environment, self.artifact)
-        known = Retrained.of(scored, self.environment.utilities())
-        return replace(Material(self.artifact, retrained=known), **changes)
+        scored = Joined.from_environment(self.environment, self.artifact)
+        known = Retrained.from_joined(scored, self.environment.utilities())
+        return replace(MethodInputs(self.artifact, retrained=known), **changes)
 
 
 def make(root: Path) -> World:
@@ -104,11 +104,11 @@ def matrix(found: MethodScores) -> np.ndarray:
     return np.concatenate([block for _, block in found]).astype(np.float64)
 
 
-def copies(material: Material) -> np.ndarray:
+def copies(material: MethodInputs) -> np.ndarray:
     """The row that is the unit itself, (E,)."""
     return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in material.units.units])
 
 
-def cache(place: Path, material: Material) -> Path:
+def cache(place: Path, material: MethodInputs) -> Path:
     del material
     return place

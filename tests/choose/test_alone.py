@@ -11,7 +11,7 @@ import grasp
 from grasp.choose.alone import Taught, most_telling
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.learned import Learned
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
@@ -54,7 +54,7 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
     best = grasp.mix_runs(runs, "sciq/loss").to_pandas().set_index("value")
     np.testing.assert_allclose(best.loc[list(TOPICS), "proposed"], PEAK, atol=0.05)
     few = runs_of(np.random.default_rng(8).dirichlet(np.full(3, 0.5), 6), noise=0.05)
-    taught = Taught.of(few, "sciq/loss")
+    taught = Taught.from_runs(few, "sciq/loss")
     found = {
         k: grasp.mix_runs(few, "sciq/loss", cautious=k).to_pandas().set_index("value")["proposed"].loc[list(TOPICS)]
         for k in (0.0, 3.0)
@@ -65,7 +65,7 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
 
 
 def test_the_joint_posterior_is_that_of_single_predictions():
-    taught = Taught.of(runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss")
+    taught = Taught.from_runs(runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss")
     features = taught.features(np.random.default_rng(2).dirichlet(np.ones(3), 7))
     mean_B, cover_BB, noise = taught.learned.joint(features, -1)
     expected_BT, spread_BT = taught.learned.predict(features)
@@ -79,7 +79,7 @@ def test_the_joint_posterior_is_that_of_single_predictions():
 
 @pytest.mark.parametrize("decide", ["best", "values"])
 def test_proposals_differ_and_those_for_values_are_new(runs, decide):
-    taught = Taught.of(runs, "sciq/loss")
+    taught = Taught.from_runs(runs, "sciq/loss")
     share_BG = np.concatenate([taught.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
     picked, settles = most_telling(taught.learned, taught.features(share_BG), 6, decide, np.random.default_rng(0))
     assert len(set(picked)) == 6
@@ -174,7 +174,7 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
 def test_runs_of_one_mixture_are_refused():
     with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture; expected 2 different"):
         runs_of(np.tile([0.5, 0.3, 0.2], (4, 1)))
-    one = KnownFeatures.of_shares(np.tile([0.5, 0.3, 0.2], (4, 1)), 1)
+    one = SubsetFeatures.from_shares(np.tile([0.5, 0.3, 0.2], (4, 1)), 1)
     with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\), expected 2"):
         Learned.fit(one, np.arange(4.0)[:, None])
 

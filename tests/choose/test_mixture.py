@@ -319,4 +319,4 @@ def test_bounds_that_only_the_solver_sees_to_be_infeasible():
 
 def test_a_label_of_one_value_is_refused():
     with pytest.raises(Exception, match="has the single value"):
-        label_slices(LabelColumn.of(["x"] * 4, "topic"), np.ones(4, dtype=int))
+        label_slices(LabelColumn.from_values(["x"] * 4, "topic"), np.ones(4, dtype=int))

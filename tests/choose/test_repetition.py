@@ -58,12 +58,12 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
     plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
     plain = PackedMasks(np.packbits(plain_BN.astype(bool), axis=1), 12), csr_array(plain_BN), EachSlice(codes_N, 3)
     for weights in plain:
-        assert Exposure(3.0).of(weights) is weights
+        assert Exposure(3.0).weigh(weights) is weights
 
 
 def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
     for weights in (SliceShares(share_BG, codes_N), csr_array(dense_BN), OmittedRows(csr_array(1.0 - dense_BN))):
-        counted = exposure.of(weights)
+        counted = exposure.weigh(weights)
         assert type(counted) is type(weights)
         found_BN = (counted if isinstance(counted, csr_array) else counted.csr()).toarray()
         np.testing.assert_allclose(found_BN, want_BN, atol=1e-12)
@@ -82,7 +82,7 @@ def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
     weights = csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]]))
     exposure, kept_B = Exposure(), np.array([2.0, 4.0, 3.0])
-    counted_B = weight_sums(exposure.of(weights))[0]
+    counted_B = weight_sums(exposure.weigh(weights))[0]
     worth_B = SubsetSums(4, weight_sums(weights)[0], kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])

@@ -151,8 +151,10 @@ def test_the_bound_is_close_where_there_are_many_rows():
 def test_more_steps_never_loosen_the_bound():
     rng = np.random.default_rng(1)
     source = planted(rng.standard_normal((60, 3)), rng.standard_normal(60))
-    objective = Objective.of(predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12)
-    limits = Limits.of(Amount(12, False), np.ones(60, dtype=bool))
+    objective = Objective.from_predictor(
+        predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12
+    )
+    limits = Limits.from_budget(Amount(12, False), np.ones(60, dtype=bool))
     rows = choose(objective, limits).row_index
     bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
     assert bounds == sorted(bounds, reverse=True)
@@ -171,7 +173,7 @@ def test_without_geometry_the_selection_is_proven_optimal():
 def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_most(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
-    limits = Limits.of(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
+    limits = Limits.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
     picked = within(ranked(worth_N), limits)
     said = _of_tokens(worth_N, picked, limits, alike=True)
     mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
@@ -203,8 +205,10 @@ def test_aligned_is_what_the_proposition_asks_for(seed):
     rng = np.random.default_rng(seed)
     sketch_ND = np.abs(rng.standard_normal((30, 3))) - 0.12 * seed
     source = planted(sketch_ND, rng.random(30))
-    objective = Objective.of(predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5)
-    limits = Limits.of(Amount(5, False), np.arange(30) != 3)
+    objective = Objective.from_predictor(
+        predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5
+    )
+    limits = Limits.from_budget(Amount(5, False), np.arange(30) != 3)
     kept = np.delete(sketch_ND.astype("f4"), 3, axis=0)
     assert is_aligned(objective, limits) == bool((kept @ kept.T >= 0).all())
 

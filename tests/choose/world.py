@@ -31,7 +31,7 @@ class World(FakeSource):
 
     @property
     def labels(self) -> LabelColumn:
-        return LabelColumn.of(self.topics, "topic")
+        return LabelColumn.from_values(self.topics, "topic")
 
     @property
     def table(self) -> pa.Table:
@@ -90,4 +90,4 @@ def best_subset(source, chosen, size, rows=None, *, allowed=lambda subset: True)
 
 
 def predictor_of(source, chosen, targets=None) -> Predictor:
-    return Predictor.of(source, chosen, targets)
+    return Predictor.from_artifact(source, chosen, targets)

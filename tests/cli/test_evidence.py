@@ -88,7 +88,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.of(Environment.open(env), ArtifactReader.open(art))
+    return Scored.from_environment(Environment.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:
@@ -116,7 +116,7 @@ def plant_protocol(env: Path, art: Path) -> None:
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
     source = ArtifactReader.open(art)
-    (found,) = scored(art, env).of_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    (found,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
     truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
 

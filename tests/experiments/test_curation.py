@@ -134,7 +134,7 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
         [one for one in experiment.chosen["llama"] if one.asked == Asked("additive", "all", 0.2)],
     )
     artifact = world.artifact
-    value_N, units = np.zeros(artifact.n_rows), UnitSelection.of(artifact, artifact.targets)
+    value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
     kernels = world.protocol.fitted(artifact.array_names, artifact.feature_settings).match
     for kernel in kernels:
         relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
@@ -312,7 +312,7 @@ def test_an_interval_of_units_alone_is_students():
 
 def gpt2_rows(seed=0, last=None):
     rows = [np.random.default_rng(seed + i).integers(0, 50, size=12) for i in range(9)]
-    return InMemoryRows.of([*rows, rows[0] if last is None else last])
+    return InMemoryRows.from_rows([*rows, rows[0] if last is None else last])
 
 
 def gpt2_recipe(**changed):
@@ -331,7 +331,7 @@ def test_a_gpt2_is_trained_on_the_rows_that_are_retained_and_no_others():
 
 
 def test_a_gpt2_learns_its_rows():
-    rows = InMemoryRows.of([np.arange(12) for _ in range(10)])
+    rows = InMemoryRows.from_rows([np.arange(12) for _ in range(10)])
     ids = torch.arange(12)[None]
     losses = []
     for steps in (2, 80):

@@ -40,7 +40,7 @@ from grasp.errors import GraspError
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.gradients.layers import as_matrix
 from grasp.predict.labels import LabelColumn
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
@@ -49,7 +49,7 @@ HERE = Path(__file__).parents[2] / "experiments" / "finetune"
 
 
 def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:
-    return LabelColumn.of([f"source {k}" for k in range(n_sources) for _ in range(rows)], "source")
+    return LabelColumn.from_values([f"source {k}" for k in range(n_sources) for _ in range(rows)], "source")
 
 
 def test_every_subset_names_exactly_the_rows_that_are_trained_on():
@@ -176,7 +176,7 @@ def test_a_run_is_looked_at_where_it_has_seen_what_shorter_ones_keep():
 def test_a_run_that_is_foretold_by_others_is_not_among_them():
     generator = np.random.default_rng(0)
     share_BG = generator.dirichlet(np.ones(4), size=10)
-    runs, corpus = KnownFeatures.of_shares(share_BG, 1), KnownFeatures.of_shares(np.full((1, 4), 0.25), 1)
+    runs, corpus = SubsetFeatures.from_shares(share_BG, 1), SubsetFeatures.from_shares(np.full((1, 4), 0.25), 1)
     values_RT = share_BG[:, :1] + 0.01 * generator.normal(size=(10, 1))
     told = foretold(runs, corpus, values_RT, 8, 0)
     assert rho(told[None], values_RT)[0] > 0.8

@@ -40,7 +40,7 @@ def model():
 def game(model):
     """Gradients of five rows, and products with those of four units."""
     gradients = Gradients(model)
-    players = gradients.of(rows())
+    players = gradients.compute(rows())
     return gradients, players, gradients.products(players, units())
 
 
@@ -156,7 +156,7 @@ def test_the_second_order_is_nearer_to_what_happens(model, game):
 
 def test_the_sketch_is_the_inner_product_of_sketched_gradients(game):
     gradients, players, _ = game
-    of_units = gradients.of(units())
+    of_units = gradients.compute(units())
     left, right = (torch.cat([one.flatten(1) for one in side], dim=1).numpy() for side in (players, of_units))
     dense = CountSketch.draw(left.shape[1], 64, 7, "one-step").dense()
     np.testing.assert_allclose(

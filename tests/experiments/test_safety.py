@@ -66,7 +66,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(model):
-    return Base.of(ReferenceModel.load(model), 1)
+    return Base.from_reference(ReferenceModel.load(model), 1)
 
 
 def reviews(count=8):
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
     tuned.save(tmp_path / "adapters")
     np.testing.assert_allclose(Tuned.open(base, tmp_path / "adapters", 40).losses(rows), tuned.losses(rows), rtol=1e-5)
     path = tuned.checkpoint(tmp_path / "whole")
-    merged = Base.of(ReferenceModel.load(ModelSettings(path=str(path), threads=1)), 2)
+    merged = Base.from_reference(ReferenceModel.load(ModelSettings(path=str(path), threads=1)), 2)
     plain = Tuned.train(merged, rows, seed=0, epochs=1, longest=40)
     np.testing.assert_allclose(plain.losses(rows, adapted=False), tuned.losses(rows), rtol=1e-4)
 

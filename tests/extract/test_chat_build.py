@@ -16,7 +16,7 @@ from grasp.extract.local import build
 from grasp.extract.merge import merge
 from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Silent
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.corpus.chats import CHATML, turns
 from tests.extract.test_local import arrays
@@ -116,7 +116,7 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
 
 def test_rows_are_opened_again_with_what_carries_loss(chat):
     root, _ = chat
-    rows = Origin(ArtifactReader.open(root / "art")).rows
+    rows = BuildSource(ArtifactReader.open(root / "art")).rows
     assert isinstance(rows, RowStore)
     assert rows.shard(0).labelled is not None
 

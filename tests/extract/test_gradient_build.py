@@ -11,7 +11,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.extract import backward
 from grasp.extract.local import build
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.layers import as_matrix
@@ -61,7 +61,7 @@ def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root
     model = adapted.eval().requires_grad_(False)
     lora = {name: p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name}
     total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in lora.items()}
-    store = Origin(artifact).rows
+    store = BuildSource(artifact).rows
     for k in range(store.n_shards):
         shard = store.shard(k)
         for i in range(len(shard)):
@@ -141,7 +141,7 @@ def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, 
 def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     """The law for a whole build: what is stored is the preconditioned inner product."""
     artifact = ArtifactReader.open(built)
-    origin = Origin(artifact)
+    origin = BuildSource(artifact)
     model, store = origin.model, origin.rows
     reader = SampledGradients.choose(model, origin.settings.features)
     blocks = reader.engine.layers.blocks

@@ -41,7 +41,7 @@ from grasp.extract.local import (
 )
 from grasp.extract.moments import token_sample
 from grasp.extract.progress import Silent
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.features import extract
 from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
@@ -585,7 +585,7 @@ def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp
     write_targets(root / "more.jsonl", task="more", seed=5)
     out = build(world(root), tmp_path / "art")
     add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
-    origin = Origin(ArtifactReader.open(out))
+    origin = BuildSource(ArtifactReader.open(out))
     first = {unit.target: one.first for unit, one in zip(origin.units.units, origin.unit_tokens, strict=True)}
     assert first["more"] == 1 < first["facts"]
 
@@ -693,7 +693,7 @@ def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp
     for place in ("project", "moved"):
         if place == "moved":
             (tmp_path / "project").rename(tmp_path / "moved")
-        origin = Origin(ArtifactReader.open(tmp_path / place / "out/art"))
+        origin = BuildSource(ArtifactReader.open(tmp_path / place / "out/art"))
         assert origin.model.fingerprint() == origin.artifact.manifest.fingerprints["model"]
         assert origin.tokenizer.fingerprint == origin.artifact.manifest.fingerprints["tokenizer"]
         assert Path(corpus_settings(origin.artifact).path).samefile(tmp_path / place / "corpus.jsonl")

@@ -63,12 +63,12 @@ def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
     """As a build computes it."""
     squares = SquareSums(gradients.sample.size)
     for example in examples:
-        squares.add(gradients.of([example])[0])
+        squares.add(gradients.compute([example])[0])
     square_K = squares.square_K / squares.count
     kernel = GradientKernel.prepare(gradients.engine.model, asked, square_K, asked_for(None))
     out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
     for index in gradients.batches(examples):
-        taken_BK, _ = gradients.of([examples[int(i)] for i in index])
+        taken_BK, _ = gradients.compute([examples[int(i)] for i in index])
         out_NE[torch.from_numpy(index)] = torch.from_numpy(kernel.relevance(taken_BK)).double()
     return out_NE
 
@@ -87,7 +87,7 @@ def test_the_sample_holds_the_coordinates_that_autograd_gives(family):
     gradients, examples = opened(family, count=4_000), rows()
     assert gradients.sample.size < 2 * 4_000 < gradients.engine.layers.size
     expected = of_sample(gradients, gradients_by_autograd(gradients, examples))
-    found, _ = gradients.of(examples)
+    found, _ = gradients.compute(examples)
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= CLOSE * float(expected.abs().max())
 
@@ -154,10 +154,10 @@ def test_a_row_whose_gradient_is_not_finite_counts_nothing():
 def test_what_positions_add_is_the_whole(family):
     """Also where some positions carry no loss."""
     gradients, asked = opened(family, count=4_000), units()
-    side_EK = torch.cat([gradients.of([unit])[0] for unit in asked])
+    side_EK = torch.cat([gradients.compute([unit])[0] for unit in asked])
     gaps = np.array([False, True, True, False, False, True, False, True])
     for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), labelled=gaps)):
-        whole_E = (gradients.of([example])[0] @ side_EK.T)[0].numpy()
+        whole_E = (gradients.compute([example])[0] @ side_EK.T)[0].numpy()
         added_LE = gradients.by_position(example, side_EK)
         assert added_LE.shape == (len(example.input_ids), len(asked))
         np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())

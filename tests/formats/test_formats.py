@@ -9,7 +9,7 @@ import grasp
 from grasp.artifact.layout import FORMAT_VERSION
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.runs.environment import Environment
 from tests.formats.make import numbers, unpacked
 
@@ -48,7 +48,7 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
         assert value == pytest.approx(said[name], rel=1e-5, abs=1e-6)
     assert grasp.open(kept / "artifact").verify().ok
     art = grasp.open(kept / "artifact").files
-    assert Origin(art).settings.corpus.max_length == 48  # what explain, --add-target and --export read
+    assert BuildSource(art).settings.corpus.max_length == 48  # what explain, --add-target and --export read
     assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
     assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
 

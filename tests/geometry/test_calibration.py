@@ -130,7 +130,7 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
         assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
         parts = scorer.parts([score.candidate], ("sciq", "boolq"))[score.candidate.binding]
         for t, target in enumerate(("sciq", "boolq")):
-            own = realized.of(target).values_BSE.mean(axis=(1, 2))
+            own = realized.select(target).values_BSE.mean(axis=(1, 2))
             expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], own).statistic
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
     assert [s.lcb for s in found.scores] == sorted((s.lcb for s in found.scores), reverse=True)
@@ -146,7 +146,7 @@ def test_the_criterion_may_be_the_mean_over_units(development):
         predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
         first = 0
         for target in ("sciq", "boolq"):
-            own_BE = realized.of(target).values_BSE.mean(axis=1)
+            own_BE = realized.select(target).values_BSE.mean(axis=1)
             pairs = zip(predicted_BE[:, first : first + own_BE.shape[1]].T, own_BE.T, strict=True)
             expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
@@ -197,7 +197,7 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
     with pytest.raises(ProtocolLeakError, match=r"test: selection was given \['sciq'\], which are held out"):
         Development(held_out, ("sciq",), {"": scored(held_out, source)})
     with pytest.raises(ProtocolLeakError, match="test: selection was given a held-out environment"):
-        Development.of(held_out, [])
+        Development.from_environment(held_out, [])
     mixed = make_environment(tmp_path / "mixed", source, held_out=("boolq",))
     with pytest.raises(ProtocolLeakError, match=r"\['boolq'\], which are held out"):
         Development(mixed, ("sciq", "boolq"), {"": scored(mixed, source)})
@@ -274,7 +274,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     loaded = load_protocol(tmp_path / "chosen.yaml")
     assert loaded == frozen
     assert loaded.provenance == "selected on dev/sciq, dev/boolq"
-    predictor = Predictor.of(source, loaded)
+    predictor = Predictor.from_artifact(source, loaded)
     own_B = np.concatenate([predictor.change(block.weights)[:, 0] for block in blocks()])
     parts = development.variants[""].parts([TRUE], ("sciq", "boolq"))[TRUE.binding]
     for found_B in (
@@ -293,7 +293,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
-    predictions = development.variants[""].of_candidates({"full": TRUE}, ("sciq", "boolq"))
+    predictions = development.variants[""].select_candidates({"full": TRUE}, ("sciq", "boolq"))
     report = evaluation_of(development.environment, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]

@@ -41,19 +41,19 @@ def gram(condensed, n):
 
 def test_shuffled_pairs_are_the_same_values_in_other_places():
     sketch = np.random.default_rng(0).normal(size=(40, 5))
-    shuffled = ShuffledPairs.of(sketch, seed=1)
+    shuffled = ShuffledPairs.draw(sketch, seed=1)
     plain = (sketch @ sketch.T)[np.triu_indices(40, 1)]
     np.testing.assert_allclose(np.sort(shuffled.condensed), np.sort(plain), rtol=0, atol=rounding(5, plain))
     assert np.mean(np.isclose(shuffled.condensed, plain)) < 0.05
-    np.testing.assert_array_equal(shuffled.condensed, ShuffledPairs.of(sketch, seed=1).condensed)
-    assert (shuffled.condensed != ShuffledPairs.of(sketch, seed=2).condensed).any()
+    np.testing.assert_array_equal(shuffled.condensed, ShuffledPairs.draw(sketch, seed=1).condensed)
+    assert (shuffled.condensed != ShuffledPairs.draw(sketch, seed=2).condensed).any()
 
 
 @pytest.mark.parametrize("block", [3, 256])
 def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", block)
     rng = np.random.default_rng(2)
-    shuffled = ShuffledPairs.of(rng.normal(size=(17, 4)), seed=0)
+    shuffled = ShuffledPairs.draw(rng.normal(size=(17, 4)), seed=0)
     weights = rng.random(size=(6, 17)) * (rng.random(size=(6, 17)) < 0.5)
     similarity = gram(shuffled.condensed, 17)
     expected = [sum(w[i] * w[j] * similarity[i, j] for i in range(17) for j in range(17) if i != j) for w in weights]
@@ -70,20 +70,20 @@ def test_without_the_shuffle_it_is_the_pair_geometry(monkeypatch):
     sketch, weights = rng.normal(size=(23, 4)), rng.random(size=(5, 23))
     total = weights @ sketch
     expected = (total**2).sum(axis=1) - weights**2 @ (sketch**2).sum(axis=1)
-    np.testing.assert_allclose(ShuffledPairs.of(sketch, seed=0).pair(weights), expected, rtol=1e-4)
+    np.testing.assert_allclose(ShuffledPairs.draw(sketch, seed=0).pair(weights), expected, rtol=1e-4)
 
 
 def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
     monkeypatch.setattr(module, "EXACT_ROWS", 5)
     with pytest.raises(ShapeError, match="got 6 rows, expected at most 5"):
-        ShuffledPairs.of(np.zeros((6, 2)), seed=0)
+        ShuffledPairs.draw(np.zeros((6, 2)), seed=0)
     with pytest.raises(ShapeError, match=r"weights \(2, 4\) for 5 rows"):
-        ShuffledPairs.of(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
+        ShuffledPairs.draw(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
 
 
 def test_shuffled_rows_move_every_sketch_once():
     sketch_ND = np.random.default_rng(0).normal(size=(100, 3))
-    moved_ND = ShuffledRows.of(sketch_ND, seed=0).moved_ND
+    moved_ND = ShuffledRows.draw(sketch_ND, seed=0).moved_ND
     np.testing.assert_array_equal(np.sort(moved_ND, axis=0), np.sort(sketch_ND, axis=0))
-    np.testing.assert_array_equal(moved_ND, ShuffledRows.of(sketch_ND, seed=0).moved_ND)
+    np.testing.assert_array_equal(moved_ND, ShuffledRows.draw(sketch_ND, seed=0).moved_ND)
     assert (moved_ND != sketch_ND).all(axis=1).mean() > 0.9

@@ -22,11 +22,11 @@ PENALTY = {"product.raw": -0.5}
 
 def objective_of(source, size, chosen=None) -> Objective:
     predictor = predictor_of(source, chosen or protocol(components=PENALTY), source.targets[:1])
-    return Objective.of(predictor, np.ones(1), size)
+    return Objective.from_predictor(predictor, np.ones(1), size)
 
 
 def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Limits:
-    return Limits.of(
+    return Limits.from_budget(
         parse_budget(str(budget)),
         np.ones(source.n_rows, dtype=bool) if allowed_N is None else allowed_N,
         tokens_N=np.asarray(source.tokens),
@@ -186,7 +186,7 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
 def test_rows_that_do_not_fit_are_passed_over(seed, budget):
     rng = np.random.default_rng(seed)
     worth_N, cost_N = rng.integers(0, 5, 30).astype(float), rng.integers(1, 40, 30)
-    limits = Limits.of(
+    limits = Limits.from_budget(
         Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_N=cost_N
     )
     room, want = limits.budget, []
@@ -294,7 +294,7 @@ def test_ties_go_to_the_earlier_row_and_a_second_run_gives_the_same():
 
 def test_labels_of_a_column_of_one_value_are_one_group():
     source = World()
-    limits = limits_of(source, 4, caps=["x:4"], labels=LabelColumn.of(["x"] * 40, "topic"))
+    limits = limits_of(source, 4, caps=["x:4"], labels=LabelColumn.from_values(["x"] * 40, "topic"))
     assert limits.values == ("x",)
-    assert Amount(0.25, True).of(10) == 2
-    assert Amount(0.25, True).of(10, up=True) == 3
+    assert Amount(0.25, True).resolve(10) == 2
+    assert Amount(0.25, True).resolve(10, up=True) == 3

@@ -40,7 +40,7 @@ def test_the_quadratic_is_the_prediction(side, weighting, task):
     predictor = predictor_of(source, chosen)
     weights_T = np.array([0.7, 0.3])
     for size in (1, 13, 40):
-        objective = Objective.of(predictor, weights_T, size)
+        objective = Objective.from_predictor(predictor, weights_T, size)
         for seed in range(3):
             rows = np.random.default_rng(seed).choice(40, size, replace=False)
             got = value(objective, rows)
@@ -59,7 +59,7 @@ def test_the_quadratic_is_the_prediction(side, weighting, task):
 def test_the_quadratic_is_the_prediction_for_any_protocol(omegas, side, weighting, size, seed):
     source = World(seed=seed)
     chosen = protocol(side=side, weighting=weighting, components=omegas)
-    objective = Objective.of(predictor_of(source, chosen, ["sciq"]), np.ones(1), size)
+    objective = Objective.from_predictor(predictor_of(source, chosen, ["sciq"]), np.ones(1), size)
     rows = np.random.default_rng(seed).choice(40, size, replace=False)
     got = value(objective, rows)
     want = changes(source, chosen, [rows], ["sciq"])[0, 0]
@@ -69,7 +69,7 @@ def test_the_quadratic_is_the_prediction_for_any_protocol(omegas, side, weightin
 def test_components_that_cancel_bend_nothing():
     """K_raw against K_cent: their squares of the sketch sum cancel, what is left is linear."""
     source, chosen = World(), protocol(components={"hidden.raw": 0.0, "joint.self": -0.5})
-    objective = Objective.of(predictor_of(source, chosen), np.array([1.0, 0.0]), 10)
+    objective = Objective.from_predictor(predictor_of(source, chosen), np.array([1.0, 0.0]), 10)
     assert dict(objective.curvature) == {}
     assert objective.is_concave
     assert objective.bends_D.size == 0
@@ -78,7 +78,7 @@ def test_components_that_cancel_bend_nothing():
 @pytest.mark.parametrize(("omega", "concave"), [(-0.5, True), (0.5, False)])
 def test_a_penalty_is_concave_and_a_reward_is_not(omega, concave):
     source, chosen = World(), protocol(components={"joint.raw": omega})
-    assert Objective.of(predictor_of(source, chosen), np.array([1.0, 0.0]), 10).is_concave is concave
+    assert Objective.from_predictor(predictor_of(source, chosen), np.array([1.0, 0.0]), 10).is_concave is concave
 
 
 def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(monkeypatch):
@@ -86,7 +86,7 @@ def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(mo
     for held in (256 << 20, 0):  # in memory, and on disk
         monkeypatch.setattr("grasp.predict.row_sums.HELD_BYTES", held)
         source = World()
-        objective = Objective.of(
+        objective = Objective.from_predictor(
             predictor_of(source, protocol(components={"joint.raw": -1.0})), np.array([1.0, 0.0]), 10
         )
         vector_D, rows = rng.standard_normal(len(objective.bends_D)), np.array([7, 3, 39, 0])

@@ -55,8 +55,8 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     sums, totals, mass = summed(masks, sketch_ND)
     a_BE = subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting)
     k_B = sums.geometry(mass, totals, side, weighting).self_B
-    got_a = relevance_moments(RowMoments.of(relevance_NE), family, side, weighting)
-    got_k = self_moments(RowMoments.of((sketch_ND**2).sum(axis=1)[:, None]), family, side, weighting)
+    got_a = relevance_moments(RowMoments.from_values(relevance_NE), family, side, weighting)
+    got_k = self_moments(RowMoments.from_values((sketch_ND**2).sum(axis=1)[:, None]), family, side, weighting)
     for e in range(2):
         mean, std = weighted_moments(a_BE[:, e], chance)
         assert got_a.mean_E[e] == pytest.approx(mean, abs=1e-9)
@@ -100,7 +100,7 @@ def test_sampled_moments_agree_with_closed_forms(spelling):
     relevance_NE = np.random.default_rng(1).standard_normal((n_rows, 3)) + 0.5
     blocks = family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration")
     sampled = sampled_moments({"token": block.weights_BN @ relevance_NE} for block in blocks)
-    want = relevance_moments(RowMoments.of(relevance_NE), family, "retained", "count")
+    want = relevance_moments(RowMoments.from_values(relevance_NE), family, "retained", "count")
     got = sampled["token"]
     assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
     assert np.allclose(got.std_E, want.std_E, rtol=0.08)
@@ -124,7 +124,7 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     values_BE = np.random.default_rng(seed).standard_normal((30, 2)) * 3 + 1e4
     parts = [values_BE[start:stop] for start, stop in itertools.pairwise(sorted({0, 30, *cuts}))]
     got = sampled_moments({"a": part_BE, "k": part_BE[:, 0]} for part_BE in parts)
-    rows = functools.reduce(RowMoments.merge, map(RowMoments.of, parts))
+    rows = functools.reduce(RowMoments.merge, map(RowMoments.from_values, parts))
     np.testing.assert_allclose(got["a"].mean_E, values_BE.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(got["a"].std_E, values_BE.std(axis=0), rtol=1e-9)
     assert got["k"].std_E == pytest.approx(values_BE[:, 0].std(), rel=1e-9)

@@ -278,7 +278,7 @@ def test_projection_keeps_geometry_within_the_jl_bound(draw, width_for, failure)
 def test_additive_retained_is_a_constant_minus_omitted(seed):
     weights_BN, _, rng = world(seed, plain=True)
     relevance_NE = rng.standard_normal((12, 2))
-    mass, total_E = SubsetMass.of(weights_BN), relevance_NE.sum(axis=0)
+    mass, total_E = SubsetMass.from_weights(weights_BN), relevance_NE.sum(axis=0)
     sums_BE = additive(relevance_NE, weights_BN)
     retained = subset_relevance(sums_BE, total_E, mass, "retained", "count")
     omitted = subset_relevance(sums_BE, total_E, mass, "omitted", "count")  # sign flipped: higher is better

@@ -30,7 +30,7 @@ class InMemoryRows:
     labelled: NDArray[np.bool_] | None = None
 
     @classmethod
-    def of(
+    def from_rows(
         cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], labelled: Sequence[NDArray[np.bool_]] | None = None
     ) -> "InMemoryRows":
         flat = [np.asarray(row, dtype=np.int32) for row in rows]
@@ -53,13 +53,13 @@ class InMemoryRows:
     def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in row_index]
         masks = None if self.labelled is None else [self.labelled[span] for span in spans]
-        return InMemoryRows.of([self.flat_ids[span] for span in spans], masks)
+        return InMemoryRows.from_rows([self.flat_ids[span] for span in spans], masks)
 
 
 def corpus(n_rows=40):
     """Rows that count up from a random start, of 4 to 12 tokens: something to learn."""
     rng = np.random.default_rng(0)
-    return InMemoryRows.of([(rng.integers(32) + np.arange(rng.integers(4, 13))) % 32 for _ in range(n_rows)])
+    return InMemoryRows.from_rows([(rng.integers(32) + np.arange(rng.integers(4, 13))) % 32 for _ in range(n_rows)])
 
 
 def units():

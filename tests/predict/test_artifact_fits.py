@@ -58,7 +58,9 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
     write_subsets(tmp_path / "s.parquet", drawn, index)
     got, want = (
         prediction_table(
-            Predictor.of(source, protocol, per_unit=True), source, read_subsets(tmp_path / "s.parquet", index, 3)
+            Predictor.from_artifact(source, protocol, per_unit=True),
+            source,
+            read_subsets(tmp_path / "s.parquet", index, 3),
         ).read()
         for source in (artifact, FAKE)
     )
@@ -68,7 +70,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
 
 
 def test_rows_are_a_full_sort_of_the_effects(artifact):
-    effect_N = Predictor.of(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
+    effect_N = Predictor.from_artifact(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
     ranked = score(artifact, "sciq").to_pandas()
     assert ranked["row_id"].tolist() == [f"row-{i}" for i in np.argsort(-effect_N, kind="stable")]
     np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
@@ -79,4 +81,4 @@ def test_rows_are_a_full_sort_of_the_effects(artifact):
 def test_a_protocol_for_other_features_is_refused(artifact):
     protocol = rule(name="p", requires={"pooling": "all", "top_k": 8})
     with pytest.raises(ProtocolError, match=r"features.pooling: requires 'all'.*features.top_k: requires 8"):
-        Predictor.of(artifact, protocol)
+        Predictor.from_artifact(artifact, protocol)

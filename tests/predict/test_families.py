@@ -61,7 +61,7 @@ def test_a_family_that_never_fills_is_refused():
 
 def test_groups_keep_values_whole_and_never_all_or_none():
     weights_BN = drawn(parse_family("groups:topic"), 200)
-    column = LabelColumn.of(LABELS)
+    column = LabelColumn.from_values(LABELS)
     for code in range(len(column.values)):
         assert np.isin(weights_BN[:, column.codes_N == code].mean(axis=1), [0.0, 1.0]).all()
     assert weights_BN.sum(axis=1).min() > 0
@@ -149,7 +149,7 @@ def test_a_mixture_draws_the_subsets_it_always_drew():
 
 def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
     """256 subsets of 20,000 values: minutes with one draw a value."""
-    n_values, column = 20_000, LabelColumn.of([i // 2 for i in range(40_000)])
+    n_values, column = 20_000, LabelColumn.from_values([i // 2 for i in range(40_000)])
     blocks = parse_family("mixture:url").draw(256, n_rows=40_000, labels=column, seed=0, purpose="t")
     begun = time.process_time()
     first = next(blocks)
@@ -164,7 +164,7 @@ def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
 def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monkeypatch):
     monkeypatch.setattr(families, "MANY_VALUES", 1)
     rows_BN = drawn(parse_family("mixture:topic"), 400)
-    column = LabelColumn.of(LABELS)
+    column = LabelColumn.from_values(LABELS)
     one_by_one_BN = (monkeypatch.undo(), drawn(parse_family("mixture:topic"), 400))[1]
     for code in range(len(column.values)):  # the same numbers of rows, since fractions are drawn first; other rows
         rows = column.codes_N == code

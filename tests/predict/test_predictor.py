@@ -59,7 +59,7 @@ def slow_effects(source, chosen, target, task_standard="mean_relevance"):
 @pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
 def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(task):
     source, chosen = FakeSource(), protocol(standardize={"task": task})
-    predictor = Predictor.of(source, chosen, per_unit=True)
+    predictor = Predictor.from_artifact(source, chosen, per_unit=True)
     weights = plain_subsets() * 2.0
     weights.data *= np.random.default_rng(0).random(weights.nnz)
     sums = predictor.sums(weights)
@@ -90,9 +90,9 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
     calibration = {"family": "mixture:topic", "n_subsets": 12}
     options = {"side": side, "weighting": weighting, "standardize": {"task": task}}
     chosen = protocol(components=COMPONENTS, calibration=calibration, **options)
-    predictor = Predictor.of(source, chosen, per_unit=True)
+    predictor = Predictor.from_artifact(source, chosen, per_unit=True)
     weights = plain_subsets()
-    labels = LabelColumn.of(TOPICS)
+    labels = LabelColumn.from_values(TOPICS)
     drawn = parse_family("mixture:topic").draw(12, n_rows=40, labels=labels, seed=0, purpose="calibration")
     family_BN = np.concatenate([block.weights_BN.toarray() for block in drawn])
     sums = predictor.sums(weights)
@@ -139,7 +139,7 @@ def slow_levels(source, chosen, weights_BN, family_BN, target):
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, weighting):
     chosen = InteractionProtocol(**plain_settings(components=components, side=side, weighting=weighting))
-    predictor = Predictor.of(FakeSource(), chosen, per_unit=True, components=True)
+    predictor = Predictor.from_artifact(FakeSource(), chosen, per_unit=True, components=True)
     everything = csr_array(np.ones((1, 40)))
     sums = predictor.sums(everything)
     close = rounding(40, predictor.effect_NT)
@@ -160,7 +160,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
 
     But for what repetition takes of the doubled rows, and of both in a training that reads them often.
     """
-    predictor = Predictor.of(FakeSource(), default_protocol())
+    predictor = Predictor.from_artifact(FakeSource(), default_protocol())
     rows = np.random.default_rng(seed).choice(40, max(1, round(share * 40)), replace=False)
     weights_BN = np.ones((2, 40))
     weights_BN[0, rows], weights_BN[1, rows] = 0.0, 2.0
@@ -172,7 +172,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     want_T = p * twice * (m_T + ANY_TEXT) + (1 - p) * once * (ANY_TEXT - p / (1 - p) * m_T) - ANY_TEXT
     np.testing.assert_allclose(change_BT[1], want_T, rtol=0, atol=2 * close)
     np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0.1, atol=0.03)
-    longer = Predictor.of(FakeSource(), default_protocol(), exposure=Exposure(2.0))
+    longer = Predictor.from_artifact(FakeSource(), default_protocol(), exposure=Exposure(2.0))
     left = longer.change(csr_array(weights_BN)) - change_BT
     once = Exposure(2.0)(1 / (1 - p)) * (1 - p)
     np.testing.assert_allclose(
@@ -184,7 +184,7 @@ def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
     source, larger = FakeSource(), FakeSource()
     for name in ("relevance_token", "relevance_input"):
         larger.arrays[name] = source.arrays[name] * 1e3
-    effects = [Predictor.of(one, default_protocol()).effect_NT for one in (source, larger)]
+    effects = [Predictor.from_artifact(one, default_protocol()).effect_NT for one in (source, larger)]
     close = rounding(40, effects[0])
     np.testing.assert_allclose(effects[0], effects[1], rtol=0, atol=close)
     np.testing.assert_allclose(effects[0].mean(axis=0), 0.0, atol=close)
@@ -196,7 +196,7 @@ def test_additive_retained_is_a_constant_minus_omitted(weighting):
     """What the rows kept and the rows left out say of a plain subset: the same for sums, with shares for means."""
     source, weights = FakeSource(), plain_subsets()
     kept, left = (
-        Predictor.of(source, protocol(side=side, weighting=weighting)).change(weights)
+        Predictor.from_artifact(source, protocol(side=side, weighting=weighting)).change(weights)
         for side in ("retained", "omitted")
     )
     share_B = weights.sum(axis=1) / 40
@@ -210,7 +210,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
     chosen, weights = protocol(components=COMPONENTS), plain_subsets()
 
     def predicted(source):
-        predictor = Predictor.of(source, chosen, per_unit=True)
+        predictor = Predictor.from_artifact(source, chosen, per_unit=True)
         sums = predictor.sums(weights)
         return predictor.change_of(sums), predictor.unit_change(weights, sums)
 
@@ -222,7 +222,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
 
 def test_the_additive_road_reads_no_sketch_and_relevance_once():
     source = FakeSource()
-    predictor = Predictor.of(source, default_protocol())
+    predictor = Predictor.from_artifact(source, default_protocol())
     for _ in range(3):
         predictor.change(plain_subsets())
     assert source.passes == {name: int(name in ("relevance_token", "relevance_input")) for name in source.arrays}
@@ -230,7 +230,7 @@ def test_the_additive_road_reads_no_sketch_and_relevance_once():
 
 @pytest.mark.parametrize("components", [{}, COMPONENTS])
 def test_shares_of_slices_are_weights_of_their_rows(components):
-    predictor = Predictor.of(FakeSource(), protocol(components=components))
+    predictor = Predictor.from_artifact(FakeSource(), protocol(components=components))
     share_BG = np.random.default_rng(0).random((5, 4)) * 2
     by_slice, close = predictor.change(SliceShares(share_BG, CODES)), rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), rtol=0, atol=close)
@@ -246,11 +246,11 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     source.arrays["hidden_sketch"][:] = np.array([1.0, 0, 0, 0])  # every row alike: K_self is a constant
     source.arrays["relevance_input"][:] = 2.0
     chosen = protocol(components={"hidden.self": -5.0}, match={"token": 1.0, "input": 1.0}, weighting="count")
-    predictor = Predictor.of(source, chosen)
-    alone = Predictor.of(source, protocol(match={"token": 1.0}))
+    predictor = Predictor.from_artifact(source, chosen)
+    alone = Predictor.from_artifact(source, protocol(match={"token": 1.0}))
     assert predictor.dropped == ("input", "hidden.self")
-    assert Predictor.of(source, protocol(match={"token": 1.0, "input": 1.0})).dropped == ("input",)
-    both = Predictor.of(source, protocol(match={"token": 1.0, "input": 1.0}))
+    assert Predictor.from_artifact(source, protocol(match={"token": 1.0, "input": 1.0})).dropped == ("input",)
+    both = Predictor.from_artifact(source, protocol(match={"token": 1.0, "input": 1.0}))
     np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))
 
 
@@ -258,11 +258,11 @@ def test_refusals():
     with pytest.raises(
         ProtocolError, match=r"target: got \['sci'\] \(did you mean 'sciq'\?\), the artifact has \['sciq'"
     ):
-        Predictor.of(FakeSource(), protocol(), ["sci"])
+        Predictor.from_artifact(FakeSource(), protocol(), ["sci"])
     with pytest.raises(ProtocolError, match="requires 'all', the artifact was built with 'tail:32'"):
-        Predictor.of(FakeSource(), protocol(requires={"pooling": "all"}))
+        Predictor.from_artifact(FakeSource(), protocol(requires={"pooling": "all"}))
     with pytest.raises(SubsetError, match="label: unknown column 'topic'"):
-        Predictor.of(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
+        Predictor.from_artifact(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
 
 
 # ---------------------------------------------------------------------------------------------------- worlds
@@ -292,12 +292,12 @@ class QuadraticWorld(FakeSource):
 def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(spelling):
     world, family = QuadraticWorld.made(), parse_family(spelling)
     options = {"name": "p", "match": {"token": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
-    trial = Predictor.of(world, rule(**options, components={"product.raw": 1.0}))
+    trial = Predictor.from_artifact(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
     sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
     omega = -world.penalty * float(trial.terms.moments["product.raw"].std_E[0]) / sigma_a
-    full = Predictor.of(world, rule(**options, components={"product.raw": omega}))
-    additive = Predictor.of(world, rule(**options))
+    full = Predictor.from_artifact(world, rule(**options, components={"product.raw": omega}))
+    additive = Predictor.from_artifact(world, rule(**options))
     (block,) = family.draw(128, n_rows=60, seed=0, purpose="evaluation")
     truth_B = world.utility(block.weights_BN)
     assert spearmanr(full.change(block.weights)[:, 0], truth_B).statistic == pytest.approx(1.0, abs=1e-4)
@@ -315,7 +315,7 @@ def test_null_world_stays_in_its_band():
             n_rows=300, arrays={"relevance_token": relevance_N[:, None].astype("f4")}, unit_targets=("t",)
         )
         (block,) = family.draw(200, n_rows=300, seed=seed, purpose="null")
-        change_B = Predictor.of(world, default_protocol()).change(block.weights)[:, 0]
+        change_B = Predictor.from_artifact(world, default_protocol()).change(block.weights)[:, 0]
         rhos.append(spearmanr(change_B, block.weights_BN @ truth_N).statistic)
     # predicted and true sums share their subsets, so single worlds scatter as the rows' own correlation does
     assert max(abs(rho) for rho in rhos) < 3.5 * np.sqrt(1 / 199 + 1 / 299)
@@ -342,7 +342,11 @@ def test_omitted_scores_rank_as_retained_ones_only_without_geometry():
     sums, totals, mass = summed(block.weights_BN, sketch_ND)
     a = {
         side: subset_relevance(
-            block.weights_BN @ relevance_NE, relevance_NE.sum(axis=0), SubsetMass.of(block.weights_BN), side, "count"
+            block.weights_BN @ relevance_NE,
+            relevance_NE.sum(axis=0),
+            SubsetMass.from_weights(block.weights_BN),
+            side,
+            "count",
         )[:, 0]
         for side in ("retained", "omitted")
     }

@@ -23,7 +23,7 @@ from tests.predict.source import FakeSource, counted
 from tests.rules import rule
 
 TOPICS = [["games", "law", None, "art", "games"][i * 7 % 13 % 5] for i in range(40)]
-COLUMN = LabelColumn.of(TOPICS, "topic")
+COLUMN = LabelColumn.from_values(TOPICS, "topic")
 TOKENS = np.arange(40) + 2
 SLICES = label_slices(COLUMN, TOKENS)
 COMPONENTS = {f"{half}.{kind}": 0.3 for half in ("hidden", "joint", "product") for kind in ("raw", "self", "cent")}
@@ -36,7 +36,7 @@ def protocol(**changes):
 
 
 def worth(source, chosen):
-    predictor = Predictor.of(source, chosen)
+    predictor = Predictor.from_artifact(source, chosen)
     effects = slice_effects(predictor, SLICES)
     return predictor, effects, *dropped_intervals(source, predictor, effects, SLICES)
 
@@ -83,7 +83,7 @@ def test_one_unit_has_no_interval():
 
 
 def test_a_value_that_is_everything_cannot_be_dropped():
-    predictor = Predictor.of(FakeSource(), protocol(components={}))
+    predictor = Predictor.from_artifact(FakeSource(), protocol(components={}))
     whole = LabelSlices("topic", (Slice("all", "true", 40, 80),), np.zeros(40, dtype=np.int32), 0)
     effects = slice_effects(predictor, whole)
     assert np.isnan(effects.dropped_GT).all()
@@ -97,7 +97,7 @@ def test_cosines_are_those_of_the_centred_sketch_sums(halves, components):
     names = [f"{half}_sketch" for half in halves]
     if components and len(halves) == 1:
         components = {"hidden.raw": 0.3}
-    predictor = Predictor.of(source, protocol(components=components), sketches=halves)
+    predictor = Predictor.from_artifact(source, protocol(components=components), sketches=halves)
     effects = slice_effects(predictor, SLICES)
     sketch_ND = np.concatenate([source.arrays[name] for name in names], axis=1).astype(float)
     sum_GD = np.stack([sketch_ND[SLICES.codes_N == g].sum(axis=0) for g in range(len(SLICES.names))])
@@ -121,7 +121,7 @@ def test_every_row_is_in_one_slice_largest_first():
 
 def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_rest():
     values = ["a"] * 9 + ["b"] * 5 + [f"v{i}" for i in range(20)] + [None]
-    slices = label_slices(LabelColumn.of(values, "host"), np.ones(35), most=3)
+    slices = label_slices(LabelColumn.from_values(values, "host"), np.ones(35), most=3)
     assert list(slices.names) == ["a", "b", "21 other values"]
     assert slices.n_grouped == 21
     assert slices.slices[-1].expression == "host IS NULL OR host NOT IN ('a', 'b')"
@@ -130,13 +130,13 @@ def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_re
 
 def test_names_are_told_apart():
     values = [None, "(no label)", "1 other values", "x", "y", "(no label)", "1 other values", None]
-    slices = label_slices(LabelColumn.of(values, "t"), np.ones(8), most=4)
+    slices = label_slices(LabelColumn.from_values(values, "t"), np.ones(8), most=4)
     assert list(slices.names) == ["(no label) #2", "(no label)", "1 other values", "2 other values"]
 
 
 def test_a_label_of_one_value_tells_nothing_apart():
     with pytest.raises(SubsetError, match="--by topic: has the single value 'x'; expected a label with two values"):
-        label_slices(LabelColumn.of(["x", "x"], "topic"), np.ones(2))
+        label_slices(LabelColumn.from_values(["x", "x"], "topic"), np.ones(2))
 
 
 def test_labels_are_chosen_by_their_number_of_values(art_of):

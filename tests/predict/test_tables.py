@@ -23,14 +23,14 @@ def subsets(n=6, block=256):
 
 @pytest.mark.parametrize("block", [1, 2, 5])
 def test_blocks_of_subsets_do_not_matter(block):
-    predictor = Predictor.of(FakeSource(), PROTOCOL, per_unit=True)
+    predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, per_unit=True)
     whole, cut = (prediction_table(predictor, FakeSource(), subsets(block=size)).read() for size in (256, block))
     keys = [("subset_id", "ascending"), ("target", "ascending"), ("unit_id", "ascending")]
     np.testing.assert_allclose(cut.sort_by(keys)["change"], whole.sort_by(keys)["change"], rtol=1e-4, atol=1e-5)
 
 
 def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are(tmp_path):
-    predictor = Predictor.of(FakeSource(), PROTOCOL, components=True)
+    predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, components=True)
     assert prediction_table(predictor, FakeSource(), subsets(3)).write(tmp_path / "p.parquet") == 6
     assert pq.read_table(tmp_path / "p.parquet").column_names == ["subset_id", "target", "change"]
     metadata = pq.read_schema(tmp_path / "p.parquet").metadata
@@ -50,4 +50,4 @@ def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are(tmp
 def test_subsets_of_another_corpus_are_refused():
     three = SubsetBlock(("s",), csr_array(np.ones((1, 3))))
     with pytest.raises(ShapeError, match="subsets over 3 rows for an artifact of 40"):
-        prediction_table(Predictor.of(FakeSource(), PROTOCOL), FakeSource(), [three]).read()
+        prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read()

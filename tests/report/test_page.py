@@ -207,7 +207,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert told["labels"][0]["after"].endswith(f"--runs {environment.path}")
-    predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, chosen, sketches=measures(artifact.array_names))
     if interactions:
         assert changes == [[None, None]] * 5
     else:
@@ -216,7 +216,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     held_B[-1] = True
     exact_BT = predictor.change(SliceShares(percent_BG / 100, slices.codes_N))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
-    nats = learn(predictor, artifact, environment).of(SliceShares(percent_BG / 100, slices.codes_N))
+    nats = learn(predictor, artifact, environment).predict(SliceShares(percent_BG / 100, slices.codes_N))
     half_BT = nats.high_BT - nats.nats_BT
     held_BG = np.isin(percent_BG, payload.PLACES)
     for b, (one, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):

@@ -329,9 +329,9 @@ def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
     drawn = parse_family(family.spec).draw(4, n_rows=30, labels=labels, seed=3, purpose="evaluation")
     env = Environment.create(tmp_path, info(family=family), drawn, ROWS)
     (tmp_path / "subsets.parquet").unlink()
-    assert masks(env, labels=LabelColumn.of(labels)).shape == (4, 30)
+    assert masks(env, labels=LabelColumn.from_values(labels)).shape == (4, 30)
     with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
-        masks(env, labels=LabelColumn.of(sorted(labels)))
+        masks(env, labels=LabelColumn.from_values(sorted(labels)))
 
 
 def test_a_given_table_of_subsets_cannot_be_drawn_again(tmp_path):

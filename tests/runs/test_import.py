@@ -57,7 +57,7 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
     runs = grasp.import_runs(write(tmp_path / "w.csv", lines), label="topic", metrics=["loss"], columns=["w_*"])
     with pytest.raises(EnvironmentDataError, match=re.escape("has runs of sizes ['1M', '60M']; import one, --size")):
         runs.utility_RST()
-    small = runs.of_size("1M")
+    small = runs.select_size("1M")
     np.testing.assert_allclose(small.utility_RST()[:, :, 0], [[-2.0, -3.0]])
     table = pa.table({name: [line[k] for line in lines[1:]] for k, name in enumerate(head)})
     pq.write_table(table, tmp_path / "w.parquet")

@@ -8,7 +8,7 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.covariance import WITHIN_SD, KnownFeatures, Ruler
+from grasp.runs.covariance import WITHIN_SD, FeatureScales, SubsetFeatures
 from grasp.runs.learned import Learned, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
@@ -24,7 +24,7 @@ def saturating(share_BG: np.ndarray) -> np.ndarray:
     return np.log(share_BG + 0.01) @ worth_GT
 
 
-def world(n: int, seed: int = 0) -> tuple[KnownFeatures, np.ndarray]:
+def world(n: int, seed: int = 0) -> tuple[SubsetFeatures, np.ndarray]:
     """Relevance that is right but for a part that runs must teach."""
     rng = np.random.default_rng(seed)
     share_BG = mixtures(n, rng)
@@ -32,7 +32,7 @@ def world(n: int, seed: int = 0) -> tuple[KnownFeatures, np.ndarray]:
     kernels = np.stack([relevance_BT, other_BT], axis=2)
     utility_BT = relevance_BT + 0.7 * other_BT + 0.01 * rng.normal(size=relevance_BT.shape)
     sketch_BD, within_BT = rng.normal(size=(n, 4)), np.zeros((n, N_TASKS))
-    return KnownFeatures(share_BG, relevance_BT, kernels, sketch_BD, within_BT), utility_BT
+    return SubsetFeatures(share_BG, relevance_BT, kernels, sketch_BD, within_BT), utility_BT
 
 
 def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
@@ -45,7 +45,11 @@ def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
     rng = np.random.default_rng(1)
     within_T = np.full(N_TASKS, 0.3)
     data = _Data(
-        Ruler.of(features).measure(features), utility_BT - utility_BT.mean(0), np.arange(15) % 3 + 1.0, within_T, 15.0
+        FeatureScales.from_runs(features).measure(features),
+        utility_BT - utility_BT.mean(0),
+        np.arange(15) % 3 + 1.0,
+        within_T,
+        15.0,
     )
     evidence = _Evidence(data)
     theta = evidence.prior[:, 0] + 0.3 * rng.normal(size=len(evidence.names))
@@ -64,7 +68,7 @@ def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> Non
     assert (spread_BT[:5] > 0).all()
 
 
-def plain(learned, own: KnownFeatures) -> dict[str, np.ndarray]:
+def plain(learned, own: SubsetFeatures) -> dict[str, np.ndarray]:
     """Measured features in such units that inner products are covariances."""
     kernel_BTM = own.kernel_BTM * np.sqrt(learned.numbers["kernels"] / own.kernel_BTM.shape[2])
     sketch_BD = own.sketch_BD * np.sqrt(learned.numbers["sketch"])
@@ -79,7 +83,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     unit = {name: numbers[name] * curves.units[name] for name in ("linear", "additive", "joint")}
     short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
-    def points(own: KnownFeatures) -> list[dict[str, np.ndarray]]:
+    def points(own: SubsetFeatures) -> list[dict[str, np.ndarray]]:
         parts = plain(learned, own)
         return [
             {name: part[b] for name, part in parts.items()}
@@ -129,8 +133,8 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
     rng = np.random.default_rng(3)
     runs, rest = mixtures(40, rng), mixtures(300, rng)
     noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
-    learned = Learned.fit(KnownFeatures.of_shares(runs, N_TASKS), noisy)
-    predicted, spread = learned.predict(KnownFeatures.of_shares(rest, N_TASKS))
+    learned = Learned.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy)
+    predicted, spread = learned.predict(SubsetFeatures.from_shares(rest, N_TASKS))
     linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
     assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
     inside = np.abs(predicted - saturating(rest)) <= learned.quantile(0.9) * spread
@@ -171,11 +175,11 @@ def test_intervals_widen_away_from_the_runs() -> None:
     rng = np.random.default_rng(8)
     shares = 0.5 * mixtures(30, rng) + 0.5 / N_SLICES
     learned = Learned.fit(
-        KnownFeatures.of_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
+        SubsetFeatures.from_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
     )
-    corpus = KnownFeatures.of_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
+    corpus = SubsetFeatures.from_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
     path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
-    _, spread = learned.change(KnownFeatures.of_shares(np.concatenate(path), N_TASKS), corpus)
+    _, spread = learned.change(SubsetFeatures.from_shares(np.concatenate(path), N_TASKS), corpus)
     assert (np.diff(spread, axis=0) > 0).all()
 
 
@@ -183,12 +187,12 @@ def test_beyond_the_runs_a_prediction_counts_by_its_logarithm() -> None:
     """As it is among them; beyond, the larger the less of it, never falling, of its sign."""
     relevance_BT = np.linspace(-0.5, 2.0, 11)[:, None]
     nothing = np.zeros((11, 1, 0)), np.zeros((11, 0)), np.zeros((11, 1))
-    ruler = Ruler.of(KnownFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
+    ruler = FeatureScales.from_runs(SubsetFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
     asked_BT = np.array([[-8.0], [-2.0], [0.0], [1.0], [2.0], [4.0], [8.0]])
     near_B = ruler.near(asked_BT)[:, 0]
     np.testing.assert_allclose(near_B[1:5], asked_BT[1:5, 0])
     np.testing.assert_allclose(near_B[[0, 5, 6]], 2.0 * np.array([-(1 + np.log(4)), 1 + np.log(2), 1 + np.log(4)]))
-    none = Ruler.of(KnownFeatures(np.zeros((11, 0)), np.zeros((11, 1)), *nothing))
+    none = FeatureScales.from_runs(SubsetFeatures(np.zeros((11, 0)), np.zeros((11, 1)), *nothing))
     np.testing.assert_array_equal(none.near(np.zeros((3, 1))), 0.0)
 
 

@@ -21,7 +21,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SliceShares
 from grasp.runs.covariance import WITHIN
 from grasp.runs.imported import row_weights, runs_beside
-from grasp.runs.learning import Known, learn, learning_curve
+from grasp.runs.learning import SubsetFeaturizer, learn, learning_curve
 from grasp.runs.table import RunTable
 from grasp.verbs.predict import predict
 from tests.runs.environments import TOPICS, write_artifact, write_environment
@@ -42,7 +42,7 @@ def environment(artifact, tmp_path_factory):
     labels = LabelTable(artifact.rows_path).column("topic")
     family = parse_family("mixture:topic")
     blocks = family.draw(N_RUNS, n_rows=artifact.n_rows, labels=labels, seed=3, purpose="evaluation")
-    predictor = Predictor.of(artifact, PROTOCOL)
+    predictor = Predictor.from_artifact(artifact, PROTOCOL)
     change_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
     noise = 0.002 * np.random.default_rng(1).standard_normal((N_RUNS, 2))
 
@@ -69,14 +69,14 @@ def imported(values=TOPICS, n=30, metric="sciq/acc", **fields):
 def test_a_learning_curve_rises_where_relevance_says_nothing_and_ends_where_runs_do(artifact):
     runs, _ = imported()
     names = artifact.targets
-    expected = learn(Predictor.of(artifact, PROTOCOL, names[:1]), artifact, runs)
+    expected = learn(Predictor.from_artifact(artifact, PROTOCOL, names[:1]), artifact, runs)
     curve = learning_curve(expected)
     assert curve.counts == (0, 4, 8, 16)
     assert curve.rho_KT.shape == curve.spread_KT.shape == (4, 1)
     assert curve.rho_KT[-1, 0] > max(0.7, curve.rho_KT[0, 0] + 0.2)
     np.testing.assert_array_equal(curve.rho_KT, learning_curve(expected).rho_KT)
     few, _ = imported(n=15)
-    assert learning_curve(learn(Predictor.of(artifact, PROTOCOL, names[:1]), artifact, few)) is None
+    assert learning_curve(learn(Predictor.from_artifact(artifact, PROTOCOL, names[:1]), artifact, few)) is None
 
 
 def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environment, ask):
@@ -113,7 +113,7 @@ def test_units_have_no_interval(ask):
 
 def test_what_is_held_out_is_refused(artifact, tmp_path):
     held = write_environment(tmp_path / "held", artifact, lambda b, s, _: 0.1 * b, role="held-out")
-    predictor = Predictor.of(artifact, PROTOCOL)
+    predictor = Predictor.from_artifact(artifact, PROTOCOL)
     with pytest.raises(ProtocolLeakError, match="held: is held out; intervals are fitted on development environments"):
         learn(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
@@ -123,7 +123,7 @@ def test_what_is_held_out_is_refused(artifact, tmp_path):
 
 
 def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, environment, tmp_path):
-    predictor = Predictor.of(artifact, PROTOCOL, ["sciq"])
+    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
     values = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
     down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -values[b])
     assert (
@@ -172,7 +172,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
     weights_BN = blocks[0].weights_BN
     names = np.repeat(utilities.subset_ids, np.diff(weights_BN.indptr))
     trained = pa.table({"run": names, "row_id": ids[weights_BN.indices]})
-    loss = {f"{t}/loss": -utilities.of(t).values_BSE.mean(axis=2).T.ravel() for t in ("sciq", "boolq")}
+    loss = {f"{t}/loss": -utilities.select(t).values_BSE.mean(axis=2).T.ravel() for t in ("sciq", "boolq")}
     seeds = np.repeat(utilities.seeds, len(utilities.subset_ids))
     results = pa.table({"run": np.tile(utilities.subset_ids, 2), "seed": seeds} | loss)
     runs = grasp.import_runs(trained, results, out=tmp_path / "runs")
@@ -193,10 +193,12 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
     again = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
     results = pa.concat_tables([runs.results, again.set_column(6, "value", pa.array([0.3]))])
-    found = runs_beside(artifact, RunTable.of("uneven", runs.info, runs.trained, results))
+    found = runs_beside(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
     assert found.utilities().values_BSE.shape == (30, 1, 1)
     assert np.isnan(found.task_utilities(["sciq"])).sum() == 29
-    assert learn(Predictor.of(artifact, PROTOCOL, ["sciq"]), artifact, found).learned.numbers["seed noise"] > 0
+    assert (
+        learn(Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, found).learned.numbers["seed noise"] > 0
+    )
 
 
 def test_shares_and_times_become_weights_of_rows(artifact):
@@ -226,7 +228,7 @@ def test_runs_of_documents_and_of_expressions(artifact):
 
 
 def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
-    predictor = Predictor.of(artifact, PROTOCOL)
+    predictor = Predictor.from_artifact(artifact, PROTOCOL)
     with pytest.raises(EnvironmentDataError, match="2 values of topic are not in the artifact: news, code; it has"):
         learn(predictor, artifact, imported(("games", "news", "code"))[0])
     with pytest.raises(EnvironmentDataError, match="has the metrics arc/acc, asked are sciq, boolq; a metric belongs"):
@@ -262,7 +264,7 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
 
 def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     """Runs that say the opposite of relevance: where they are given, what they say is taken."""
-    predictor = Predictor.of(artifact, PROTOCOL, ["sciq"])
+    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
     column = LabelTable(artifact.rows_path).column("topic")
     effect_G = [predictor.effect_NT[column.codes_N == column.values.index(name), 0].mean() for name in TOPICS]
     worst = TOPICS[int(np.argmin(effect_G))]
@@ -301,8 +303,8 @@ def test_with_runs_that_agree_with_relevance_its_rows_are_kept(artifact, environ
 @pytest.mark.parametrize(("kernel", "within"), [("token", WITHIN), ("gradient", 1.0)])
 def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, within):
     artifact = write_artifact(tmp_path / "art", kernel=kernel)
-    predictor = Predictor.of(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))
-    known = Known.of(predictor, artifact, ("topic",))
+    predictor = Predictor.from_artifact(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, ("topic",))
     column = LabelTable(artifact.rows_path).column("topic")
     weight_BG = np.array([[2.0, 0.5, 1.0], [1.0, 0.0, 3.0]])
     mixtures = SliceShares(weight_BG, column.codes_N)

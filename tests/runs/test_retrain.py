@@ -111,7 +111,7 @@ def test_utilities_are_those_of_training_by_hand(inputs, whole):
         by_hand = -evaluate_units(model, worker.tokens)
         np.testing.assert_allclose(got.values_BSE[b, seed], by_hand, atol=1e-4)
     assert (got.values_BSE < 0).all()
-    assert np.abs(got.of("water").values_BSE - got.of("water@all").values_BSE).max() > 0.01
+    assert np.abs(got.select("water").values_BSE - got.select("water@all").values_BSE).max() > 0.01
     assert len(np.unique(got.values_BSE[:, :, 0])) == 6
 
 

@@ -11,7 +11,7 @@ from grasp.errors import ModelError, ShapeError
 from grasp.runs.train import Share, batch_order, label_weights, token_batches
 from tests.models.toy import InMemoryRows
 
-ROWS = InMemoryRows.of([[i, i + 1, *range(i % 4)] for i in range(20)])
+ROWS = InMemoryRows.from_rows([[i, i + 1, *range(i % 4)] for i in range(20)])
 
 
 def order(kept, *, seed=0, first=0, steps=12, batch=4):
@@ -67,7 +67,7 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
 
 def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():
     weight = np.where(np.arange(20) == 3, 2.5, np.arange(20) % 2)
-    often = Share.of(20, 4, weight).often_N
+    often = Share.from_batch(20, 4, weight).often_N
     visits = order(often, steps=1300)
     count = np.bincount(visits, minlength=20)
     np.testing.assert_allclose(count / count[3], weight / 2.5, atol=0.01)
@@ -79,8 +79,8 @@ def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():
 
 def test_weights_that_are_all_alike_are_a_plain_subset():
     kept = np.arange(20) % 3 > 0
-    assert order(Share.of(20, 4, 7.0 * kept).often_N) == order(kept)
-    assert Share.of(20, 4, 7.0 * kept).fingerprint == Share.of(20, 4, kept).fingerprint
+    assert order(Share.from_batch(20, 4, 7.0 * kept).often_N) == order(kept)
+    assert Share.from_batch(20, 4, 7.0 * kept).fingerprint == Share.from_batch(20, 4, kept).fingerprint
 
 
 def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
@@ -92,7 +92,7 @@ def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
 
 def test_only_tokens_that_carry_loss_weigh_in_a_batch():
     masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
-    rows = InMemoryRows.of([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
+    rows = InMemoryRows.from_rows([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
     (batch,) = token_batches(rows, [iter([np.array([2, 3])])], steps=1, context=8, vocab_size=30)
     weight = label_weights(batch)
     np.testing.assert_allclose(weight[0] * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
@@ -111,7 +111,7 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
 )
 def test_shares_that_do_not_fit_are_refused(retained, error, message):
     with pytest.raises(error, match=message):
-        Share.of(20, 4, retained)
+        Share.from_batch(20, 4, retained)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def runs(path: Path) -> None:
     )
     if not path.exists():
         info = RunsInfo(kind="shares", label="topic", metrics={"loss": "lower"})
-        RunTable.of("runs", info, trained, results).save(path)
+        RunTable.from_results("runs", info, trained, results).save(path)
 
 
 def read_runs(path: Path) -> Any:

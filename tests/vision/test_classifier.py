@@ -142,7 +142,7 @@ def photograph(width, height):
 def test_a_checkpoints_preprocessing_is_its_processors(tmp_path, processor, size):
     processor.save_pretrained(tmp_path)
     image = photograph(*size)
-    found = ByProcessor.of(ModelSettings(path=str(tmp_path)))(image)
+    found = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
     expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
     np.testing.assert_array_equal(found, expected)
@@ -154,7 +154,7 @@ def test_a_plain_vit_sees_the_whole_of_a_wide_picture(tmp_path):
     )
     image = photograph(300, 180)
     squeezed = np.asarray(image.resize((16, 16), Image.Resampling.BILINEAR), np.float32) / 255
-    found = ByProcessor.of(ModelSettings(path=str(tmp_path)))(image)
+    found = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
     np.testing.assert_allclose(found, (squeezed.transpose(2, 0, 1) - 0.5) / 0.5, atol=1e-5)
 
 
@@ -207,7 +207,7 @@ def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file,
 
 def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    own = ByProcessor.of(ModelSettings(path=str(tmp_path)))
+    own = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
     model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
     with pytest.raises(ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected one; give model.classifier"):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])

@@ -174,7 +174,7 @@ class SumEntry(JsonModel):
     base64: str
 
     @classmethod
-    def of(cls, array: NDArray[np.float64]) -> Self:
+    def from_array(cls, array: NDArray[np.float64]) -> Self:
         return cls(shape=array.shape, base64=b64encode(array.astype("<f8").tobytes()).decode())
 
     def array(self) -> NDArray[np.float64]:

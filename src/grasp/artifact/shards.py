@@ -165,7 +165,7 @@ class PartWriter(BuiltShards):
         for name, value in arrays_of_sums.items():
             if not np.isfinite(value).all():
                 raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
-        totals = {name: SumEntry.of(value) for name, value in arrays_of_sums.items()}
+        totals = {name: SumEntry.from_array(value) for name, value in arrays_of_sums.items()}
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
     def _files(self) -> dict[str, FileEntry]:

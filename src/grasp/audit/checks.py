@@ -28,7 +28,7 @@ from grasp.audit.sample import (
 )
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import forward_shard
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.predict.interactions import geometry
 from grasp.predict.protocol import ScoringProtocol, as_protocol, kernel_weights
 from grasp.results import Result
@@ -115,7 +115,7 @@ def check(
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
-    subject = Subject.of(artifact, index, weight_BN, own)
+    subject = Subject.from_artifact(artifact, index, weight_BN, own)
     chosen = as_protocol(protocol)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
     features = subject.features
@@ -156,11 +156,11 @@ class Subject:
     artifact: ArtifactReader
     index: NDArray[np.int64]
     weight_BN: F64
-    origin: Origin | GraspError
+    origin: BuildSource | GraspError
     features: SampleFeatures | GraspError
 
     @classmethod
-    def of(
+    def from_artifact(
         cls, artifact: ArtifactReader, index: NDArray[np.int64], weight_BN: F64, own: Mapping[str, Any] | None
     ) -> "Subject":
         origin = _or_error(lambda: reopened(artifact, own))
@@ -238,7 +238,7 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     for part in (subject.origin, subject.features):
         if isinstance(part, GraspError):
             return missing(name, STEADY_RANKS, str(part))
-    assert isinstance(subject.origin, Origin)
+    assert isinstance(subject.origin, BuildSource)
     assert isinstance(subject.features, SampleFeatures)
     try:
         agreed, positions = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)

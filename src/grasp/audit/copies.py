@@ -13,7 +13,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 
 SNIPPET = 240  # characters, where the artifact does not say how many it keeps
 Pair = tuple[int, int]  # unit, counted within the target; row
@@ -54,14 +54,14 @@ def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
     found = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
     note = None
     try:
-        found |= _by_tokens(Origin(artifact), units)
+        found |= _by_tokens(BuildSource(artifact), units)
     except GraspError as err:
         if n_cut:
             note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
     return Copies(tuple(sorted(found)), note)
 
 
-def _by_tokens(origin: Origin, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
+def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
     """A unit's tokens as one text, and as prompt and completion apart."""
     rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
     assert isinstance(rows, RowStore)

@@ -234,7 +234,7 @@ def standardised_blocks(
     progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
     moments = RowMoments(0, np.zeros(len(columns)), np.zeros(len(columns)))
     for _, block in artifact.array_blocks(array, columns=columns):
-        moments = moments.merge(RowMoments.of(block))
+        moments = moments.merge(RowMoments.from_values(block))
         progress.advance(len(block), 0)
     scale_E = ColumnSpread(moments.mean_E, np.sqrt(moments.scatter_E / n_rows)).inverse_E
     for start, block in artifact.array_blocks(array, columns=columns):

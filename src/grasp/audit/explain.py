@@ -35,7 +35,7 @@ from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
 from grasp.extract.passes import row_passes
 from grasp.extract.pictures import Pictured, vision
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.features.extract import BatchFeatures, position_mask, supervised_positions
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
@@ -97,7 +97,7 @@ class Explainer:
         self._asked: tuple[Any, _Question] | None = None
 
     @cached_property
-    def _origin(self) -> Origin:
+    def _origin(self) -> BuildSource:
         return reopened(self.artifact, self._own)
 
     def explain(
@@ -111,7 +111,7 @@ class Explainer:
     ) -> Explanation | Pictured:
         """See `explain`."""
         artifact = self.artifact
-        if Origin(artifact).has_images:
+        if BuildSource(artifact).has_images:
             (found,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
             return found
         target = only_target(artifact, target)
@@ -121,7 +121,7 @@ class Explainer:
         asked = target, unit, match, protocol
         if self._asked is None or self._asked[0] != asked:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
-            self._asked = asked, _Question.of(self._origin, predictor, by_position=unit is not None)
+            self._asked = asked, _Question.from_origin(self._origin, predictor, by_position=unit is not None)
         return self._asked[1].explanation(index, row)
 
 
@@ -135,7 +135,7 @@ class RowFeatures:
     example: Example
 
     @classmethod
-    def of(cls, model: ReferenceModel, row: RowShard, settings: FeatureSettings) -> Self:
+    def from_row(cls, model: ReferenceModel, row: RowShard, settings: FeatureSettings) -> Self:
         """Run the model over a row."""
         specs = settings.pooling, settings.token_positions
         ((_, batch),) = row_passes(model, row, specs, settings.top_k)
@@ -184,7 +184,7 @@ def relevance_by_position(
         added_LC = row.example.labels * kernel.gradients.by_position(row.example, kernel.side_EK)
         # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
         yield "gradient", np.arange(1, len(added_LC)), added_LC[:-1] / unit_positions
-    every, predicted = PositionBatch.of(row.batch, 1), row.tokens(1)
+    every, predicted = PositionBatch.from_batch(row.batch, 1), row.tokens(1)
     for start in range(0, len(predicted), BATCH_ROWS):
         some = slice(start, start + BATCH_ROWS)
         tokens = predicted[some]
@@ -214,7 +214,7 @@ def _shares(
 class _Question:
     """One target, or one unit of it, with the kernels made ready for it."""
 
-    origin: Origin
+    origin: BuildSource
     predictor: Predictor
     units: pa.Table
     unit_tokens: list[UnitTokens]
@@ -223,7 +223,7 @@ class _Question:
     by_position: bool  # the columns of the kernels are the positions of the one unit
 
     @classmethod
-    def of(cls, origin: Origin, predictor: Predictor, *, by_position: bool) -> "_Question":
+    def from_origin(cls, origin: BuildSource, predictor: Predictor, *, by_position: bool) -> "_Question":
         settings, model = origin.settings, _language_model(origin)
         units = origin.artifact.units.take(pa.array(predictor.units.columns_E))
         tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
@@ -238,8 +238,8 @@ class _Question:
         store, model = self.origin.rows, _language_model(self.origin)
         assert isinstance(store, RowStore)
         shard = store.rows(np.array([index]))
-        parts = EffectParts.of(self.origin.artifact, self.predictor, index)
-        features = RowFeatures.of(model, shard, self.origin.settings.features)
+        parts = EffectParts.from_artifact(self.origin.artifact, self.predictor, index)
+        features = RowFeatures.from_row(model, shard, self.origin.settings.features)
         added = self._added(features, shard.n_tokens, parts.weights)
         held = parts.by_kernel
         here = {name: float(added.kernel_L[name].sum()) for name in held}
@@ -329,7 +329,7 @@ class _Added:
     pair_LC: NDArray[np.float32]  # of one unit; else without lines
 
 
-def _language_model(origin: Origin) -> ReferenceModel:
+def _language_model(origin: BuildSource) -> ReferenceModel:
     assert isinstance(origin.model, ReferenceModel)
     return origin.model
 

@@ -287,7 +287,7 @@ class EffectParts:
     weights: Mapping[str, F64]
 
     @classmethod
-    def of(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
+    def from_artifact(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
         """Args: predictor: additive, of one target or of some of its units."""
         level, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}

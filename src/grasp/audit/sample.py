@@ -27,7 +27,7 @@ from grasp.extract.forward import (
     position_sums,
 )
 from grasp.extract.moments import STATES
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
 from grasp.hub import fetched_before
@@ -72,13 +72,13 @@ class SampleFeatures:
         return found
 
 
-def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> Origin:
+def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> BuildSource:
     """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub.
 
     Raises:
         GraspError: one of them is not there, or not what the artifact was built from.
     """
-    origin = Origin(artifact, own)
+    origin = BuildSource(artifact, own)
     _ = origin.rows
     name = origin.settings.model.path
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
@@ -91,7 +91,7 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
     return origin
 
 
-def features_alone(origin: Origin, row_index: NDArray[np.int64]) -> PooledFeatures:
+def features_alone(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Pooled features of each row run by itself."""
     rows, settings = origin.rows, origin.settings.features
     parts = [forward_shard(origin.model, rows.rows(row_index[[i]]), settings, None) for i in range(len(row_index))]
@@ -100,7 +100,7 @@ def features_alone(origin: Origin, row_index: NDArray[np.int64]) -> PooledFeatur
 
 
 def sample_features(
-    artifact: ArtifactReader, row_index: NDArray[np.int64], origin: Origin | GraspError
+    artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
     """Kept features where they are, else those of the model, in the build's batches.
 
@@ -174,7 +174,7 @@ def environment_subsets(
     Raises:
         EnvironmentDataError: it is not the artifact's, or fewer than 3 of its subsets have rows in the sample.
     """
-    blocks = Joined.of(environment, artifact).blocks
+    blocks = Joined.from_environment(environment, artifact).blocks
     weight_BN = np.concatenate([as_csr(block.weights_BN)[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
@@ -189,7 +189,7 @@ MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady th
 
 
 def redrawn(
-    artifact: ArtifactReader, features: SampleFeatures, origin: Origin, protocol: ScoringProtocol, seed: int
+    artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
     """Rank the rows of a sample twice, as the protocol counts them, by moments of samples without a row in common.
 
@@ -239,13 +239,13 @@ def _two_samples(
     return np.sort(order[:first]), np.sort(order[first:second])
 
 
-def _moments(origin: Origin, row_index: NDArray[np.int64]) -> PositionMoments:
+def _moments(origin: BuildSource, row_index: NDArray[np.int64]) -> PositionMoments:
     rows = origin.rows.rows(row_index)
     every = max(1, rows.n_tokens // STATES)
     return position_sums(origin.model, rows, origin.settings.features, every).moments()
 
 
-def _kernel(origin: Origin, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]) -> TokenKernel:
+def _kernel(origin: BuildSource, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]) -> TokenKernel:
     """Those kernels that the protocol counts, whatever the loss over this sample would choose."""
     chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
     settings = origin.settings.features.model_copy(update={**chosen, "product_width": 0})
@@ -254,7 +254,7 @@ def _kernel(origin: Origin, units: UnitFeatures, moments: PositionMoments, kerne
 
 def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringProtocol) -> F64:
     """Score of every row for every target, (N, T): kernels in units of their own spread, added with their weights."""
-    units = UnitSelection.of(artifact, artifact.targets)
+    units = UnitSelection.from_targets(artifact, artifact.targets)
     total_NT = np.zeros((len(next(iter(arrays.values()))), len(units.targets)))
     for kernel, weight in kernel_weights(fitted).items():
         relevance_NE = arrays[f"relevance_{kernel}"][:, units.columns_E]

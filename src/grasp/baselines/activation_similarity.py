@@ -14,7 +14,7 @@ from pydantic import Field
 from grasp.baselines.hidden import pooled_hidden
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]
@@ -42,7 +42,7 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
     settings_type = ActivationSimilaritySettings
     looks_at = frozenset({"tokens", "model"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         rows = _RowsHidden(material, work if self.settings.centre else None, self.settings.positions)
         units = material.unit_tokens
@@ -57,7 +57,7 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
 class _RowsHidden:
     """Mean hidden states of rows, kept on disk where they are needed twice."""
 
-    material: Material
+    material: MethodInputs
     kept: WorkArea | None
     positions: str
 

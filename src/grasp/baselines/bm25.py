@@ -18,7 +18,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
 from grasp.extras import require
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import Unit
 
@@ -80,12 +80,12 @@ class Bm25(BlockMethod[Bm25Settings]):
     needs_modules: ClassVar[Mapping[str, str]] = {"bm25s": "baselines"}
     dtype = "float16"
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         queries = [words(query_text(unit, self.settings.query)) for unit in material.units.units]
         _refuse_empty(queries, material.units.units, self.settings.query)
         vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
-        rows = _WordsOfRows.of(material, work, vocabulary)
+        rows = _WordsOfRows.from_rows(material, work, vocabulary)
         top_ET = work.kept("top", lambda: self._search(rows, vocabulary, queries))
         counts = {
             "units without a word to search for: 0 for every row": sum(not query for query in queries),
@@ -161,7 +161,7 @@ class _WordsOfRows:
     n_empty: int
 
     @classmethod
-    def of(cls, material: Material, work: WorkArea, vocabulary: dict[str, int]) -> "_WordsOfRows":
+    def from_rows(cls, material: MethodInputs, work: WorkArea, vocabulary: dict[str, int]) -> "_WordsOfRows":
         """Cut every row into words, a block at a time; blocks that are there already are kept."""
         starts, n_empty = [], 0
         material.progress.stage("words of rows", rows=material.n_rows, tokens=None)
@@ -189,7 +189,7 @@ class _Indexed:
     vocab: dict[str, int]
 
 
-def _packed(material: Material, start: int, stop: int, vocabulary: dict[str, int]) -> NDArray[np.int32]:
+def _packed(material: MethodInputs, start: int, stop: int, vocabulary: dict[str, int]) -> NDArray[np.int32]:
     """Row after row: the number of its words, how many of them a query has, and which those are."""
     flat: list[int] = []
     for row in map(words, material.texts(start, stop)):

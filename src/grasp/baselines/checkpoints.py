@@ -24,7 +24,7 @@ from torch import Tensor
 from grasp.errors import ModelError
 from grasp.files import entry_of
 from grasp.models.causal_lm import ReferenceModel
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.train import OPTIMIZER, RECORD, WEIGHTS
@@ -69,7 +69,7 @@ class Checkpoint:
         files = [self.path / name for name in (OPTIMIZER, RECORD) if (self.path / name).is_file()]
         return "+".join(entry_of(file).checksum for file in files)
 
-    def load(self, material: Material) -> ReferenceModel:
+    def load(self, material: MethodInputs) -> ReferenceModel:
         """The checkpoint as a reference model, with tokenizer, dtype, device and batches of the artifact's own.
 
         Raises:
@@ -113,10 +113,10 @@ class Checkpoint:
         return {name: (first[name], second[name]) for name in first}
 
 
-_KNOWN: WeakKeyDictionary[Material, tuple[Checkpoint, ...]] = WeakKeyDictionary()  # with the checksums they took
+_KNOWN: WeakKeyDictionary[MethodInputs, tuple[Checkpoint, ...]] = WeakKeyDictionary()  # with the checksums they took
 
 
-def checkpoints_of(material: Material) -> tuple[Checkpoint, ...]:
+def checkpoints_of(material: MethodInputs) -> tuple[Checkpoint, ...]:
     """Checkpoints of the reference model's training, by step. Never empty: the model itself, if nothing else.
 
     Raises:

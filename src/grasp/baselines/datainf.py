@@ -39,7 +39,7 @@ from grasp.errors import ModelError
 from grasp.models.gradients.factors import Use, squared_norm
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.contract import Account, Material
+from grasp.runs.contract import Account, MethodInputs
 from grasp.settings import refuse_idle
 
 F64 = NDArray[np.float64]
@@ -80,10 +80,10 @@ class DataInf(BlockMethod[DataInfSettings]):
     settings_type = DataInfSettings
     looks_at = frozenset({"tokens", "model", "checkpoints"})
 
-    def parts(self, material: Material) -> int:
+    def parts(self, material: MethodInputs) -> int:
         return len(self._plan(material).groups)
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         account, checkpoint = self._account(material), checkpoints_of(material)[-1]
         rows = self._fisher_rows(material)
         if self.settings.dimension is not None:
@@ -100,7 +100,7 @@ class DataInf(BlockMethod[DataInfSettings]):
         precondition(queries, fisher, square_LM, self.settings.damping)
         return ExactScorer(material, queries, group, account)
 
-    def _projected(self, material: Material, store: FeatureStore, rows: list[int]) -> F64:
+    def _projected(self, material: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
         """r_e of all layers side by side, (E, layers x K)."""
         wanted = np.asarray(rows)
         parts = []
@@ -116,20 +116,20 @@ class DataInf(BlockMethod[DataInfSettings]):
         ]
         return np.concatenate(solved, axis=1)
 
-    def _fisher_rows(self, material: Material) -> list[int]:
+    def _fisher_rows(self, material: MethodInputs) -> list[int]:
         own = self.settings
         pool = min(own.prefix_rows or material.n_rows, material.n_rows)
         count = min(own.fisher_rows, max(1, round(own.fisher_fraction * pool)))
         return sampled_rows(material, count, self.seed, "datainf", prefix=own.prefix_rows)
 
-    def _plan(self, material: Material) -> ExactPlan:
+    def _plan(self, material: MethodInputs) -> ExactPlan:
         if self.settings.dimension is not None:
             return ExactPlan((), (Group(0, material.n_units),))
         layers = choose_layers(material.model, self.settings.layers)
         tokens, units = typical_tokens(material), unit_examples(material)
         return exact_plan(layers, units, tokens, self.settings.memory_mb, dense=True, copies=2)
 
-    def _account(self, material: Material) -> Account:
+    def _account(self, material: MethodInputs) -> Account:
         own, layers = self.settings, choose_layers(material.model, self.settings.layers)
         how = exact_note(len(self._plan(material).groups))
         if own.dimension is not None:

@@ -18,7 +18,7 @@ from grasp.errors import EnvironmentDataError
 from grasp.extras import require
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, Material, SubsetMethod
+from grasp.runs.contract import Account, MethodInputs, SubsetMethod
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 
@@ -53,12 +53,12 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
     looks_at = frozenset({"environment"})
     supervised = True
 
-    def check(self, material: Material) -> None:
+    def check(self, material: MethodInputs) -> None:
         super().check(material)
         if self.settings.penalty == "lasso":
             require("sklearn.linear_model", extra="baselines", feature=f"method {self.name}: lasso")
 
-    def predict(self, material: Material, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
+    def predict(self, material: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
         known = material.environment
         unknown = {name for block in subsets for name in block.subset_ids} - set(known.environment.subset_ids)
         if unknown:
@@ -74,7 +74,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted by a fit that did not see it",)
         return replace(found, method="datamodels"), Account(covers=(covers,), notes=notes)
 
-    def _features(self, material: Material) -> SubsetFeatures:
+    def _features(self, material: MethodInputs) -> SubsetFeatures:
         subsets = material.environment.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)

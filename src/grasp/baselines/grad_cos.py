@@ -4,7 +4,7 @@ from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 
 
 class GradCosSettings(LayerSettings):
@@ -26,7 +26,7 @@ class GradCos(CosineMethod[GradCosSettings]):
 
     settings_type = GradCosSettings
 
-    def form(self, material: Material) -> CosineForm:
+    def form(self, material: MethodInputs) -> CosineForm:
         del material
         own = self.settings
         return CosineForm("last", "equal", None, "auto", own.normalise, own.normalise)

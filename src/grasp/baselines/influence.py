@@ -38,7 +38,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.per_example import PerExample
-from grasp.runs.contract import Account, Material
+from grasp.runs.contract import Account, MethodInputs
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 
@@ -90,10 +90,10 @@ class Influence(BlockMethod[InfluenceSettings]):
     settings_type = InfluenceSettings
     looks_at = frozenset({"tokens", "model", "checkpoints"})
 
-    def parts(self, material: Material) -> int:
+    def parts(self, material: MethodInputs) -> int:
         return len(self._plan(material).groups)
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         engine = open_engine(material, checkpoints_of(material)[-1], self.settings.layers)
         plan = self._plan(material)
         group = plan.groups[part]
@@ -102,7 +102,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             self._precondition(material, work, queries)
         return ExactScorer(material, queries, group, self._account(material))
 
-    def _precondition(self, material: Material, work: WorkArea, queries: Queries) -> None:
+    def _precondition(self, material: MethodInputs, work: WorkArea, queries: Queries) -> None:
         own, engine = self.settings, queries.engine
         area = work.shared(f"fisher-{digest(self._fisher_identity(material))}")
         fisher = self._fisher(material)
@@ -110,7 +110,7 @@ class Influence(BlockMethod[InfluenceSettings]):
         if own.curvature == "kfac":
             apply_kfac(queries, factors, own.damping)
             return
-        bases = [Basis.of(one) for one in factors]
+        bases = [Basis.from_factors(one) for one in factors]
         names = [f"eigenvalues-{k}" for k in range(len(bases))]
         if any(area.load(name) is None for name in names):
             for name, found in zip(names, corrected_eigenvalues(engine, fisher, bases), strict=True):
@@ -118,7 +118,7 @@ class Influence(BlockMethod[InfluenceSettings]):
         values = [torch.from_numpy(np.array(area.loaded(name))).to(engine.model.device) for name in names]
         apply_ekfac(queries, bases, values, own.damping)
 
-    def _fisher(self, material: Material) -> Fisher:
+    def _fisher(self, material: MethodInputs) -> Fisher:
         rows = sampled_rows(material, self.settings.fisher_rows, self.seed, "fisher")
         examples = examples_at(material, rows)
         if self.settings.labels == "true":
@@ -131,7 +131,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             ],
         )
 
-    def _fisher_identity(self, material: Material) -> dict[str, object]:
+    def _fisher_identity(self, material: MethodInputs) -> dict[str, object]:
         own = self.settings
         return {
             "layers": list(own.layers),
@@ -142,7 +142,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             "checkpoint": checkpoints_of(material)[-1].fingerprint,
         }
 
-    def _plan(self, material: Material) -> ExactPlan:
+    def _plan(self, material: MethodInputs) -> ExactPlan:
         layers = choose_layers(material.model, self.settings.layers)
         if self.settings.curvature == "kfac":
             refuse_tied(layers.blocks)
@@ -155,7 +155,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             copies=2 if self.settings.curvature == "kfac" else 1,
         )
 
-    def _account(self, material: Material) -> Account:
+    def _account(self, material: MethodInputs) -> Account:
         own, layers = self.settings, choose_layers(material.model, self.settings.layers)
         wide = [b.name for b in layers.blocks if b.left > own.full_width and "embedding" not in b.kinds]
         notes = [exact_note(len(self._plan(material).groups))]

@@ -23,7 +23,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -94,9 +94,9 @@ class InRun(BlockMethod[InRunSettings]):
     settings_type = InRunSettings
     looks_at = frozenset({"tokens", "model"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        plan = _Plan.of(self.settings, self.seed, material)
+        plan = _Plan.from_settings(self.settings, self.seed, material)
         values = work.directory / VALUES
         replay = Replay(_trainable(material.model), plan.validation, plan.weight_CE, _replay_settings(self.settings))
         if not values.exists():
@@ -137,7 +137,7 @@ class _Plan:
     left_out: int = field(default=0)  # units that are not in the validation loss
 
     @classmethod
-    def of(cls, settings: InRunSettings, seed: int, material: Material) -> Self:
+    def from_settings(cls, settings: InRunSettings, seed: int, material: MethodInputs) -> Self:
         n_prefix = min(settings.prefix_rows, material.n_rows)
         order_P = np.arange(n_prefix)
         if settings.shuffle:
@@ -156,7 +156,7 @@ class _Plan:
     def n_steps(self) -> int:
         return steps_of(self.n_prefix, self.batch_rows)
 
-    def batches(self, material: Material, first_step: int) -> Iterator[tuple[NDArray[np.int64], list[Example]]]:
+    def batches(self, material: MethodInputs, first_step: int) -> Iterator[tuple[NDArray[np.int64], list[Example]]]:
         """Rows of each step from `first_step` on: their indices, and their tokens."""
         window = max(1, WINDOW_ROWS // self.batch_rows) * self.batch_rows
         for start in range(first_step * self.batch_rows, self.n_prefix, window):
@@ -194,7 +194,7 @@ def _columns(
     return member_CE / member_CE.sum(axis=1, keepdims=True), column_E
 
 
-def _run(replay: Replay, plan: _Plan, material: Material, directory: Path) -> None:
+def _run(replay: Replay, plan: _Plan, material: MethodInputs, directory: Path) -> None:
     """Replay what is left; state and values of finished steps are kept from time to time, and at the end."""
     state = directory / STATE
     if state.exists():

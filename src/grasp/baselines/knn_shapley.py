@@ -18,7 +18,7 @@ from grasp.baselines.hidden import hidden_at
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import SettingsError, ShapeError
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]
@@ -127,7 +127,7 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
     settings_type = KnnShapleySettings
     looks_at = frozenset({"tokens", "model"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         if material.n_rows > 1 << ROW_BITS:
             raise SettingsError(f"knn_shapley: got {material.n_rows:,} rows, expected at most {1 << ROW_BITS:,}")
@@ -141,7 +141,7 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
             work.save("values", found)
         return _Sparse(found, material.n_units, self._account())
 
-    def _nearest(self, material: Material, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
+    def _nearest(self, material: MethodInputs, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
         """The nearest positions of all rows to each unit position, and how many positions there are."""
         done = work.read("nearest-until") or {"stop": 0, "points": 0}
         nearest = _Nearest(len(queries.label_S), self.settings.nearest)
@@ -157,7 +157,9 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
             material.progress.advance(stop - start, 0)
         return nearest, n_points
 
-    def _add_block(self, material: Material, queries: "_Queries", nearest: "_Nearest", start: int, stop: int) -> int:
+    def _add_block(
+        self, material: MethodInputs, queries: "_Queries", nearest: "_Nearest", start: int, stop: int
+    ) -> int:
         """Positions of rows [start, stop) among the nearest; how many they are."""
         rows = material.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
@@ -246,7 +248,7 @@ class _Queries:
         return np.asarray(np.rint(grains_SP, out=grains_SP))
 
 
-def _queries(material: Material) -> _Queries:
+def _queries(material: MethodInputs) -> _Queries:
     units = material.unit_tokens
     found = hidden_at(material.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
     return _Queries(found.hidden_PH.astype(np.float64), found.label_P, found.sequence_P)

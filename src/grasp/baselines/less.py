@@ -17,7 +17,7 @@ from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
 from grasp.models.gradients.layers import as_matrix
 from grasp.models.gradients.per_example import PerExample
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.runs.train import RECORD
 from grasp.settings import refuse_idle
 
@@ -54,12 +54,12 @@ class Less(CosineMethod[LessSettings]):
 
     settings_type = LessSettings
 
-    def decided_by(self, material: Material) -> Mapping[str, Any]:
+    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
         if not self._adam(material):
             return {"moments": []}
         return {"moments": [one.moments_fingerprint for one in self._checkpoints(material)]}
 
-    def form(self, material: Material) -> CosineForm:
+    def form(self, material: MethodInputs) -> CosineForm:
         own = self.settings
         name = f"adam {own.betas}" if self._adam(material) else ""
         return CosineForm(own.checkpoints, own.weights, own.dimension, own.projection, True, True, name)
@@ -77,7 +77,7 @@ class Less(CosineMethod[LessSettings]):
 
         return update
 
-    def _adam(self, material: Material) -> bool:
+    def _adam(self, material: MethodInputs) -> bool:
         if self.settings.adam == "never":
             return False
         without = [one for one in chosen_checkpoints(material, self.settings.checkpoints) if not one.has_moments]

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array, csr_array
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.corpus.store import RowShard
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens
 
@@ -46,10 +46,10 @@ class Ngram(BlockMethod[NgramSettings]):
     settings_type = NgramSettings
     looks_at = frozenset({"tokens"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         vocabulary = material.artifact.manifest.detail("vocab_size")
-        grams = [_Grams.of(material.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
+        grams = [_Grams.from_units(material.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
 
         def counted() -> F64:
             total_C = np.zeros(sum(len(each) for each in grams))
@@ -86,7 +86,7 @@ class _Grams:
         return len(self.keys[-2]) if self.n > 1 else 1
 
     @classmethod
-    def of(cls, units: list[UnitTokens], n: int, vocabulary: int) -> "_Grams":
+    def from_units(cls, units: list[UnitTokens], n: int, vocabulary: int) -> "_Grams":
         """Those of the answers' tokens."""
         predicted = [(unit.input_ids, t) for unit in units for t in range(unit.first, len(unit.input_ids))]
         position = [p for p, (_, t) in enumerate(predicted) if t >= n - 1]
@@ -164,7 +164,7 @@ def _weights(grams: list[_Grams], mean_C: F64, unit_P: I64, uniform: float) -> c
 
 
 class _Counted(RowScorer):
-    def __init__(self, material: Material, grams: list[_Grams], weight_CE: csr_array, order: int) -> None:
+    def __init__(self, material: MethodInputs, grams: list[_Grams], weight_CE: csr_array, order: int) -> None:
         self._material, self._grams, self._weight_CE, self._order = material, grams, weight_CE, order
 
     def score(self, start: int, stop: int) -> Scores:

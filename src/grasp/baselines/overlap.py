@@ -14,7 +14,7 @@ from grasp.baselines.bm25 import query_text, words
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 
 
@@ -40,7 +40,7 @@ class Overlap(BlockMethod[OverlapSettings]):
     looks_at = frozenset({"tokens"})
     dtype = "float16"
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         queries = [set(words(query_text(unit, self.settings.query))) for unit in material.units.units]
         if not any(queries):
@@ -53,7 +53,7 @@ class Overlap(BlockMethod[OverlapSettings]):
 
 
 class _Shares(RowScorer):
-    def __init__(self, material: Material, queries: Sequence[set[str]], which: str) -> None:
+    def __init__(self, material: MethodInputs, queries: Sequence[set[str]], which: str) -> None:
         self._material, self._which = material, which
         self._place = {word: w for w, word in enumerate(sorted(set().union(*queries)))}
         self._share_WE = self._matrix([[self._place[word] for word in query] for query in queries]).T.tocsr()

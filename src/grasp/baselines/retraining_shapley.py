@@ -23,7 +23,7 @@ from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, Material, Scores, Seconds
+from grasp.runs.contract import Account, MethodInputs, Scores, Seconds
 from grasp.runs.predictions import Weighting
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.train import Trainer, train_stacked
@@ -80,16 +80,16 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
     looks_at = frozenset({"tokens", "environment"})
     weighting: ClassVar[Weighting] = "count"
 
-    def decided_by(self, material: Material) -> Mapping[str, Any]:
+    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
         player_N, _ = self._players(material)
         return {"players": hashlib.blake2b(player_N.tobytes(), digest_size=16).hexdigest()}
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         player_N, what = self._players(material)
         n_players = int(player_N.max()) + 1
         self._refuse_long(n_players)
-        game = RetrainingGame.of(material, work, player_N, seed=self.seed)
+        game = RetrainingGame.from_inputs(material, work, player_N, seed=self.seed)
         game.stack = self.settings.stack
         found = self._play(game, n_players)
         if game.trained or work.read("ready") is None:
@@ -110,7 +110,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             block=BLOCK,
         )
 
-    def _players(self, material: Material) -> tuple[NDArray[np.int64], str]:
+    def _players(self, material: MethodInputs) -> tuple[NDArray[np.int64], str]:
         """Player of every row, (N,), and what players are."""
         if self.settings.players == ROWS:
             return np.arange(material.n_rows), "rows"
@@ -151,7 +151,7 @@ class RetrainingGame:
     """Utility of coalitions, retrained once each and remembered on disk: -loss of every unit, nats a token."""
 
     def __init__(
-        self, material: Material, store: WorkArea, player_N: NDArray[np.int64], recipe: TrainingRecipe, *, seed: int
+        self, material: MethodInputs, store: WorkArea, player_N: NDArray[np.int64], recipe: TrainingRecipe, *, seed: int
     ) -> None:
         self._material, self._store, self._player_N = material, store, player_N
         self._recipe, self._seed = recipe, seed
@@ -161,7 +161,9 @@ class RetrainingGame:
         self.ready = store.seconds  # spent before it
 
     @classmethod
-    def of(cls, material: Material, work: WorkArea, player_N: NDArray[np.int64], *, seed: int) -> "RetrainingGame":
+    def from_inputs(
+        cls, material: MethodInputs, work: WorkArea, player_N: NDArray[np.int64], *, seed: int
+    ) -> "RetrainingGame":
         """The game of the environment's recipe; what was retrained before, for any game over these rows, is known.
 
         Args:

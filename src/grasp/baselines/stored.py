@@ -30,7 +30,7 @@ from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.files import UNSIGNED, FileEntry
-from grasp.runs.contract import Account, Material, MethodScores, RowMethod, Scores, Seconds
+from grasp.runs.contract import Account, MethodInputs, MethodScores, RowMethod, Scores, Seconds
 from grasp.settings import Settings
 from grasp.store.contents import npy_bytes
 from grasp.store.directory import Content, Schema, Store, write_content
@@ -94,29 +94,29 @@ class BlockMethod(RowMethod[S]):
     dtype: ClassVar[Literal["float16", "float32"]] = "float32"  # of the stored scores
     version: ClassVar[int] = 1  # raised when the numbers change: stored results of an older one are not used
 
-    def parts(self, material: Material) -> int:
+    def parts(self, material: MethodInputs) -> int:
         """How many passes over the rows are added up: one a checkpoint, say, so that one model is in memory."""
         del material
         return 1
 
-    def decided_by(self, material: Material) -> Mapping[str, Any]:
+    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
         """What of the material decides the numbers beside what `looks_at` names; part of what a result is found by."""
         del material
         return {}
 
     @abstractmethod
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         """Everything before the first block of a part: models, units, statistics over all rows.
 
         Called again when a killed run goes on; what takes long is kept in `work` and found there.
         """
 
-    def check(self, material: Material) -> None:
+    def check(self, material: MethodInputs) -> None:
         super().check(material)
         if "checkpoints" in self.looks_at:
             checkpoints_of(material)
 
-    def scores(self, material: Material, cache: Path) -> "StoredScores":
+    def scores(self, material: MethodInputs, cache: Path) -> "StoredScores":
         """Scores that are read if they are there, else computed, going on where a killed run was.
 
         Raises:
@@ -163,14 +163,14 @@ def place_of(cache: Path, described: Mapping[str, Any]) -> Path:
     return cache / f"{described['method']}-{digest(described)}"
 
 
-def shared_of(cache: Path, material: Material, version: int) -> Path:
+def shared_of(cache: Path, material: MethodInputs, version: int) -> Path:
     """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
     fingerprints = material.artifact.manifest.fingerprints
     decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
     return cache / f"shared-{digest(decided)}"
 
 
-def identity(method: BlockMethod[Any], material: Material) -> dict[str, Any]:
+def identity(method: BlockMethod[Any], material: MethodInputs) -> dict[str, Any]:
     """Everything that decides a method's numbers on an artifact."""
     fingerprints = material.artifact.manifest.fingerprints
     found: dict[str, Any] = {
@@ -204,7 +204,7 @@ def digest(identity: Mapping[str, Any]) -> str:
 class _Run:
     """One computation, begun or gone on with."""
 
-    def __init__(self, place: Path, shared: Path, method: BlockMethod[Any], material: Material) -> None:
+    def __init__(self, place: Path, shared: Path, method: BlockMethod[Any], material: MethodInputs) -> None:
         self._place, self._method, self._material = place, method, material
         self._work, self._store = WorkArea(place / "work", shared), Store(place, BLOCKS)
         self._spent = Seconds()  # that no block's mark says yet

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.settings import WeightedSettings
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 
 
 class TracInSettings(WeightedSettings):
@@ -26,7 +26,7 @@ class TracIn(CosineMethod[TracInSettings]):
 
     settings_type = TracInSettings
 
-    def form(self, material: Material) -> CosineForm:
+    def form(self, material: MethodInputs) -> CosineForm:
         del material
         own = self.settings
         return CosineForm(own.checkpoints, own.weights, own.dimension, own.projection, own.normalise, own.normalise)

@@ -22,7 +22,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.models.gradients.layers import LayerSet, choose_layers
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 
 F64 = NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class Trak(BlockMethod[TrakSettings]):
     settings_type = TrakSettings
     looks_at = frozenset({"tokens", "model", "checkpoints"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         layers = choose_layers(material.model, self.settings.layers)
         width = self._refuse_width(material, layers)
@@ -67,7 +67,7 @@ class Trak(BlockMethod[TrakSettings]):
         account = self._account(material, layers, width, checkpoints)
         return _Ensemble(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
 
-    def _member(self, material: Material, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
+    def _member(self, material: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
         """One checkpoint: all features, then the matrix that maps a row's to scores."""
         own = self.settings
         spec = FeatureSpec(own.layers, own.dimension, own.projection, self.seed, own.output)
@@ -83,7 +83,7 @@ class Trak(BlockMethod[TrakSettings]):
         store.close()
         return _Member(store, map_KE)
 
-    def _refuse_width(self, material: Material, layers: LayerSet) -> int:
+    def _refuse_width(self, material: MethodInputs, layers: LayerSet) -> int:
         width = self.settings.dimension or layers.size
         if width > MAX_WIDTH:
             raise SettingsError(
@@ -98,7 +98,7 @@ class Trak(BlockMethod[TrakSettings]):
         return width
 
     def _account(
-        self, material: Material, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
+        self, material: MethodInputs, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
     ) -> Account:
         own = self.settings
         how = "whole gradients, not projected"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account, Material, NoSettings, Scores
+from grasp.runs.contract import Account, MethodInputs, NoSettings, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -37,7 +37,7 @@ class Random(BlockMethod[NoSettings]):
     Standard normal, from the seed alone.
     """
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         values_N = stream(self.seed, "baselines", "random").standard_normal(material.n_rows)
         return _Column(values_N, Account(covers=("nothing",), notes=("knows nothing of rows or units",)))
@@ -54,7 +54,7 @@ class Length(BlockMethod[LengthSettings]):
 
     settings_type = LengthSettings
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = 1.0 if self.settings.prefer == "long" else -1.0
         return _Column(sign * material.column("n_tokens"), Account(covers=("number of tokens",)))
@@ -77,7 +77,7 @@ class Loss(BlockMethod[LossSettings]):
     settings_type = LossSettings
     looks_at = frozenset({"model"})
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = -1.0 if self.settings.prefer == "low" else 1.0
         return _Column(sign * material.column("loss"), Account(covers=("loss of the row",)))

@@ -30,7 +30,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import weight_sums
 from grasp.results import Result
-from grasp.runs.covariance import KnownFeatures
+from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import row_weights
 from grasp.runs.learned import Learned
@@ -63,7 +63,7 @@ class Taught:
     sign_T: F64  # -1: less is better
 
     @classmethod
-    def of(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
+    def from_runs(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
         """Learn from runs.
 
         Args:
@@ -89,13 +89,13 @@ class Taught:
         utility_RST = table.utility_RST()
         aim_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
-        features = KnownFeatures.of_shares(share_RG, len(weights_T) + 1)
+        features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
         learned = learn_features(features, np.concatenate([utility_RST, aim_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
         return cls(table, share_RG, learned, weights_T, sign_T)
 
-    def features(self, share_BG: F64) -> KnownFeatures:
-        return KnownFeatures.of_shares(share_BG, len(self.weights_T) + 1)
+    def features(self, share_BG: F64) -> SubsetFeatures:
+        return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
 
     def aim(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Expected weighted mean less so many standard deviations, (B,); higher is better."""
@@ -143,9 +143,9 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         mixtures: a line a mixture, a column a value of the label, shares that add up to 1.
         metric: one or several; None: all.
     Raises:
-        EnvironmentDataError: see `Taught.of`; values that no run has; shares that do not add up to 1.
+        EnvironmentDataError: see `Taught.from_runs`; values that no run has; shares that do not add up to 1.
     """
-    taught = Taught.of(runs, metric)
+    taught = Taught.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, taught.table.values)
     return Result(
         taught.lines(names, share_BG),
@@ -164,7 +164,7 @@ def mix_runs(
         metric: one, several, or metrics and weights; None: all alike.
         cautious: so many standard deviations are taken off what is expected: what is little known counts as worse.
     """
-    taught = Taught.of(runs, metric)
+    taught = Taught.from_runs(runs, metric)
     low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
     programme = Programme(np.zeros(len(low_G)), low_G, high_G, taught.share_RG.mean(axis=0))
     starts = taught.share_RG[np.argsort(-taught.aim(taught.share_RG, cautious), kind="stable")[:CLIMBS]]
@@ -225,7 +225,7 @@ def propose_runs(
         if artifact is None:
             raise SettingsError(f"propose: {found.path} holds retrained subsets; name the artifact of their corpus")
         found = shares_of(found, artifact.files)
-    taught = Taught.of(found, metric)
+    taught = Taught.from_runs(found, metric)
     rng = stream(seed, "propose", len(taught.table))
     even_G = taught.share_RG.mean(axis=0)
     share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
@@ -249,7 +249,7 @@ def propose_runs(
 
 
 def most_telling(
-    learned: Learned, candidates: KnownFeatures, count: int, decide: str, rng: np.random.Generator
+    learned: Learned, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """Candidates to run, the most telling first, and what each settles. See the head of this module."""
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
@@ -258,7 +258,9 @@ def most_telling(
         even_G = learned.runs.share_BG.mean(axis=0)
         without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
         share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
-        points = KnownFeatures.joined([candidates, KnownFeatures.of_shares(share_BG, candidates.relevance_BT.shape[1])])
+        points = SubsetFeatures.joined(
+            [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
+        )
     mean_B, cover_BB, noise = learned.joint(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
     likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
@@ -307,7 +309,7 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     )
     metrics = {f"{target}/loss": "lower" for target in environment.targets}
     info = RunsInfo.model_validate({"kind": "shares", "label": environment.label, "metrics": metrics})
-    return RunTable.of(environment.name, info, _trained(runs, slices.names, share_RG), results)
+    return RunTable.from_results(environment.name, info, _trained(runs, slices.names, share_RG), results)
 
 
 def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:

@@ -24,7 +24,7 @@ class Amount:
     is_share: bool
     unit: Unit | None = None  # None: not said
 
-    def of(self, whole: int, *, up: bool = False) -> int:
+    def resolve(self, whole: int, *, up: bool = False) -> int:
         """The amount as a number, a share being taken of `whole`; rounded to the nearest, or up."""
         if not self.is_share:
             return int(self.value)

@@ -135,7 +135,7 @@ def apply(
         notes = _notes(scorer, unfamiliar / max(1, documents))
         if copies and budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
-            kept_M = best(score_M, budget.of(documents, up=True))
+            kept_M = best(score_M, budget.resolve(documents, up=True))
             asked = {"chosen by": "grasp apply", "keep": str(keep)}
             export = write_documents(settings, lambda start, stop: kept_M[start:stop], 0, out / KEPT, "parquet", asked)
             notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")

@@ -26,7 +26,7 @@ from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
-from grasp.runs.learning import Expected, Outside, learn, measures
+from grasp.runs.learning import OutcomePredictor, Outside, learn, measures
 from grasp.runs.table import RunTable
 from grasp.store.sealed import write_sealed
 from grasp.text import json_text, signed, text_table
@@ -109,7 +109,7 @@ class Choice(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class SelectionObjective:
     """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them."""
 
     artifact: ArtifactReader
@@ -118,11 +118,11 @@ class Aim:
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     training: Training
-    intervals: Expected | None
+    intervals: OutcomePredictor | None
     cautious: bool  # the lower ends of the intervals are what counts
 
     @classmethod
-    def of(
+    def from_artifact(
         cls,
         artifact: ArtifactReader,
         protocol: ScoringProtocol,
@@ -145,7 +145,7 @@ class Aim:
         sketches = () if beside is None else measures(artifact.array_names)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         bound = training.of_corpus(int(tokens_N.sum()))
-        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
+        predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
         return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
@@ -162,7 +162,7 @@ class Aim:
     def learned(self, weights: Weights) -> F64:
         """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
         assert self.intervals is not None
-        nats = self.intervals.of(weights)
+        nats = self.intervals.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
 
     @property
@@ -176,7 +176,7 @@ class Aim:
         columns = {"target": pa.array(self.predictor.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
         if self.intervals is not None:
-            nats = self.intervals.of(weights)
+            nats = self.intervals.predict(weights)
             outside.add([name], nats)
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
@@ -251,7 +251,7 @@ class Curve:
     value: tuple[float, ...]  # of all its rows: change against the corpus, repetition counted
 
 
-def curve_of(aim: Aim, row_index: I64, places: Sequence[int], effect_N: F64 | None = None) -> Curve:
+def curve_of(aim: SelectionObjective, row_index: I64, places: Sequence[int], effect_N: F64 | None = None) -> Curve:
     """The beginnings of a choice that have so many rows; `places` ascend.
 
     Args:

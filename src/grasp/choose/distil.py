@@ -29,7 +29,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
 from grasp.predict.row_arrays import label_column, only_target, row_documents
 from grasp.results import Result
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.seeds import stream
 
 FOLDS = 5
@@ -87,13 +87,13 @@ def distil(
     check_place(out, artifact.reads)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
-    material = Material(artifact)
+    material = MethodInputs(artifact)
     row_index, texts = _rows_with_texts(material, rows, seed, progress)
     relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
     units = [unit for unit in material.units.units if unit.target == target]
     answers = as_bytes([unit.completion for unit in units])
     both = as_bytes([unit.prompt + unit.completion for unit in units])
-    problem = _Problem.of(shares(texts), shares(answers), shares(both))
+    problem = _Problem.from_answers(shares(texts), shares(answers), shares(both))
     document_N = row_documents(artifact)[row_index]
     fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
     held_N, penalty = _held_out(problem, relevance_N, fold_N, progress)
@@ -126,7 +126,7 @@ _SLICES = pa.schema(
 
 
 def _rows_with_texts(
-    material: Material, rows: int | None, seed: int, progress: Progress
+    material: MethodInputs, rows: int | None, seed: int, progress: Progress
 ) -> tuple[I64, pa.LargeBinaryArray]:
     """Rows that are learned from, in the artifact's order, and what the model read of each."""
     if rows is not None and rows < FEWEST_ROWS:
@@ -181,7 +181,7 @@ class _Problem:
     design: csr_array
 
     @classmethod
-    def of(cls, share_NP: csr_array, answer_EP: csr_array, unit_EP: csr_array) -> "_Problem":
+    def from_answers(cls, share_NP: csr_array, answer_EP: csr_array, unit_EP: csr_array) -> "_Problem":
         """From shares of sequences in rows, in answers, and in whole units."""
         f_P, q_P, u_P = (np.asarray(each.mean(axis=0), dtype=np.float64) for each in (share_NP, answer_EP, unit_EP))
         plain_P, asked_P = 1.0 / (f_P + RARER), q_P / (f_P + RARER) / (f_P + RARE)

@@ -47,7 +47,7 @@ class Limits:
     largest_G: I64  # cost of the dearest row of each value
 
     @classmethod
-    def of(
+    def from_budget(
         cls,
         budget: Amount,
         allowed_N: NDArray[np.bool_],
@@ -154,7 +154,7 @@ class Ledger:
 def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], cost_N: I64 | None) -> int:
     whole = len(allowed_N) if cost_N is None else int(cost_N.sum())
     pool = int(allowed_N.sum()) if cost_N is None else int(cost_N[allowed_N].sum())
-    size = budget.of(whole)
+    size = budget.resolve(whole)
     least = 1 if cost_N is None else int(cost_N[allowed_N].min(initial=np.iinfo(np.int64).max))
     if size > pool:
         left = "" if pool == whole else f" of {whole:,}, the others being excluded"
@@ -192,7 +192,7 @@ def _amounts(
         if bound.amount.unit not in (None, unit):
             of = "of every value" if bound.value is None else bound.value
             raise SettingsError(f"{flag} {of}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
-        amount = bound.amount.of(budget, up=flag == "floor")
+        amount = bound.amount.resolve(budget, up=flag == "floor")
         if bound.value is None:
             out_G = np.full(len(names), amount, dtype=np.int64)
             continue

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
-from grasp.choose.choice import Aim, Choice, protocol_of, text_of
+from grasp.choose.choice import Choice, SelectionObjective, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, solve
@@ -133,12 +133,12 @@ def mix(
         "cap": list(several(cap)),
         "distance": distance,
     } | ({"cautious": True} if cautious else {})
-    aim = Aim.of(artifact, chosen, targets, training, runs, cautious=cautious)
+    aim = SelectionObjective.from_artifact(artifact, chosen, targets, training, runs, cautious=cautious)
     return _mixture(aim, slices, bounds, far, asked)
 
 
 def _mixture(
-    aim: Aim, slices: LabelSlices, bounds: tuple[F64, F64], far: float | None, asked: Mapping[str, Any]
+    aim: SelectionObjective, slices: LabelSlices, bounds: tuple[F64, F64], far: float | None, asked: Mapping[str, Any]
 ) -> Mixture:
     predictor, current_G = aim.predictor, slices.rows_G / aim.predictor.n_rows
     programme = Programme(np.zeros(len(current_G)), *bounds, current_G, far)
@@ -194,7 +194,7 @@ class Mixed:
     short: Callable[[F64], float]  # how much higher the best one may be
 
 
-def _mixed(aim: Aim, slices: LabelSlices, programme: Programme) -> Mixed:
+def _mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture: rows are worth what they are worth, and less if they are seen often."""
     current_G = programme.current_G
     effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G

@@ -1,7 +1,7 @@
 """Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
 
-The road: `Aim` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they allow,
-`Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
+The road: `SelectionObjective` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they
+allow, `Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
 Shape letters: N rows, T targets, G values of a label.
 """
 
@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Aim, Chosen, Curve, curve_of, even_places, protocol_of, searched
+from grasp.choose.choice import Chosen, Curve, SelectionObjective, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import I64, Limits, read_exclusion, within
@@ -102,16 +102,18 @@ def select(
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
         _check_proposable(training, chosen, allowed_N)
-    aim = Aim.of(artifact, chosen, targets, training, runs, cautious=cautious)
+    aim = SelectionObjective.from_artifact(artifact, chosen, targets, training, runs, cautious=cautious)
     if cautious and not aim.ranks_by_runs:
         raise SettingsError(
             f"cautious: protocol {chosen.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
-    pool = _Pool.of(aim, allowed_N, labels, documents=amount is not None and amount.unit == "documents")
+    pool = _Pool.from_objective(aim, allowed_N, labels, documents=amount is not None and amount.unit == "documents")
 
     def limits_of(amount: Amount) -> Limits:
-        return Limits.of(amount, pool.allowed_M, tokens_N=aim.tokens_N, labels=pool.labels, floors=floors, caps=caps)
+        return Limits.from_budget(
+            amount, pool.allowed_M, tokens_N=aim.tokens_N, labels=pool.labels, floors=floors, caps=caps
+        )
 
     if amount is None:
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
@@ -141,7 +143,9 @@ class _Pool:
     document_N: I64 | None = None
 
     @classmethod
-    def of(cls, aim: Aim, allowed_N: NDArray[np.bool_], labels: LabelColumn | None, *, documents: bool) -> Self:
+    def from_objective(
+        cls, aim: SelectionObjective, allowed_N: NDArray[np.bool_], labels: LabelColumn | None, *, documents: bool
+    ) -> Self:
         """The rows, or the documents; one of which a row is excluded may not be taken."""
         if not documents:
             return cls(aim.effect_N, allowed_N, labels)
@@ -175,7 +179,9 @@ def _mean_by(document_N: I64, value_N: F64) -> F64:
     return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
 
 
-def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) -> tuple[Chosen, I64, Curve]:
+def _chosen(
+    aim: SelectionObjective, pool: _Pool, limits: Limits, progress: Progress | None
+) -> tuple[Chosen, I64, Curve]:
     """The best rows within the limits, what of the pool was picked, and what other budgets are worth.
 
     The curve goes on with the rows that come next, where no more is asked of them than to be good.
@@ -226,7 +232,7 @@ def _of_tokens(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool) -> s
     return f"{said}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
 
 
-def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64) -> tuple[F64, str]:
+def _worth_by_runs(aim: SelectionObjective, pool: _Pool, limits: Limits, worth_M: F64) -> tuple[F64, str]:
     """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
     assert aim.intervals is not None
     intervals, end = aim.intervals, "lower end of the change" if aim.cautious else "change"
@@ -266,7 +272,9 @@ def _check_proposable(training: Training, protocol: ScoringProtocol, allowed_N: 
         raise SettingsError("exclude: leaves no row; exclude fewer")
 
 
-def _best_budget(aim: Aim, allowed_N: NDArray[np.bool_], limits_of: Callable[[Amount], Limits] | None) -> int:
+def _best_budget(
+    aim: SelectionObjective, allowed_N: NDArray[np.bool_], limits_of: Callable[[Amount], Limits] | None
+) -> int:
     """Rows with the highest value for the training budget, within floors and caps if there are any.
 
     Raises:
@@ -312,7 +320,7 @@ def _allowed(
 
 
 def _selection(
-    aim: Aim,
+    aim: SelectionObjective,
     pool: _Pool,
     limits: Limits,
     asked: Mapping[str, Any],
@@ -363,7 +371,7 @@ def _selection(
     )
 
 
-def _row_table(aim: Aim, found: Chosen, by: str | None) -> pa.Table:
+def _row_table(aim: SelectionObjective, found: Chosen, by: str | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]"""
     table = _rows_in_order(aim.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
     new = {"order": np.arange(len(table)), "effect": aim.effect_N[found.row_index]}
@@ -385,7 +393,7 @@ def _more_notes(limits: Limits, picked_P: I64, pool: _Pool) -> list[str]:
     return said
 
 
-def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
+def _row_notes(aim: SelectionObjective, row_index: I64, by: str | None) -> list[str]:
     """What goes, and how far the rows that stay can be trusted."""
     gone_N = ~mask_of(row_index, aim.artifact.n_rows)
     said = []

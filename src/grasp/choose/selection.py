@@ -32,7 +32,7 @@ from grasp.choose.export import (
 from grasp.choose.limits import I64
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.files import check_place, write_whole
 from grasp.predict.ranking import ranked, write_ranked
 from grasp.predict.row_arrays import F64
@@ -107,7 +107,7 @@ class Selection(Choice):
         """
         artifact, place = self.artifact, Path(out)
         kind, rule, settings = check_export(artifact, place, documents=documents, form=format, corpus=corpus, ids=ids)
-        tokenizer = Origin(artifact).tokenizer
+        tokenizer = BuildSource(artifact).tokenizer
         rows = proven_rows(artifact, settings, tokenizer)
         asked: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
         asked |= {"asked": dict(self.asked)}

@@ -80,7 +80,7 @@ class GradientKernel:
         factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
         side_EK, own_E = _room(len(units), gradients, settings.gradient_memory_mb), np.zeros(len(units))
         for index_B in gradients.batches(units):
-            taken_BK, _ = gradients.of([units[int(e)] for e in index_B])
+            taken_BK, _ = gradients.compute([units[int(e)] for e in index_B])
             side_BK = taken_BK * factor_K
             own_E[index_B] = (taken_BK.double() * side_BK.double()).sum(dim=1).cpu().numpy()
             rounded_BK = side_BK if engine.work == torch.float64 else side_BK.bfloat16()
@@ -129,10 +129,10 @@ def square_sums(
 def _there_and_back(
     gradients: SampledGradients, rows: Rows, settings: FeatureSettings
 ) -> Iterator[tuple[NDArray[np.int64], list[Example], tuple[Tensor, Tensor]]]:
-    """A few rows at a time, alike in length: which they are, and what `SampledGradients.of` gives."""
+    """A few rows at a time, alike in length: which they are, and what `SampledGradients.compute` gives."""
     examples = examples_of(rows, settings)
     for index in gradients.batches(examples):
-        for part, found in halved(index, lambda some: gradients.of([examples[int(i)] for i in some])):
+        for part, found in halved(index, lambda some: gradients.compute([examples[int(i)] for i in some])):
             yield part, [examples[int(i)] for i in part], found
 
 

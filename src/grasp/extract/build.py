@@ -235,7 +235,7 @@ def _reference(model: nn.Module, tokenizer: Any, data: Mapping[str, Any]) -> Ref
         raise SettingsError(f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too")
     given = leaf(data, "model") or {}
     settings = ModelSettings.model_validate({"path": IN_MEMORY, **given})
-    return ReferenceModel.of(model, tokenizer, settings)
+    return ReferenceModel.from_model(model, tokenizer, settings)
 
 
 def _name(data: dict[str, Any], setting: str, value: Any, expected: str) -> None:

@@ -15,7 +15,7 @@ from grasp.extract.inputs import Inputs, identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.features.extract import Reference
 from grasp.settings import FeatureSettings, TargetSettings
 
@@ -40,7 +40,7 @@ def add_target(
     ArtifactReader.open(out)  # before the lock, which would make the directory
     with lock_artifact(out) as lock:
         artifact = ArtifactReader.open(out)
-        origin = Origin(artifact, own)
+        origin = BuildSource(artifact, own)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, origin.model, out / "tokens", progress)

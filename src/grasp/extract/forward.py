@@ -53,7 +53,7 @@ class PositionBatch:
     n_rows: int
 
     @classmethod
-    def of(cls, batch: BatchFeatures, n_rows: int) -> Self:
+    def from_batch(cls, batch: BatchFeatures, n_rows: int) -> Self:
         """From a forward pass whose second specification is that of the kernel."""
         return cls(*batch.take(1), batch.inputs(1), n_rows)
 
@@ -307,7 +307,7 @@ def forward_shard(
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
         if with_positions:
-            at_positions = PositionBatch.of(batch, len(index))
+            at_positions = PositionBatch.from_batch(batch, len(index))
             if kernel is not None:
                 token.append(kernel.apply(at_positions))
             if back is not None and taken_BK is not None:
@@ -401,7 +401,7 @@ def position_sums(
     # the positions of a shard, so that the digits are the same whether these passes are kept or made again
     for index, batch in row_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        sums.add(PositionBatch.of(batch, len(index)), model.head)
+        sums.add(PositionBatch.from_batch(batch, len(index)), model.head)
         if keep is not None:
             keep.append((index, batch))
         advance(len(index), rows.tokens_of(index))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Origin:
+class BuildSource:
     """The inputs of an artifact's build; each is read when it is asked for.
 
     Attributes:

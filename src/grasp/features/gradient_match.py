@@ -161,7 +161,7 @@ class SampledGradients:
         """Which examples go through the model together."""
         return self.engine.batches(examples, self.batch_tokens)
 
-    def of(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    def compute(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         """The coordinates of each example's gradient, (B, K), and the hidden states that the head sees, (B, L, H)."""
         model = self.engine.model
         taken_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)

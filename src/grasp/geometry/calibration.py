@@ -73,7 +73,7 @@ class Development:
         return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
 
     @classmethod
-    def of(
+    def from_environment(
         cls,
         environment: Environment,
         artifacts: Sequence[ArtifactReader],
@@ -94,7 +94,10 @@ class Development:
             raise ProtocolLeakError(
                 f"{environment.path}: selection was given a held-out environment; pass development environments only"
             )
-        scored = [Scored.of(environment, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts]
+        scored = [
+            Scored.from_environment(environment, artifact, calibration_subsets=calibration_subsets)
+            for artifact in artifacts
+        ]
         common = [name for name in environment.targets if all(name in one.renamed.values() for one in scored)]
         chosen = tuple(targets) if targets is not None else tuple(n for n in common if environment.role_of(n) == "dev")
         missing = [name for name in chosen if name not in common]
@@ -140,7 +143,7 @@ def developments_of(
         used |= {one.path for one in same}
         # without one of its corpus, the first artifact's mismatch is told
         bound += [
-            Development.of(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
+            Development.from_environment(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
             for group, wanted in _shared_out(environment, same or artifacts[:1], targets)
         ]
     idle = [str(one.path) for one in artifacts if one.path not in used]
@@ -437,7 +440,7 @@ def _mean_rho(predicted: Sequence[F64], realized_BE: F64, weights_RB: NDArray[np
 
 def _realized(utilities: Utilities, target: str, criterion: Criterion) -> F64:
     """Mean over seeds, (B, E) by units, or (B, 1) of the task."""
-    values_BE = utilities.of(target).values_BSE.mean(axis=1)
+    values_BE = utilities.select(target).values_BSE.mean(axis=1)
     return np.asarray(values_BE if criterion == "mean_lds" else values_BE.mean(axis=1, keepdims=True))
 
 

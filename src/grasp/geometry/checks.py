@@ -31,7 +31,7 @@ def checks(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
     """Of the pooled kernel where a protocol counts it, and of sketches where it has components."""
     artifact, features = subject.artifact, subject.features
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
-    kernels = features if isinstance(features, GraspError) else Kernels.of(artifact, features)
+    kernels = features if isinstance(features, GraspError) else Kernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(fitted):
         yield from _of_pooled(subject, kernels)
     if isinstance(fitted, InteractionProtocol) and fitted.components:

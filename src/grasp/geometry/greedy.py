@@ -272,7 +272,7 @@ def _sized(
     if limits.cost_N is not None:
         size = max(1, round(limits.budget / float(limits.cost_N[limits.allowed_N].mean())))
     for _ in range(SIZES_TRIED):
-        objective = Objective.of(predictor, weights_T, min(size, predictor.n_rows))
+        objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:
             return objective, None
         picks = choose(objective, limits, progress)
@@ -280,7 +280,7 @@ def _sized(
         if abs(found - size) <= SIZE_SHARE * size:
             break
         size = found
-    return (objective if found == size else Objective.of(predictor, weights_T, found)), picks
+    return (objective if found == size else Objective.from_predictor(predictor, weights_T, found)), picks
 
 
 def _guarantee(objective: Objective, limits: Limits, picks: Picks) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grasp.choose.choice import Aim
+from grasp.choose.choice import SelectionObjective
 from grasp.choose.mixture import ExposureCurves, Mixed
 from grasp.choose.quadratic_program import Programme, maximised
 from grasp.errors import ProtocolError
@@ -35,7 +35,7 @@ RANDOM_STARTS = 32
 STILL = 1e-9
 
 
-def mixed(aim: Aim, slices: LabelSlices, programme: Programme) -> Mixed:
+def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture within the bounds of a programme, or the best that was found.
 
     Raises:

@@ -45,7 +45,7 @@ class Objective:
     weighting: Weighting
 
     @classmethod
-    def of(cls, predictor: InteractionPredictor, weights_T: F64, size: int) -> Self:
+    def from_predictor(cls, predictor: InteractionPredictor, weights_T: F64, size: int) -> Self:
         """The change that a predictor with geometry gives a weighted mean of its targets.
 
         Args:
@@ -149,14 +149,14 @@ def upper_bound(objective: Objective, limits: Limits, row_index: I64, steps: int
     if not objective.is_concave:
         return None, "a part of the geometry is rewarded: V is not concave"
     choice = limits.in_rows(len(row_index))
-    start = x = _Point.of(objective, row_index)
+    start = x = _Point.from_rows(objective, row_index)
     bound = np.inf
     for _ in range(steps):
         at, best = _tangent(objective, choice, x)
         bound = min(bound, at)
         if bound - start.value <= ENOUGH * abs(start.value - objective.constant):
             break
-        x = _towards(objective, x, _Point.of(objective, best))
+        x = _towards(objective, x, _Point.from_rows(objective, best))
     return float(max(bound, start.value)), ""
 
 
@@ -185,7 +185,7 @@ class _Point:
     value: float
 
     @classmethod
-    def of(cls, objective: Objective, row_index: I64) -> "_Point":
+    def from_rows(cls, objective: Objective, row_index: I64) -> "_Point":
         linear = float(objective.linear_N[row_index].sum())
         sketch_D = objective.sum_of(row_index)
         return cls(linear, sketch_D, objective.value(linear, sketch_D))

@@ -209,9 +209,9 @@ def bind(
     per_unit: bool,
     components: bool,
 ) -> Predictor:
-    """A fitted protocol as something that prices subsets; see `Predictor.of`."""
+    """A fitted protocol as something that prices subsets; see `Predictor.from_artifact`."""
     assert isinstance(protocol, InteractionProtocol)
-    family = CalibrationFamily.of(protocol.calibration, artifact) if protocol.components else None
+    family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     wanted = sorted({*halves_needed(protocol.components), *sketches})
     first = protocol.standardize.task == "mean_of_standardised"
     names = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
@@ -224,20 +224,20 @@ def bind(
 
     by_unit: dict[str, Kernel] = {}
     if per_unit or first:
-        by_unit = {name: Kernel.of_units(artifact, name, units, less) for name, less in names.items()}
+        by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in names.items()}
     unit_spread = spreads(by_unit)
     scales = {name: unit_spread[name].inverse_E for name in names} if first else None
     kernels = {
-        name: Kernel.of_tasks(artifact, name, units, less, 1.0 if scales is None else scales[name])
+        name: Kernel.for_tasks(artifact, name, units, less, 1.0 if scales is None else scales[name])
         for name, less in names.items()
     }
-    unit_level = Level.of(protocol, by_unit, unit_spread, None) if per_unit else None
+    unit_level = Level.from_kernels(protocol, by_unit, unit_spread, None) if per_unit else None
     spread = spreads(kernels)
     plain = assembled(protocol, units, kernels, unit_level, spread, components=components, unit_scales=scales)
     if not protocol.interacts:
-        return replace(plain, sketches={half: Sketch.of(artifact, half) for half in wanted})
-    held = {half: NormedSketch.of(artifact, half) for half in wanted}
-    terms = GeometryTerms.of(artifact, protocol, held, family)
+        return replace(plain, sketches={half: Sketch.from_artifact(artifact, half) for half in wanted})
+    held = {half: NormedSketch.from_artifact(artifact, half) for half in wanted}
+    terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
     own = {
         "task": _level(plain.task, terms, spread),
         "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms, unit_spread),

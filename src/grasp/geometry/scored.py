@@ -88,7 +88,9 @@ class Scored(Joined):
     calibration: CalibrationSettings  # by which geometry is standardised here
 
     @classmethod
-    def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
+    def from_environment(
+        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256
+    ) -> Self:
         """Check that both belong together, and draw a calibration family like the environment's own.
 
         Its stream is another than that of the subsets that were retrained, so no intervention that is scored
@@ -99,10 +101,10 @@ class Scored(Joined):
         """
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
-        plain = Joined.of(environment, artifact)
+        plain = Joined.from_environment(environment, artifact)
         return cls(plain.environment, plain.source, plain.renamed, plain.blocks, calibration)
 
-    def of_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
+    def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
         parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
         return [self._predictions(name, parts[c.binding], c) for name, c in candidates.items()]
@@ -116,7 +118,7 @@ class Scored(Joined):
         Raises:
             ProtocolError: the artifact does not fit a protocol.
         """
-        return self.of_candidates({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
+        return self.select_candidates({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
 
     def parts(
         self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False
@@ -143,7 +145,7 @@ class Scored(Joined):
         unit_std: dict[str, F64] = {}
         for kernel in kernels:
             protocol = binding.protocol([kernel], []).model_copy(update={"calibration": self.calibration})
-            predictor = Predictor.of(self.source, protocol, targets, per_unit=per_unit)
+            predictor = Predictor.from_artifact(self.source, protocol, targets, per_unit=per_unit)
             task[kernel], unit[kernel] = self.changes(predictor)
             if components:
                 task_std[kernel], unit_std[kernel] = self._spread(predictor)
@@ -186,12 +188,12 @@ class Scored(Joined):
             return {}
         protocol = binding.protocol([], components)
         fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
-        sketches = {half: NormedSketch.of(self.source, half) for half in halves_needed(fitted.components)}
-        terms = GeometryTerms.of(self.source, fitted, sketches, self._family)
+        sketches = {half: NormedSketch.from_artifact(self.source, half) for half in halves_needed(fitted.components)}
+        terms = GeometryTerms.from_artifact(self.source, fitted, sketches, self._family)
         z = [
             terms.z(
                 {half: sketch.normed_sums(block.weights) for half, sketch in sketches.items()},
-                SubsetMass.of(block.weights),
+                SubsetMass.from_weights(block.weights),
             )
             for block in self.blocks
         ]
@@ -217,7 +219,7 @@ class Scored(Joined):
         own_BN = weights_BN.toarray()
         if side == "omitted":
             own_BN = 1.0 - own_BN
-        own_BN = own_BN * SubsetMass.of(weights_BN).factor(side, weighting)[:, None]
+        own_BN = own_BN * SubsetMass.from_weights(weights_BN).factor(side, weighting)[:, None]
         out: dict[str, F64] = {}
         for half in halves:
             sketch_ND, pairs = self._sketch(half)
@@ -227,7 +229,7 @@ class Scored(Joined):
 
     @cached_property
     def _family(self) -> CalibrationFamily:
-        return CalibrationFamily.of(self.calibration, self.source)
+        return CalibrationFamily.from_calibration(self.calibration, self.source)
 
     @cached_property
     def _sketches(self) -> dict[str, tuple[F64, "ShuffledPairs | ShuffledRows"]]:
@@ -240,7 +242,7 @@ class Scored(Joined):
             parts = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in arrays]
             sketch_ND = np.concatenate(parts, axis=1)
             shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
-            self._sketches[half] = sketch_ND, shuffle.of(sketch_ND, seed=0)
+            self._sketches[half] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
         return self._sketches[half]
 
 
@@ -256,7 +258,7 @@ def predictions(
     candidates = {
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
-    found = Scored.of(joined.environment, source).of_candidates(candidates, targets)
+    found = Scored.from_environment(joined.environment, source).select_candidates(candidates, targets)
     return [replace(one, cost=cost_of(needed_arrays(candidates[one.method]), source)) for one in found]
 
 
@@ -275,7 +277,7 @@ class ShuffledPairs:
     condensed: F32  # row i of the upper triangle starts at i N - i (i + 1) / 2
 
     @classmethod
-    def of(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
+    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
         """Permute the pair similarities of a sketch; memory 2 N^2 bytes, time O(N^2 D)."""
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
         n_rows = len(sketch_ND)
@@ -320,7 +322,7 @@ class ShuffledRows:
     moved_ND: NDArray[np.floating]
 
     @classmethod
-    def of(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
+    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
         return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
 
     def pair(self, weights_BN: F64) -> F64:

@@ -55,7 +55,7 @@ class Kernels:
     positions: PositionKernels | None  # none: kept features without positions
 
     @classmethod
-    def of(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
+    def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
         """Kernels of some rows of an artifact."""
         settings = FeatureSettings.model_validate(artifact.feature_settings)
         pooled = unspool_moments(artifact.moments, "pooled.")

@@ -40,7 +40,7 @@ def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpre
     rows: dict[str, RowMoments] = {}
     for block in blocks:
         for name, value in block.items():
-            part = RowMoments.of(value.reshape(len(value), -1))
+            part = RowMoments.from_values(value.reshape(len(value), -1))
             rows[name] = rows[name].merge(part) if name in rows else part
     for part in rows.values():
         if part.n_rows < 2:

@@ -67,7 +67,7 @@ class SubsetMass:
     n_rows: int
 
     @classmethod
-    def of(cls, weights: Weights) -> Self:
+    def from_weights(cls, weights: Weights) -> Self:
         """The sums of weights of each subset of a block."""
         return cls(*weight_sums(weights), weights.shape[1])
 

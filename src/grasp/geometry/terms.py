@@ -61,7 +61,7 @@ class NormedSketch(Sketch):
     name: str  # of its array
 
     @classmethod
-    def of(cls, artifact: ArtifactReader, half: str) -> Self:
+    def from_artifact(cls, artifact: ArtifactReader, half: str) -> Self:
         """Read the sketch, and hold it where it fits."""
 
         name = f"{half}_sketch"
@@ -123,7 +123,7 @@ def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
 
 def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
     """Sums over the corpus of a sketch with its norms, and the moments of these."""
-    parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in blocks]
+    parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.from_values(block[:, -1:])) for _, block in blocks]
     total_C = np.sum([total for total, _ in parts], axis=0)
     norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
     return SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows), norms
@@ -147,7 +147,7 @@ class CalibrationFamily:
     labels: LabelColumn | None
 
     @classmethod
-    def of(cls, calibration: CalibrationSettings, artifact: ArtifactReader) -> Self:
+    def from_calibration(cls, calibration: CalibrationSettings, artifact: ArtifactReader) -> Self:
         """The family of a protocol, with the labels of the artifact's rows where it draws by one."""
         family = calibration.parsed
         labels = None if family.label is None else label_column(artifact, family.label)
@@ -173,7 +173,7 @@ class GeometryTerms:
     moments: Mapping[str, ColumnSpread]  # of every K_c over the family
 
     @classmethod
-    def of(
+    def from_artifact(
         cls,
         artifact: ArtifactReader,
         protocol: InteractionProtocol,
@@ -239,7 +239,7 @@ def family_moments(
         return exact
 
     def components(weights: Weights) -> dict[str, F64]:
-        mass = SubsetMass.of(weights)
+        mass = SubsetMass.from_weights(weights)
         values = {
             name: subset_relevance(
                 kernel.held.sums(weights), kernel.rows.total_E, mass, protocol.side, protocol.weighting

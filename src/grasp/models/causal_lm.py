@@ -55,10 +55,10 @@ class ReferenceModel:
         device = device_of(settings.device)
         dtype = dtype_of(settings.dtype, device)
         model, tokenizer = load_causal_lm(settings, dtype)
-        return cls.of(model.to(device), tokenizer, settings)
+        return cls.from_model(model.to(device), tokenizer, settings)
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any, settings: ModelSettings) -> Self:
+    def from_model(cls, model: nn.Module, tokenizer: Any, settings: ModelSettings) -> Self:
         """A model of transformers and its tokenizer that are loaded; checked as `load` does.
 
         Raises:

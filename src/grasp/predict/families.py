@@ -89,7 +89,7 @@ class Family:
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
     ) -> Iterator[WeightedRows]:
-        parts = None if column is None else _Parts.of(column)
+        parts = None if column is None else _Parts.from_column(column)
         for b in range(n_subsets):
             rng = stream(seed, "family", purpose, b)
             redrawn = 0
@@ -114,7 +114,7 @@ class Family:
             return None
         if labels is None:
             raise SubsetError(f"family {self}: needs the label {self.label!r} of every row, got none")
-        column = labels if isinstance(labels, LabelColumn) else LabelColumn.of(labels, self.label)
+        column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
         if column.n_rows != n_rows:
             raise SubsetError(f"family {self}: got {column.n_rows} labels for {n_rows} rows; expected one a row")
         if self.kind != "mixture" and len(column.values) < 2:
@@ -134,7 +134,7 @@ class _Parts:
     code_N: NDArray[np.int64]  # of these rows, ascending
 
     @classmethod
-    def of(cls, column: LabelColumn) -> Self:
+    def from_column(cls, column: LabelColumn) -> Self:
         rows_N = np.argsort(column.codes_N, kind="stable")
         return cls(column.counts, rows_N, column.codes_N[rows_N].astype(np.int64))
 

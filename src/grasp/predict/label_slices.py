@@ -265,7 +265,7 @@ class SliceFormula:
     exposure: Exposure
 
     @classmethod
-    def of(cls, predictor: Predictor, slices: SubsetSums) -> Self | None:
+    def from_predictor(cls, predictor: Predictor, slices: SubsetSums) -> Self | None:
         """Of the slices whose sums these are; None where rows bear on one another, which is no sum over slices."""
         if predictor.protocol.interacts:
             return None

@@ -34,14 +34,14 @@ class LabelColumn:
     codes_N: NDArray[np.int32]
 
     @classmethod
-    def of(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
+    def from_values(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
         """From a plain sequence of labels."""
         code_of: dict[Label, int] = {}
         codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
         return cls(name, tuple(code_of), codes_N)
 
     @classmethod
-    def of_batches(cls, name: str, batches: Iterable[pa.Array]) -> "LabelColumn":
+    def from_batches(cls, name: str, batches: Iterable[pa.Array]) -> "LabelColumn":
         """From a column of a table that arrives in batches."""
         code_of: dict[Label, int] = {}
         parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]

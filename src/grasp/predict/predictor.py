@@ -74,7 +74,7 @@ class Level:
     base_C: F64  # what any new row is worth, in effects of the column
 
     @classmethod
-    def of(
+    def from_kernels(
         cls,
         protocol: ScoringProtocol,
         kernels: Mapping[str, Kernel],
@@ -118,7 +118,7 @@ class Predictor:
     exposure: Exposure  # how weights count
 
     @staticmethod
-    def of(
+    def from_artifact(
         artifact: ArtifactReader,
         protocol: ScoringProtocol | None = None,
         targets: Sequence[str] | None = None,
@@ -143,13 +143,13 @@ class Predictor:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
         fitted = (protocol or default_protocol()).fitted(artifact.array_names, artifact.feature_settings)
-        selected = units or UnitSelection.of(artifact, checked_targets(artifact, targets))
+        selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         if fitted.beside:
             bound = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
             return bound if exposure is None else bound.trained(exposure)
-        held = {half: Sketch.of(artifact, half) for half in sorted(sketches)}
+        held = {half: Sketch.from_artifact(artifact, half) for half in sorted(sketches)}
         law = exposure or Exposure()
         if per_unit or components or units is not None:
             bound = _bound(artifact, fitted, selected, per_unit=per_unit, components=components)
@@ -207,7 +207,7 @@ class Predictor:
 
     def counted(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1."""
-        return self.exposure.of(weights)
+        return self.exposure.weigh(weights)
 
     def sums(self, weights: Weights, halves: Collection[str] | None = None) -> SubsetSums:
         """Sums of one block of subsets.
@@ -332,7 +332,7 @@ def assembled(
     some = next(iter(kernels.values()))
     assert some.held.held_NC is not None
     held_NT = np.empty_like(some.held.held_NC) if components else some.held.held_NC
-    task = Level.of(protocol, kernels, spread, held_NT)
+    task = Level.from_kernels(protocol, kernels, spread, held_NT)
     shares = {name: np.repeat(share_T, units.counts_T) for name, share_T in task.shares.items()}
     if unit_level is not None:
         unit_level = replace(unit_level, base_C=unit_level.base_C * _of_tasks(unit_level, units))
@@ -360,9 +360,9 @@ def _bound(
 ) -> Predictor:
     """Read the relevance, and add its kernels up."""
     names = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    by_unit = {name: Kernel.of_units(artifact, name, units, less) for name, less in names.items()} if per_unit else {}
-    kernels = {name: Kernel.of_tasks(artifact, name, units, less) for name, less in names.items()}
-    unit_level = Level.of(protocol, by_unit, _spreads(by_unit), None) if per_unit else None
+    by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in names.items()} if per_unit else {}
+    kernels = {name: Kernel.for_tasks(artifact, name, units, less) for name, less in names.items()}
+    unit_level = Level.from_kernels(protocol, by_unit, _spreads(by_unit), None) if per_unit else None
     return assembled(protocol, units, kernels, unit_level, _spreads(kernels), components=components)
 
 
@@ -373,5 +373,5 @@ def _spreads(kernels: Mapping[str, Kernel]) -> dict[str, ColumnSpread]:
 
 def _of_tasks(level: Level, units: UnitSelection) -> F64:
     """Standard deviation of a task's mean effect over its units, for each of them, (E,): a task's effect in theirs."""
-    blocks = (RowMoments.of(units.mean_per_task(block)) for _, block in level.effects.blocks())
+    blocks = (RowMoments.from_values(units.mean_per_task(block)) for _, block in level.effects.blocks())
     return np.repeat(functools.reduce(RowMoments.merge, blocks).spread.std_E, units.counts_T)

@@ -43,7 +43,7 @@ def additive_predictor(
     if match is not None:
         alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")
-    return Predictor.of(artifact, chosen.additive, [target], units=_one_unit(artifact, target, unit))
+    return Predictor.from_artifact(artifact, chosen.additive, [target], units=_one_unit(artifact, target, unit))
 
 
 def ranked(

@@ -54,7 +54,7 @@ class RowMoments:
     scatter_E: F64  # sum of (x - mean)^2
 
     @classmethod
-    def of(cls, values_NE: NDArray[Any]) -> Self:
+    def from_values(cls, values_NE: NDArray[Any]) -> Self:
         """Moments of one block of rows."""
         values_NE = np.asarray(values_NE, dtype=np.float64)
         mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a product is the fastest sum over rows
@@ -100,7 +100,7 @@ class UnitSelection:
     counts_T: NDArray[np.int64]
 
     @classmethod
-    def of(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
+    def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
         """All units of the targets.
 
         Raises:
@@ -132,13 +132,13 @@ class Kernel:
     held: RowSums
 
     @classmethod
-    def of_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
+    def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
         """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
         return cls(_moments(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
     @classmethod
-    def of_tasks(
+    def for_tasks(
         cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float = 1.0
     ) -> Self:
         """Every task a column; one pass, always held: 4 bytes a row and task.
@@ -209,4 +209,4 @@ def _written(out_NC: NDArray[np.float32], blocks: Iterable[tuple[int, F64]]) -> 
 
 
 def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:
-    return functools.reduce(RowMoments.merge, (RowMoments.of(block) for _, block in blocks))
+    return functools.reduce(RowMoments.merge, (RowMoments.from_values(block) for _, block in blocks))

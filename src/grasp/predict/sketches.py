@@ -22,7 +22,7 @@ class Sketch:
     total_D: F64  # over the corpus
 
     @classmethod
-    def of(cls, artifact: ArtifactReader, half: str) -> Self:
+    def from_artifact(cls, artifact: ArtifactReader, half: str) -> Self:
         """Read the sketch, and hold it where it fits."""
         name = f"{half}_sketch"
         width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]

@@ -140,7 +140,7 @@ class LabelTable:
             SubsetError: no such column.
         """
         self._known(name, where)
-        return LabelColumn.of_batches(name, (batch.column(0) for batch in self._batches([name])))
+        return LabelColumn.from_batches(name, (batch.column(0) for batch in self._batches([name])))
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         try:

@@ -203,7 +203,7 @@ class Exposure:
         """Rows among which a training is shared out, that each would be seen once, or E times."""
         return np.asarray(kept_B, np.float64) if self.epochs is None else np.full(np.shape(kept_B), float(n_rows))
 
-    def of(self, weights: Weights) -> Weights:
+    def weigh(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
         if is_plain(weights):
             return weights

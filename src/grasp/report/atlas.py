@@ -50,7 +50,7 @@ def write_atlas(
             "features.residual_width above 0"
         )
     own_directory(directory, MARKER, lambda _: False, artifact.reads)
-    predictor = Predictor.of(artifact, protocol, targets)
+    predictor = Predictor.from_artifact(artifact, protocol, targets)
     place_N2 = _projected(artifact, names)
     path, start = directory / FILE, 0
     try:

@@ -35,7 +35,7 @@ from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve, measures
+from grasp.runs.learning import LearningCurve, OutcomePredictor, learn, learning_curve, measures
 from grasp.verbs.evaluate import Agreement, agreement
 from grasp.yaml_files import read_yaml, yaml_text
 
@@ -139,7 +139,7 @@ class Findings:
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
     parts: LabelFindings | None  # of the first two labels crossed
-    nats: Expected | Missing
+    nats: OutcomePredictor | Missing
     best: BestRows
     rows: HeldRows
     shades: Shades
@@ -173,10 +173,10 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     first = () if isinstance(mixture, Missing) else (mixture.label,)
     names = tuple(request.by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
     retraining = _retraining(artifact, protocol, targets, request)
-    predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     nats = _nats(predictor, artifact, request)
-    covering = nats if isinstance(nats, Expected) and set(nats.columns) == set(targets) else None
+    covering = nats if isinstance(nats, OutcomePredictor) and set(nats.columns) == set(targets) else None
     labels = [_label(artifact, predictor, one, covering) for one in columns]
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = row_tokens(artifact, length_column(artifact)) >= SHORT
@@ -214,7 +214,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         lacking=tuple(lacking),
         trends=trends,
         retraining=retraining,
-        curve=learning_curve(nats) if isinstance(nats, Expected) else None,
+        curve=learning_curve(nats) if isinstance(nats, OutcomePredictor) else None,
         selection=selection,
         mixture=mixture,
         suspects=suspects,
@@ -281,19 +281,21 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 # ------------------------------------------------------------------------------------------------ labels
 
 
-def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:
+def _label(
+    artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: OutcomePredictor | None
+) -> LabelFindings:
     """Slices of a label; in nats where runs say how much a change is."""
     effects = slice_effects(predictor, slices)
     low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
     dropped = by_relevance = Change(effects.dropped_GT, low_GT, high_GT)
     if nats is not None:
-        learned = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
+        learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
-    price = SliceFormula.of(predictor, effects.sums) or predictor
+    price = SliceFormula.from_predictor(predictor, effects.sums) or predictor
     return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
 
 
-def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> Expected | Missing:
+def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> OutcomePredictor | Missing:
     """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
     if request.environment is None:
         return NO_ENVIRONMENT
@@ -305,7 +307,7 @@ def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest
         return Missing(f"No intervals in nats: {err}.", "A finished development environment gives them.")
 
 
-def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
+def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
     """Keep the rows with the highest effects, for each target by itself."""
     count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
     effects = by_column(predictor.effect_NT, np.arange(predictor.n_rows))
@@ -316,8 +318,8 @@ def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
     low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
     units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
-    if isinstance(nats, Expected):
-        tables = [nats.of(block.weights) for block in blocks]
+    if isinstance(nats, OutcomePredictor):
+        tables = [nats.predict(block.weights) for block in blocks]
         bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
         nats_T, low_T, high_T = np.diagonal(bounds_3BT, axis1=1, axis2=2)
         known_T = np.isfinite(nats_T)

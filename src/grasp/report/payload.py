@@ -90,7 +90,7 @@ def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[f
     """
     if isinstance(found.nats, Missing):
         return None
-    table = found.nats.of(_settings(slices, presets))
+    table = found.nats.predict(_settings(slices, presets))
     values = [
         {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
         for value_T, half_T, beyond in zip(table.nats_BT, table.high_BT - table.nats_BT, table.outside, strict=True)

@@ -95,7 +95,7 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: Rows) -> 
     chosen_Q = np.concatenate(columns)
     units = artifact.units.select(["unit_id", "prompt", "completion"]).take(chosen_Q).to_pylist()
     single = UnitSelection(tuple(str(e) for e in chosen_Q), chosen_Q, np.ones(len(chosen_Q), dtype=np.int64))
-    effect_NQ = Predictor.of(artifact, predictor.protocol.additive, units=single).effect_NT
+    effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
     found = []
     for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
         ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)

@@ -14,7 +14,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explanation import STRONG, by_word
 from grasp.errors import GraspError
 from grasp.extract.pictures import vision
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.predict.protocol import ScoringProtocol
 from grasp.report.rows import HeldRows
 from grasp.text import LONGEST_CELL, plain, printable, visible
@@ -36,7 +36,7 @@ def shaded(
     Args:
         count: how many of the best.
     """
-    if Origin(artifact).has_images:
+    if BuildSource(artifact).has_images:
         return {}, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
@@ -59,7 +59,7 @@ def pictured(
     """The same rows of an artifact of images, each with the trusted images that it bears on most; else nothing."""
     pictures: Pictures = {}
     room = PICTURE_BYTES
-    if not Origin(artifact).has_images:
+    if not BuildSource(artifact).has_images:
         return pictures
     for t, target in enumerate(targets):
         ends = _ends(held, t, count)

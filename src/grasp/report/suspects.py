@@ -15,7 +15,7 @@ from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.corpus.labels import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.extract.pictures import vision
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
 from grasp.store.sealed import sealed_batches
@@ -55,7 +55,9 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         tuple(lines),
         tuple(artifact.rows(index).to_pylist()),
         tuple(label for label in labels if label != HASH_LABEL),
-        tuple(vision().row_pictures(artifact, index, LARGEST)) if Origin(artifact).has_images else (None,) * len(index),
+        tuple(vision().row_pictures(artifact, index, LARGEST))
+        if BuildSource(artifact).has_images
+        else (None,) * len(index),
     )
 
 

@@ -46,7 +46,9 @@ def label_trends(
         _check_belongs(artifact, last, targets)
     kernel = _common_kernel(artifacts)
     names = checkpoint_names(artifacts)
-    relevance = [Kernel.of_tasks(one, kernel, UnitSelection.of(one, targets), 1.0, 1.0).held for one in artifacts]
+    relevance = [
+        Kernel.for_tasks(one, kernel, UnitSelection.from_targets(one, targets), 1.0, 1.0).held for one in artifacts
+    ]
     trends = []
     for label in labels:
         mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]

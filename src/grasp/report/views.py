@@ -15,7 +15,7 @@ from grasp.report.findings import Missing, Retraining
 from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.runs.evaluate import Evaluation, MethodResult
-from grasp.runs.learning import DRAWS, Expected, LearningCurve
+from grasp.runs.learning import DRAWS, LearningCurve, OutcomePredictor
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, name, plain
 from grasp.verbs.evaluate import Agreement, TargetPoints
@@ -80,7 +80,7 @@ def trends(trend: LabelTrend, names: Sequence[str], targets: Sequence[str]) -> l
 # ------------------------------------------------------------------------------------------------- trust
 
 
-def fidelity(retraining: Retraining, nats: Expected | Missing, curve: LearningCurve | None) -> View:
+def fidelity(retraining: Retraining, nats: OutcomePredictor | Missing, curve: LearningCurve | None) -> View:
     """What ships beside retraining, a scatter a target, what more runs teach, and other methods."""
     known = retraining.agreement
     report = known.report

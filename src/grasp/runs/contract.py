@@ -4,7 +4,7 @@ A `RowMethod` scores rows: (N, E) for the units of the artifact, or (N, 1) where
 A `SubsetMethod` predicts subsets, (B, E), itself. Sign, always: positive means that training on the row should lower
 the unit's loss. A method is found by name through the entry point group `grasp.methods`; see docs/baselines.md.
 
-`Material` is what a method may look at: the artifact's rows and units, its reference model, checkpoints, retrained
+`MethodInputs` is what a method may look at: the artifact's rows and units, its reference model, checkpoints, retrained
 subsets. Everything is read when it is asked for, in blocks where it is as long as the corpus, and proved to be what the
 artifact was made from: fingerprints of tokens, tokenizer, model and units.
 
@@ -25,7 +25,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.joined import Joined
@@ -50,7 +50,7 @@ class Retrained:
     subsets: tuple[SubsetBlock, ...]
 
     @classmethod
-    def of(cls, joined: Joined, utilities: Utilities) -> "Retrained":
+    def from_joined(cls, joined: Joined, utilities: Utilities) -> "Retrained":
         """Of utilities whose targets have the environment's names."""
         own = {name: mine for mine, name in joined.renamed.items()}
         renamed = replace(utilities, targets=tuple(own[name] for name in utilities.targets))
@@ -58,7 +58,7 @@ class Retrained:
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
+class MethodInputs:
     """One artifact, opened for methods.
 
     Args:
@@ -155,9 +155,9 @@ class Material:
     # ------------------------------------------------------------------------------------------- model
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> BuildSource:
         """What the artifact was built from."""
-        return Origin(self.artifact)
+        return BuildSource(self.artifact)
 
     @property
     def settings(self) -> BuildSettings:
@@ -256,7 +256,7 @@ class MethodScores:
     seconds: Seconds | None = None
 
     @classmethod
-    def of(cls, scores: ArrayLike, account: Account = Account()) -> "MethodScores":
+    def from_array(cls, scores: ArrayLike, account: Account = Account()) -> "MethodScores":
         """Scores that are in memory: (N, E), (N, 1), or (N,) for the same score for every unit."""
         array = np.asarray(scores, dtype=np.float64)
         array = array[:, None] if array.ndim == 1 else array
@@ -279,7 +279,7 @@ class Method(ABC, Generic[S]):
         self.name = name
         self.seed = seed
 
-    def check(self, material: Material) -> None:
+    def check(self, material: MethodInputs) -> None:
         """See that what it looks at is there, before any work begins.
 
         Raises:
@@ -297,7 +297,7 @@ class RowMethod(Method[S]):
     weighting: ClassVar[Literal["mean", "count"]] = "mean"  # over a subset's rows, unless the user says otherwise
 
     @abstractmethod
-    def scores(self, material: Material, cache: Path) -> MethodScores:
+    def scores(self, material: MethodInputs, cache: Path) -> MethodScores:
         """Scores of every row for every unit, in the order of `material.units`.
 
         Args:
@@ -309,5 +309,5 @@ class SubsetMethod(Method[S]):
     """Predicts subsets."""
 
     @abstractmethod
-    def predict(self, material: Material, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
+    def predict(self, material: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
         """Utilities of every subset and unit, with targets by the artifact's names; higher is better."""

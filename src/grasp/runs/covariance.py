@@ -20,7 +20,7 @@ CURVES = ("linear", "additive", "joint")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownFeatures:
+class SubsetFeatures:
     """What is known of B subsets before any run: means over the rows that they retain.
 
     Attributes:
@@ -38,7 +38,7 @@ class KnownFeatures:
     within_BT: F64
 
     @classmethod
-    def of_shares(cls, share_BG: F64, n_tasks: int) -> Self:
+    def from_shares(cls, share_BG: F64, n_tasks: int) -> Self:
         """Of mixtures without an artifact."""
         n = len(share_BG)
         nothing_BT = np.zeros((n, n_tasks))
@@ -47,7 +47,7 @@ class KnownFeatures:
         )
 
     @classmethod
-    def joined(cls, parts: "Sequence[KnownFeatures]") -> Self:
+    def joined(cls, parts: "Sequence[SubsetFeatures]") -> Self:
         """Of several blocks, one after the other."""
         return cls(
             np.concatenate([one.share_BG for one in parts]),
@@ -65,17 +65,17 @@ class KnownFeatures:
         kernel_BK = self.kernel_BTM.reshape(len(self), -1)
         return np.concatenate([self.share_BG, self.relevance_BT, kernel_BK, self.sketch_BD, self.within_BT], axis=1)
 
-    def of_flat(self, flat_BP: F64) -> "KnownFeatures":
+    def unflatten(self, flat_BP: F64) -> "SubsetFeatures":
         """The opposite, for features of the same shapes as these."""
         parts = self.share_BG, self.relevance_BT, self.kernel_BTM, self.sketch_BD
         widths = [int(np.prod(part.shape[1:])) for part in parts]
         share_BG, relevance_BT, kernel_BK, sketch_BD, within_BT = np.split(flat_BP, np.cumsum(widths), axis=1)
         kernel_BTM = kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:])
-        return KnownFeatures(share_BG, relevance_BT, kernel_BTM, sketch_BD, within_BT)
+        return SubsetFeatures(share_BG, relevance_BT, kernel_BTM, sketch_BD, within_BT)
 
-    def take(self, index: NDArray[np.integer] | slice) -> "KnownFeatures":
+    def take(self, index: NDArray[np.integer] | slice) -> "SubsetFeatures":
         """Some of the subsets."""
-        return KnownFeatures(
+        return SubsetFeatures(
             self.share_BG[index],
             self.relevance_BT[index],
             self.kernel_BTM[index],
@@ -85,7 +85,7 @@ class KnownFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class Ruler:
+class FeatureScales:
     """Brings features to one scale: over the runs they have mean 0 and mean square 1.
 
     Beyond the runs a prediction r counts by its logarithm: farthest (1 + log(|r| / farthest)), of its sign. Choosing
@@ -101,7 +101,7 @@ class Ruler:
     within_T: F64  # the same of what its rows were chosen by within slices
 
     @classmethod
-    def of(cls, runs: KnownFeatures) -> Self:
+    def from_runs(cls, runs: SubsetFeatures) -> Self:
         spread, apart = (float(np.sqrt(one.var(axis=0).sum())) for one in (runs.sketch_BD, runs.share_BG))
         return cls(
             (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
@@ -122,10 +122,10 @@ class Ruler:
         mean_G, inverse = self.share_G
         return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
 
-    def step(self, at: KnownFeatures, part: float) -> KnownFeatures:
+    def step(self, at: SubsetFeatures, part: float) -> SubsetFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""
         (_, inverse_T), (_, inverse_TM), (_, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
-        return KnownFeatures(
+        return SubsetFeatures(
             part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
             part * inverse_of(inverse_T)[None],
             part * inverse_of(inverse_TM)[None],
@@ -133,11 +133,11 @@ class Ruler:
             part * inverse_of(inverse_T)[None],
         )
 
-    def measure(self, features: KnownFeatures) -> KnownFeatures:
+    def measure(self, features: SubsetFeatures) -> SubsetFeatures:
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
         beyond_BT = WITHIN_SD * np.maximum(np.abs(features.within_BT) - self.within_T, 0.0)
         less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
-        return KnownFeatures(
+        return SubsetFeatures(
             features.share_BG,
             (self.near(features.relevance_BT) - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
@@ -157,7 +157,7 @@ class Curves:
     units: dict[str, float]
 
     @classmethod
-    def of(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
+    def from_shares(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
         """Curves for runs.
 
         Args:
@@ -205,7 +205,7 @@ class Curves:
         return {name: part * self.units[name] for name, part in found.items()}
 
 
-def linear_parts(own: KnownFeatures, runs: KnownFeatures) -> dict[str, F64]:
+def linear_parts(own: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
     """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
     n_tasks, n_kernels = own.relevance_BT.shape[1], max(own.kernel_BTM.shape[2], 1)
     slope_TBn = np.einsum("bt,nt->tbn", own.relevance_BT, runs.relevance_BT)
@@ -217,7 +217,7 @@ def linear_parts(own: KnownFeatures, runs: KnownFeatures) -> dict[str, F64]:
     }
 
 
-def own_linear(own: KnownFeatures) -> dict[str, F64]:
+def own_linear(own: SubsetFeatures) -> dict[str, F64]:
     """The same of each subset with itself: (1 or T, B)."""
     slope_TB = (own.relevance_BT**2).T
     return {
@@ -228,7 +228,7 @@ def own_linear(own: KnownFeatures) -> dict[str, F64]:
     }
 
 
-def covariance(numbers: Mapping[str, float], curves: Curves, own: KnownFeatures, other: KnownFeatures) -> F64:
+def covariance(numbers: Mapping[str, float], curves: Curves, own: SubsetFeatures, other: SubsetFeatures) -> F64:
     """(1 or T, B, n) covariance of g between two sets of measured subsets."""
     curved = curves.between(curves.seen(own.share_BG), curves.seen(other.share_BG))
     return add_parts(numbers, linear_parts(own, other) | {name: part[None] for name, part in curved.items()})

@@ -68,7 +68,7 @@ class Utilities:
     targets: tuple[str, ...]  # of each unit, (E,)
     unit_ids: tuple[str, ...]  # (E,)
 
-    def of(self, *targets: str) -> "Utilities":
+    def select(self, *targets: str) -> "Utilities":
         """The units of one target, or of several in the order that they have here."""
         unknown = [name for name in targets if name not in self.targets]
         if unknown:
@@ -149,7 +149,7 @@ class Environment:
         utilities = self.utilities(partial=True)
         whole_ST, lines = self.task_reference(list(self.info.targets)), []
         for t, (name, target) in enumerate(self.info.targets.items()):
-            task_BS = utilities.of(name).values_BSE.mean(axis=2)
+            task_BS = utilities.select(name).values_BSE.mean(axis=2)
             whole = float(whole_ST[:, t].mean()) if len(whole_ST) == task_BS.shape[1] else None
             lines.append(
                 {
@@ -386,12 +386,12 @@ class Environment:
             tuple(name for name, _ in self.units),
             tuple(unit for _, unit in self.units),
         )
-        return whole if target is None else whole.of(target)
+        return whole if target is None else whole.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
         """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
         utilities = self.utilities()
-        return np.stack([utilities.of(name).values_BSE.mean(axis=2) for name in targets], axis=2)
+        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
 
     def task_reference(self, targets: Sequence[str]) -> F64:
         """The same of the model trained on the whole corpus, (S, T); none where it was not trained."""

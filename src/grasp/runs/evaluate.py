@@ -23,13 +23,13 @@ from grasp.runs.metrics import (
     noise_ceilings,
     target_metrics,
 )
-from grasp.runs.predictions import Cost, Predictions, Standing
+from grasp.runs.predictions import Cost, MethodRole, Predictions
 from grasp.seeds import bootstrap_weights
 from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import different, json_text, number, plain, text_table
 
 AVERAGE = "average"
-APART: dict[Standing, str] = {
+APART: dict[MethodRole, str] = {
     "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
     "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
 }
@@ -62,7 +62,7 @@ class MethodResult:
         return self.predictions.method
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> MethodRole:
         return self.predictions.standing
 
     @property
@@ -126,7 +126,7 @@ class Evaluation(Result):
 
     def __repr__(self) -> str:
         """A line a method and target, oracles apart; what is undefined or marked is explained below."""
-        order: list[Standing] = ["predictor", *APART]
+        order: list[MethodRole] = ["predictor", *APART]
         methods = sorted(self.methods, key=lambda result: order.index(result.standing))
         lines = [(result.standing, line) for result in methods for line in self._lines(result)]
         headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if self._with_cost else ())]
@@ -219,7 +219,7 @@ def evaluation_of(
     if not utilities.subset_ids:
         raise EnvironmentDataError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
-    realized = {name: utilities.of(name) for name in names}
+    realized = {name: utilities.select(name) for name in names}
     ceilings = {name: noise_ceilings(own.values_BSE, weights_RB) for name, own in realized.items()}
 
     def metrics(prediction: Predictions, target: str) -> TargetMetrics:
@@ -245,7 +245,7 @@ def evaluation_of(
         environment=environment.name,
         recipe=info.recipe,
         family=family,
-        utilities=utilities.of(*names),
+        utilities=utilities.select(*names),
         resamples=resamples,
         roles=roles,
         methods=methods,

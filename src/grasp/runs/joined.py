@@ -28,7 +28,7 @@ class Joined:
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
-    def of(cls, environment: Environment, artifact: ArtifactReader) -> Self:
+    def from_environment(cls, environment: Environment, artifact: ArtifactReader) -> Self:
         """Check that both belong together.
 
         Raises:
@@ -92,7 +92,7 @@ class Joined:
             for kernel, weight in protocol.match.items():
                 if (kernel, protocol.negative) not in known:
                     alone = ScoringProtocol(name=kernel, match={kernel: 1.0}, negative=protocol.negative)
-                    changes = self.changes(Predictor.of(self.source, alone, own, per_unit=True))
+                    changes = self.changes(Predictor.from_artifact(self.source, alone, own, per_unit=True))
                     known[kernel, protocol.negative] = changes
                 of_task_BT, of_unit_BE = known[kernel, protocol.negative]
                 task_BT, unit_BE = task_BT + weight * of_task_BT, unit_BE + weight * of_unit_BE

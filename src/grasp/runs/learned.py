@@ -45,8 +45,8 @@ from grasp.runs.covariance import (
     SHAPES,
     TINY,
     Curves,
-    KnownFeatures,
-    Ruler,
+    FeatureScales,
+    SubsetFeatures,
     add_parts,
     covariance,
     inverse_of,
@@ -93,10 +93,10 @@ class Learned:
     """
 
     numbers: dict[str, float]
-    runs: KnownFeatures
+    runs: SubsetFeatures
     scale_T: F64
     freedom: float
-    _ruler: Ruler
+    _ruler: FeatureScales
     _curves: Curves
     _solved: "_Solved"
     _mean_T: F64  # of the utilities, taken off before
@@ -105,7 +105,7 @@ class Learned:
 
     @classmethod
     def fit(
-        cls, runs: KnownFeatures, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None
+        cls, runs: SubsetFeatures, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None
     ) -> Self:
         """Learn from runs.
 
@@ -128,14 +128,16 @@ class Learned:
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
             raise EnvironmentDataError("learning from runs: all of them came out the same; expected runs that differ")
-        ruler = Ruler.of(runs)
+        ruler = FeatureScales.from_runs(runs)
         seeds_n = np.ones(n_runs) if seeds_n is None else np.asarray(seeds_n, np.float64)
         within_T = np.zeros(n_tasks) if within_T is None else within_T
         mean_T = utility_nT.mean(axis=0)
         data = _Data(ruler.measure(runs), utility_nT - mean_T, seeds_n, within_T, float((seeds_n - 1).sum()))
         numbers = _Evidence(data.sample(TUNED_ON)).maximise()
-        curves = Curves.of(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
-        solved = _Solved.of(covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers)
+        curves = Curves.from_shares(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
+        solved = _Solved.solve(
+            covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers
+        )
         error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
         return cls(
             numbers,
@@ -150,7 +152,7 @@ class Learned:
             np.einsum("gn,nt->t" if len(solved.level_Gn) == 1 else "tn,nt->t", solved.level_Gn, error_nT),
         )
 
-    def predict(self, features: KnownFeatures) -> tuple[F64, F64]:
+    def predict(self, features: SubsetFeatures) -> tuple[F64, F64]:
         """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
         means, spreads = [], []
         for own in self._measured(features):
@@ -165,7 +167,7 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def joint(self, features: KnownFeatures, task: int) -> tuple[F64, F64, float]:
+    def joint(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
         own, solved = self._ruler.measure(features), self._solved
         g = task if len(solved.inverse_Gnn) > 1 else 0
@@ -179,7 +181,7 @@ class Learned:
         noise = self.numbers["noise"] + self.numbers["seed noise"] + JITTER
         return self._mean_T[task] + scale * mean_b, scale**2 * covariance_bb, scale**2 * noise
 
-    def change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
+    def change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
 
         What no part explains grows with the distance from the corpus as the parts do, beyond the runs as well: at the
@@ -203,13 +205,13 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def slope(self, at: KnownFeatures, value: Callable[[KnownFeatures], F64]) -> KnownFeatures:
+    def slope(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
         """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
         step_1P = self._ruler.step(at, STEP).flat()
-        rise_P = value(at.of_flat(at.flat() + np.diag(step_1P[0]))) - value(at)
-        return at.of_flat(np.divide(rise_P, step_1P, out=np.zeros_like(step_1P), where=step_1P > 0))
+        rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
+        return at.unflatten(np.divide(rise_P, step_1P, out=np.zeros_like(step_1P), where=step_1P > 0))
 
-    def reach(self, features: KnownFeatures, corpus: KnownFeatures) -> F64:
+    def reach(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
         """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
         whole = self._ruler.measure(corpus)
         most = float(self._apart(self.runs, whole).mean(axis=1).max())
@@ -220,16 +222,16 @@ class Learned:
         """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
         return float(stdtrit(self.freedom, 0.5 + coverage / 2))
 
-    def _measured(self, features: KnownFeatures) -> Iterator[KnownFeatures]:
+    def _measured(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
         for start in range(0, len(features), BLOCK):
             yield self._ruler.measure(features.take(slice(start, start + BLOCK)))
 
-    def _own(self, own: KnownFeatures) -> F64:
+    def _own(self, own: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of g before any run."""
         parts = own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
         return np.asarray(add_parts(self.numbers, parts).T)
 
-    def _apart(self, own: KnownFeatures, whole: KnownFeatures) -> F64:
+    def _apart(self, own: SubsetFeatures, whole: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of the difference of g to one subset, before any run."""
         shared_Gb1 = covariance(self.numbers, self._curves, own, whole)
         return np.asarray(np.maximum(self._own(own) + self._own(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0))
@@ -242,7 +244,7 @@ class Learned:
 class _Data:
     """Measured runs and what came out; utilities have mean 0."""
 
-    runs: KnownFeatures
+    runs: SubsetFeatures
     utility_nT: F64
     seeds_n: F64
     within_T: F64
@@ -285,7 +287,7 @@ class _Solved:
     likelihood: float  # its logarithm, all tasks together
 
     @classmethod
-    def of(cls, k_Gnn: F64, data: _Data, numbers: dict[str, float]) -> Self:
+    def solve(cls, k_Gnn: F64, data: _Data, numbers: dict[str, float]) -> Self:
         r_nT, y_nT = data.runs.relevance_BT, data.utility_nT
         inverse_Gnn = np.linalg.inv(k_Gnn)
         ones_Gn = inverse_Gnn.sum(axis=2)
@@ -335,7 +337,7 @@ class _Evidence:
         shape = theta[: len(SHAPES)]
         curves = self._curves(shape)
         parts = self.linear | {name: part[None] for name, part in curves.items()}
-        solved = _Solved.of(add_parts(numbers, parts) + self.data.noise_nn(numbers), self.data, numbers)
+        solved = _Solved.solve(add_parts(numbers, parts) + self.data.noise_nn(numbers), self.data, numbers)
         m_Gnn = self._bycovariance(solved)
         slope = np.array([self._slope(name, numbers, parts, m_Gnn, solved.u_T) for name in self.names])
         if self.has_curves:
@@ -349,7 +351,7 @@ class _Evidence:
     def _curves(self, shape: F64) -> dict[str, F64]:
         if not self.has_curves:
             return {}
-        curves = Curves.of(self.data.runs.share_BG, shape)
+        curves = Curves.from_shares(self.data.runs.share_BG, shape)
         seen_nG = curves.seen(self.data.runs.share_BG)
         return curves.between(seen_nG, seen_nG)
 

@@ -20,7 +20,7 @@ from grasp.predict.row_arrays import row_tokens
 from grasp.predict.row_sums import RowSums
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import EachSlice, SliceShares, Weights, weight_sums
-from grasp.runs.covariance import WITHIN, KnownFeatures
+from grasp.runs.covariance import WITHIN, SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.joined import Joined
@@ -82,7 +82,7 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SubsetFeaturizer:
     """What an artifact knows of any subset: means over its rows.
 
     Runs that were drawn by a label vary the slices' shares, and teach what a slice's relevance is worth. One row's is
@@ -101,14 +101,16 @@ class Known:
     within: float  # what relevance within a slice counts
 
     @classmethod
-    def of(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
+    def from_predictor(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
         """Args: labels: whose slices' shares are features; the first is the one that runs were drawn by, if any."""
         table, tokens_N = LabelTable(artifact.rows_path), row_tokens(artifact)
         slices = [label_slices(table.column(name), tokens_N) for name in labels]
         held = tuple(_indicators(one.codes_N, len(one.slices)) for one in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
-        kernels = tuple(Kernel.of_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names)
+        kernels = tuple(
+            Kernel.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names
+        )
         each = slices[0].each if slices else EachSlice(np.zeros(predictor.n_rows, dtype=np.int32), 1)
         rows_G1 = each.sizes()[:, None]
         effect_GT = predictor.task.effects.sums(each) / rows_G1
@@ -118,7 +120,7 @@ class Known:
         within = 1.0 if "gradient" in names else WITHIN
         return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD, within)
 
-    def features(self, weights: Weights) -> KnownFeatures:
+    def features(self, weights: Weights) -> SubsetFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
         mass_B1, counted = weight_sums(weights)[0][:, None], self.predictor.counted(weights)
@@ -130,7 +132,7 @@ class Known:
         of_slices_BT = self.predictor.change_of(replace(sums, effect_BT=in_slice_BG @ self.effect_GT))
         kernel_BTM = np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2)
         of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / counted_B1, self.kernel_GTM)
-        return KnownFeatures(
+        return SubsetFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
             self._less(relevance_BT, of_slices_BT),
             self._less(kernel_BTM, of_slices_BTM),
@@ -138,7 +140,7 @@ class Known:
             relevance_BT - of_slices_BT,
         )
 
-    def of_rows(self, slope: KnownFeatures, weights: Weights) -> F64:
+    def row_contributions(self, slope: SubsetFeatures, weights: Weights) -> F64:
         """What every row adds to a linear function of the features of one subset, (N,), under the weighting `mean`.
 
         Args:
@@ -167,13 +169,13 @@ class Known:
         sum_G, rows_G = np.bincount(self.codes_N, values_N), np.bincount(self.codes_N)
         return np.asarray((sum_G / np.maximum(rows_G, 1))[self.codes_N])
 
-    def corpus(self) -> KnownFeatures:
+    def corpus(self) -> SubsetFeatures:
         """Of the corpus itself."""
         return self.features(SliceShares(np.ones((1, 1)), np.zeros(self.predictor.n_rows, dtype=np.int32)))
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class OutcomePredictor:
     """What runs say of the predictions of one predictor: the change in their own unit, with an interval.
 
     All targets of the runs teach, whichever are asked: so what is expected of one does not depend on the others asked.
@@ -183,9 +185,9 @@ class Expected:
     title: str  # what the numbers are, in words
     notes: tuple[str, ...]
     targets: tuple[str, ...]  # asked
-    known: Known  # of the targets that teach
+    known: SubsetFeaturizer  # of the targets that teach
     learned: Learned
-    runs: KnownFeatures
+    runs: SubsetFeatures
     utility_RST: F64
 
     @property
@@ -194,7 +196,7 @@ class Expected:
         taught = self.known.predictor.targets
         return {target: taught.index(target) for target in self.targets if target in taught}
 
-    def of(self, weights: Weights) -> NatsTable:
+    def predict(self, weights: Weights) -> NatsTable:
         """Change of subsets against the corpus; nan where a target has no runs."""
         features, corpus = self.known.features(weights), self.known.corpus()
         mean_BT, half_BT = self._change(features, corpus)
@@ -207,13 +209,13 @@ class Expected:
         """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
         corpus = self.known.corpus()
 
-        def value(features: KnownFeatures) -> F64:
+        def value(features: SubsetFeatures) -> F64:
             mean_BT, half_BT = self._change(features, corpus)
             return np.asarray(np.nan_to_num(self._asked(mean_BT - half_BT if cautious else mean_BT)) @ weights_T)
 
-        return self.known.of_rows(self.learned.slope(self.known.features(weights), value), weights)
+        return self.known.row_contributions(self.learned.slope(self.known.features(weights), value), weights)
 
-    def _change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
+    def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
         mean_BT, spread_BT = self.learned.change(features, corpus)
         return mean_BT, self.learned.quantile(COVERAGE) * spread_BT
@@ -232,7 +234,7 @@ class LearningCurve:
 
     Attributes:
         counts: runs that were learned from, (K,); 0: relevance alone. Every count ranks the same runs.
-        rho_KT: mean over the draws, by task as in `Expected.columns`.
+        rho_KT: mean over the draws, by task as in `OutcomePredictor.columns`.
         spread_KT: standard deviation over the draws.
     """
 
@@ -241,7 +243,7 @@ class LearningCurve:
     spread_KT: F64
 
 
-def learning_curve(expected: Expected) -> LearningCurve | None:
+def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
     """Would more runs help? None with too few runs to leave some out. Learns from 32 of them at most: seconds."""
     runs, utility_RST = expected.runs, expected.utility_RST
     counts = [k for k in COUNTS if k + LEFT_OUT[0] <= len(runs)]
@@ -267,7 +269,9 @@ def measures(array_names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(half for half in ("hidden", "residual") if f"{half}_sketch" in array_names)
 
 
-def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Expected:
+def learn(
+    predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str
+) -> OutcomePredictor:
     """Learn from runs what a predictor's changes are in the runs' own unit.
 
     Raises:
@@ -283,20 +287,22 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
     teaches_T |= np.array([target in asked for target in targets])
     targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
     utility_RST = utility_RST[:, :, teaches_T]
-    teacher = Predictor.of(artifact, predictor.protocol, list(targets), sketches=measures(artifact.array_names))
+    teacher = Predictor.from_artifact(
+        artifact, predictor.protocol, list(targets), sketches=measures(artifact.array_names)
+    )
     labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
-    known = Known.of(teacher, artifact, tuple(labels))
+    known = SubsetFeaturizer.from_predictor(teacher, artifact, tuple(labels))
     parts = [known.features(block.weights) for block in joined.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
     if len(whole_ST) == utility_RST.shape[1]:
         parts.append(known.corpus())
         utility_RST = np.concatenate([utility_RST, whole_ST[None]])
-    features = KnownFeatures.joined(parts)
+    features = SubsetFeatures.joined(parts)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
     falling = [target for target, rise in zip(targets, rise_T, strict=True) if rise < 0 and target in asked]
     unit, (measured, models) = environment.unit, environment.described
-    return Expected(
+    return OutcomePredictor(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
         tuple(_notes(predictor, joined, asked, falling)),
@@ -318,7 +324,7 @@ def _notes(predictor: Predictor, joined: Joined, asked: Collection[str], falling
     return [*notes, *([f"no runs for {', '.join(missing)}: no expected change"] if missing else [])]
 
 
-def learn_features(features: KnownFeatures, utility_RST: F64) -> Learned:
+def learn_features(features: SubsetFeatures, utility_RST: F64) -> Learned:
     """Learn from runs by their features; seeds are averaged, and their spread is told to the predictor.
 
     What a seed adds to all runs alike is taken off, where every run has every seed.
@@ -345,7 +351,7 @@ def development_targets(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    joined = Joined.of(environment, artifact)
+    joined = Joined.from_environment(environment, artifact)
     common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.targets}
     if not common:
         raise EnvironmentDataError(

@@ -30,10 +30,10 @@ from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.row_arrays import F32, Blocks
-from grasp.runs.contract import Account, Material, Method, MethodScores, Retrained, RowMethod, SubsetMethod
+from grasp.runs.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
-from grasp.runs.predictions import Cost, Predictions, RowScores, Standing, Weighting
+from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
@@ -265,7 +265,7 @@ def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, A
 
 def method_predictions(
     configured: ConfiguredMethod,
-    material: Material,
+    material: MethodInputs,
     subsets: Sequence[SubsetBlock],
     cache: Path | None = None,
     *,
@@ -293,7 +293,7 @@ def method_predictions(
         assert isinstance(method, SubsetMethod)
         method.check(material)
         predictions, account = method.predict(material, subsets)
-    standing: Standing = "supervised oracle" if method.supervised else "predictor"
+    standing: MethodRole = "supervised oracle" if method.supervised else "predictor"
     if configured.oracle_selected and not method.supervised:
         standing = "oracle-selected"
     if renamed is not None:
@@ -302,7 +302,7 @@ def method_predictions(
     return replace(predictions, method=configured.label, standing=standing, cost=cost, notes=notes)
 
 
-def scores(configured: ConfiguredMethod, material: Material, cache: Path | None = None) -> MethodScores:
+def scores(configured: ConfiguredMethod, material: MethodInputs, cache: Path | None = None) -> MethodScores:
     """Scores of every row by a method that gives them.
 
     Args:
@@ -327,7 +327,7 @@ def scores(configured: ConfiguredMethod, material: Material, cache: Path | None 
 def _summed(
     configured: ConfiguredMethod,
     found: MethodScores,
-    material: Material,
+    material: MethodInputs,
     subsets: Sequence[SubsetBlock],
     weighting: Weighting,
 ) -> Predictions:
@@ -426,8 +426,8 @@ def method_rows(
     """
     known = None
     if environment is not None:
-        joined = Joined.of(environment, artifact)
-        known = Retrained.of(joined, environment.utilities().of(*joined.renamed.values()))
+        joined = Joined.from_environment(environment, artifact)
+        known = Retrained.from_joined(joined, environment.utilities().select(*joined.renamed.values()))
     places, kept = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
-    material = Material(artifact, checkpoint_places=places, retrained=known, progress=progress or Silent())
+    material = MethodInputs(artifact, checkpoint_places=places, retrained=known, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, material, kept))

@@ -37,7 +37,7 @@ Unit = tuple[str, str]
 Weighting = Literal["count", "mean"]  # scores of the rows of a subset are added up, or averaged by their weights
 # predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
 # oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
-Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
+MethodRole = Literal["predictor", "oracle-selected", "supervised oracle"]
 
 EXAMPLES = 3
 WHOLE_TASK = ""  # the unit of a target whose results are of the task alone
@@ -71,7 +71,7 @@ class Predictions:
     units: tuple[Unit, ...]
     values_BE: F64
     task_B: Mapping[str, F64] = field(default_factory=dict)  # of a target; else the mean over its units
-    standing: Standing = "predictor"
+    standing: MethodRole = "predictor"
     cost: Cost | None = None
     notes: tuple[str, ...] = ()  # what must be said of them
 

@@ -68,7 +68,7 @@ def import_runs(
         skip_failed: leave out runs with a result that is no number; they are counted.
     Raises:
         EnvironmentDataError: a file that cannot be read, no column with names of runs, a metric whose direction is not
-            known, and all that `RunTable.of` refuses.
+            known, and all that `RunTable.from_results` refuses.
         SettingsError: something is at `out`.
     """
     if out is not None:
@@ -101,8 +101,8 @@ def import_runs(
         keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
         long = long.filter(keep)
     info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(places))
-    runs = RunTable.of(called, info, long, lines, notes)
-    runs = runs if size is None else runs.of_size(size)
+    runs = RunTable.from_results(called, info, long, lines, notes)
+    runs = runs if size is None else runs.select_size(size)
     if out is not None:
         runs.save(out)
     return runs

@@ -226,7 +226,7 @@ def _subsets(settings: RetrainSettings, store: RowStore, rows: RowIndex) -> Iter
         if label not in store.label_columns:
             raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
         values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
-        labels = LabelColumn.of(list(chain.from_iterable(values)), label)
+        labels = LabelColumn.from_values(list(chain.from_iterable(values)), label)
     return family.draw(
         settings.n_subsets, n_rows=store.n_rows, labels=labels, seed=settings.family_seed, purpose=PURPOSE
     )

@@ -109,7 +109,9 @@ class RunTable:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, info: RunsInfo, trained: pa.Table, results: pa.Table, notes: Sequence[str] = ()) -> Self:
+    def from_results(
+        cls, name: str, info: RunsInfo, trained: pa.Table, results: pa.Table, notes: Sequence[str] = ()
+    ) -> Self:
         """Check what was read.
 
         Raises:
@@ -139,7 +141,7 @@ class RunTable:
         """
         info, files = open_store(path, SIGNED_INFO)
         trained, results = (read_table(files.file(name), AGAIN, EnvironmentDataError) for name in (TRAINED, RESULTS))
-        return cls.of(Path(path).name, info, trained, results)
+        return cls.from_results(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
         """Write a directory that `grasp.runs` opens; it appears only when whole.
@@ -178,7 +180,7 @@ class RunTable:
         weight_RG[r, g] = self.trained["weight"].to_numpy()
         return weight_RG
 
-    def of_size(self, size: str) -> "RunTable":
+    def select_size(self, size: str) -> "RunTable":
         """The runs of one model size."""
         if size not in self.sizes:
             raise EnvironmentDataError(f"{self.name}: has no runs of size {size!r}, expected one of {list(self.sizes)}")

@@ -56,7 +56,7 @@ class Share:
     often_N: F64  # from 0, left out, to 1
 
     @classmethod
-    def of(cls, n_rows: int, batch_rows: int, retained: NDArray[np.bool_] | F64 | None) -> "Share":
+    def from_batch(cls, n_rows: int, batch_rows: int, retained: NDArray[np.bool_] | F64 | None) -> "Share":
         """Check a subset.
 
         Args:
@@ -338,7 +338,7 @@ def train(
         ModelError: fewer rows than a batch; a row too long or outside the vocabulary; a loss that is not a
             number; `out` holds a run of other arguments.
     """
-    share = Share.of(rows.n_rows, recipe.batch_rows, retained)
+    share = Share.from_batch(rows.n_rows, recipe.batch_rows, retained)
     _check_checkpoints(recipe, checkpoints, out)
     identity = {
         "recipe": recipe.model_dump(mode="json"),
@@ -489,7 +489,7 @@ def train_stacked(
             f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, expected as many of each, and at least"
             " one"
         )
-    shares = [Share.of(rows.n_rows, recipe.batch_rows, one) for one in retained]
+    shares = [Share.from_batch(rows.n_rows, recipe.batch_rows, one) for one in retained]
     trainer = Trainer(_in_cache(recipe, len(seeds), device), seeds, device)
     for step in _steps(trainer, rows, shares, seeds):
         if progress is not None:

@@ -18,7 +18,7 @@ from grasp.predict.interactions import geometry
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.contract import Material, Retrained
+from grasp.runs.contract import MethodInputs, Retrained
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
@@ -175,15 +175,15 @@ def compare(
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: a method lacks something.
     """
-    joined = Joined.of(environment, artifact)
+    joined = Joined.from_environment(environment, artifact)
     chosen = _checked_targets(joined, targets)
-    utilities = environment.utilities(seeds=seeds, partial=partial).of(*chosen)
+    utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
     fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
     ours = additive_methods(artifact.array_names) | fitted | dict(controls or {})
-    material = Material(
+    material = MethodInputs(
         artifact,
         checkpoint_places=tuple(checkpoints),
-        retrained=Retrained.of(joined, utilities),
+        retrained=Retrained.from_joined(joined, utilities),
         progress=progress or Silent(),
     )
     _check_methods(methods, material, {*ADDITIVE, *ours})
@@ -220,7 +220,7 @@ def _ours(joined: Joined, rules: Mapping[str, Any], targets: Sequence[str]) -> l
     return [found[name] for name in rules]
 
 
-def _check_methods(methods: Sequence[ConfiguredMethod], material: Material, ours: Collection[str]) -> None:
+def _check_methods(methods: Sequence[ConfiguredMethod], material: MethodInputs, ours: Collection[str]) -> None:
     """See that published methods have what they need, and names of their own."""
     for one in methods:
         if one.label in ours:
@@ -301,7 +301,7 @@ def agreement(
     seeds = _seeds_there(environment) if partial else None
     report = compare(artifact, environment, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
     (own,) = [result.predictions for result in report.methods if result.method == protocol.name]
-    points = tuple(_points(name, report.roles[name], report.utilities.of(name), own) for name in chosen)
+    points = tuple(_points(name, report.roles[name], report.utilities.select(name), own) for name in chosen)
     return Agreement(protocol.name, report, points, len(environment.subset_ids), len(environment.info.seeds))
 
 

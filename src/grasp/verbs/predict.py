@@ -27,7 +27,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result, write_table
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
-from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
+from grasp.runs.learning import OutcomePredictor, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
 from grasp.store.sealed import SealedWriter
 from grasp.text import plain, several, signed, text_table
@@ -141,7 +141,7 @@ def predict(
     sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
     if by is not None:
         column = label_column(artifact, by, "by")  # or it says what there is
-        predictor = Predictor.of(artifact, chosen, targets, sketches=sketches)
+        predictor = Predictor.from_artifact(artifact, chosen, targets, sketches=sketches)
         return _by(artifact, predictor, column, None if beside is None else learn(predictor, artifact, beside), out)
     if subsets is not None:
         blocks, headline = _listed(artifact, subsets, omitted), ""
@@ -151,7 +151,9 @@ def predict(
         blocks, headline = _weighted(labels, weight)
     else:
         blocks, headline = _matched(labels, drop, keep)
-    predictor = Predictor.of(artifact, chosen, targets, per_unit=units, components=components, sketches=sketches)
+    predictor = Predictor.from_artifact(
+        artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
+    )
     intervals, outside = None if beside is None else learn(predictor, artifact, beside), Outside()
     table = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
     lines = None if out is None else table.write(out)
@@ -165,7 +167,7 @@ def predict(
     )
 
 
-def notes(predictor: Predictor, intervals: Expected | None = None) -> tuple[str, ...]:
+def notes(predictor: Predictor, intervals: OutcomePredictor | None = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
@@ -284,7 +286,11 @@ def _subset_table(subsets: Any) -> pa.Table:
 
 
 def _by(
-    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Expected | None, out: Path | None
+    artifact: ArtifactReader,
+    predictor: Predictor,
+    column: LabelColumn,
+    intervals: OutcomePredictor | None,
+    out: Path | None,
 ) -> SlicePrediction:
     """Every value of a label; a file has room for all of them, a screen for the largest."""
     tokens_N = row_tokens(artifact)
@@ -325,7 +331,7 @@ def slice_table(
     slices: LabelSlices,
     effects: SliceEffects,
     bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-    intervals: Expected | None,
+    intervals: OutcomePredictor | None,
 ) -> tuple[pa.Table, tuple[str, ...]]:
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
@@ -341,7 +347,7 @@ def slice_table(
         numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], n_targets, axis=1)
     outside = Outside()
     if intervals is not None:
-        nats = intervals.of(slices.weights(1.0 - np.eye(len(slices.slices))))
+        nats = intervals.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         numbers |= nats.columns
         outside.add([f"without {name}" for name in slices.names], nats)
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
@@ -401,7 +407,7 @@ def prediction_table(
     blocks: Iterable[SubsetBlock],
     *,
     components: bool = False,
-    intervals: Expected | None = None,
+    intervals: OutcomePredictor | None = None,
     outside: Outside | None = None,
 ) -> PredictionTable:
     """Predict subsets.
@@ -430,7 +436,7 @@ def prediction_table(
             shared = predictor.shared(sums) if components else {}
             numbers = shared | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
             if intervals is not None:
-                nats = intervals.of(block.weights)
+                nats = intervals.predict(block.weights)
                 numbers |= nats.columns
                 if outside is not None:
                     outside.add(block.subset_ids, nats)

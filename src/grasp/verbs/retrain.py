@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, SubsetError
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.reopen import Origin
+from grasp.extract.reopen import BuildSource
 from grasp.predict.families import parse_family
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
@@ -106,7 +106,7 @@ def retrain(
 def _like(art: Opened | Place, data: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which retrained models read the same rows and units as the artifact's model did."""
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
-    origin = Origin(files)
+    origin = BuildSource(files)
     if origin.has_images:
         raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
     if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:

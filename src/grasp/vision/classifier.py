@@ -253,7 +253,7 @@ def _hugging_face(
     model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
     names: Mapping[Any, str] = model.config.id2label
     classes = tuple(names[k] for k in sorted(names, key=int))
-    return model, _chosen(chosen) or ByProcessor.of(settings), classes
+    return model, _chosen(chosen) or ByProcessor.from_settings(settings), classes
 
 
 # ------------------------------------------------------------------------------- how a picture becomes an input
@@ -300,7 +300,7 @@ class ByProcessor:
     processor: Any
 
     @classmethod
-    def of(cls, settings: ModelSettings) -> Self:
+    def from_settings(cls, settings: ModelSettings) -> Self:
         """Load it, in the form that works on PIL where it has one: the same numbers with and without torchvision.
 
         Raises:
@@ -343,7 +343,7 @@ class ByTimm:
     transform: Any
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
+    def from_model(cls, model: nn.Module) -> Self:
         """By the config of the module itself."""
         data = importlib.import_module("timm.data")  # there, since the module came from it
         config = data.resolve_model_data_config(model)
@@ -361,4 +361,4 @@ class ByTimm:
 def own_preprocessing(model: nn.Module) -> Preprocessing:
     """What a module that a factory made says of its pictures; one that says nothing gets ImageNet's at 224 pixels."""
     of_timm = any(kind.__module__.partition(".")[0] == "timm" for kind in type(model).__mro__)
-    return ByTimm.of(model) if of_timm and hasattr(model, "pretrained_cfg") else BySettings(ImageSettings())
+    return ByTimm.from_model(model) if of_timm and hasattr(model, "pretrained_cfg") else BySettings(ImageSettings())

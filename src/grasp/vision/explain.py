@@ -115,7 +115,7 @@ def explain_images(
     index = row_index(artifact, rows)
     predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
     units = artifact.units.take(pa.array(predictor.units.columns_E))
-    parts = [EffectParts.of(artifact, predictor, int(i)) for i in index]
+    parts = [EffectParts.from_artifact(artifact, predictor, int(i)) for i in index]
     tables = [_table(units, one.by_unit_E) for one in parts]
     nearest = dict.fromkeys(name for table in tables for name in table["unit_id"].to_pylist()[:NEAREST])
     trusted, why = _trusted_pictures(artifact, target, units, list(nearest))

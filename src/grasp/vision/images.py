@@ -296,7 +296,7 @@ class ImageShard:
         return cls(-1, encoded, np.concatenate([p.class_N for p in parts]), pa.concat_tables([p.table for p in parts]))
 
     @classmethod
-    def of(cls, rows: Sequence[ImageRow]) -> "ImageShard":
+    def from_rows(cls, rows: Sequence[ImageRow]) -> "ImageShard":
         """Images that are in no store."""
         names = [row.row_id for row in rows]
         table = pa.table({"row_id": pa.array(names, pa.string())})

@@ -42,7 +42,7 @@ def load_image_units(
                 )
             )
             rows.append(row)
-    return UnitSet(tuple(units)), ImageShard.of(rows)
+    return UnitSet(tuple(units)), ImageShard.from_rows(rows)
 
 
 def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:

@@ -39,7 +39,7 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.models.gradients.layers import choose_layers
-from grasp.runs.contract import Account, Material
+from grasp.runs.contract import Account, MethodInputs
 
 F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)
@@ -64,7 +64,7 @@ class CosineMethod(BlockMethod[S]):
     looks_at = frozenset({"tokens", "model", "checkpoints"})
 
     @abstractmethod
-    def form(self, material: Material) -> CosineForm:
+    def form(self, material: MethodInputs) -> CosineForm:
         """How inner products are taken."""
 
     def update(self, checkpoint: Checkpoint) -> Update | None:
@@ -72,10 +72,10 @@ class CosineMethod(BlockMethod[S]):
         del checkpoint
         return None
 
-    def parts(self, material: Material) -> int:
+    def parts(self, material: MethodInputs) -> int:
         return len(self._checkpoints(material)) * len(self._plan(material).groups)
 
-    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         form, checkpoints = self.form(material), self._checkpoints(material)
         groups = self._plan(material).groups
         at, group = divmod(part, len(groups))
@@ -106,10 +106,10 @@ class CosineMethod(BlockMethod[S]):
             transform=transform,
         )
 
-    def _checkpoints(self, material: Material) -> tuple[Checkpoint, ...]:
+    def _checkpoints(self, material: MethodInputs) -> tuple[Checkpoint, ...]:
         return chosen_checkpoints(material, self.form(material).checkpoints)
 
-    def _plan(self, material: Material) -> ExactPlan:
+    def _plan(self, material: MethodInputs) -> ExactPlan:
         if self.form(material).dimension is not None:
             return ExactPlan((), (Group(0, material.n_units),))
         return exact_plan(
@@ -120,7 +120,7 @@ class CosineMethod(BlockMethod[S]):
             dense=bool(self.form(material).update),
         )
 
-    def _account(self, material: Material, form: CosineForm, weights: F64, notes: tuple[str, ...]) -> Account:
+    def _account(self, material: MethodInputs, form: CosineForm, weights: F64, notes: tuple[str, ...]) -> Account:
         layers = choose_layers(material.model, self.settings.layers)
         checkpoints = self._checkpoints(material)
         if form.dimension is None:

@@ -160,7 +160,7 @@ class Basis:
     right_YY: Tensor
 
     @classmethod
-    def of(cls, factors: Factors) -> "Basis":
+    def from_factors(cls, factors: Factors) -> "Basis":
         left = None if factors.diagonal else torch.linalg.eigh(factors.left.double())[1].to(factors.left.dtype)
         return cls(left, torch.linalg.eigh(factors.right_YY.double())[1].to(factors.right_YY.dtype))
 

@@ -37,7 +37,7 @@ class Sizes:
     unit_labels: int
 
     @classmethod
-    def of(cls, row_positions: int, units: Sequence[Example]) -> "Sizes":
+    def from_counts(cls, row_positions: int, units: Sequence[Example]) -> "Sizes":
         labels = sum(unit.labels for unit in units)
         return cls(row_positions, len(units), sum(len(unit.input_ids) - 1 for unit in units), labels)
 
@@ -144,7 +144,7 @@ class Queries:
             if flat.one_hot and use.one_hot:
                 key = number * 64 + k
                 if key not in self._embeddings:
-                    self._embeddings[key] = _TokenPairs.of(flat, self.n_units)
+                    self._embeddings[key] = _TokenPairs.from_flat(flat, self.n_units)
                 self._embeddings[key].add_products(use, out_BE)
             else:
                 _add_pairs(use, flat, out_BE)
@@ -230,7 +230,7 @@ class _TokenPairs:
     right_PY: Tensor
 
     @classmethod
-    def of(cls, flat: FlatUse, n_units: int) -> "_TokenPairs":
+    def from_flat(cls, flat: FlatUse, n_units: int) -> "_TokenPairs":
         key, right = _summed(flat.left * n_units + flat.unit_S, flat.right_SY)
         token, count = torch.unique_consecutive(torch.div(key, n_units, rounding_mode="floor"), return_counts=True)
         return cls(token.cpu().numpy(), _offsets(count), key % n_units, right)

@@ -19,7 +19,7 @@ from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.models.gradients.layers import Block
-from grasp.runs.contract import Account, Material, Scores
+from grasp.runs.contract import Account, MethodInputs, Scores
 
 F64 = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class ExactScorer(RowScorer):
 
     def __init__(
         self,
-        material: Material,
+        material: MethodInputs,
         queries: Queries,
         group: Group,
         account: Account,

@@ -13,19 +13,19 @@ from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.contract import Material
+from grasp.runs.contract import MethodInputs
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 
 
-def row_examples(material: Material, start: int, stop: int) -> list[Example]:
+def row_examples(material: MethodInputs, start: int, stop: int) -> list[Example]:
     """Rows [start, stop); of a conversation the tokens that are trained on carry loss, of a text every next one."""
     rows = material.rows(start, stop)
     return [Example(rows.ids(i), labelled=rows.mask(i)) for i in range(len(rows))]
 
 
-def sampled_rows(material: Material, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
+def sampled_rows(material: MethodInputs, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
     """Distinct rows, in corpus order, drawn from the first `prefix` rows; all of them where there are no more."""
     pool = material.n_rows if prefix is None else min(prefix, material.n_rows)
     if count >= pool:
@@ -34,7 +34,7 @@ def sampled_rows(material: Material, count: int, seed: int, *purpose: str, prefi
     return sorted(int(row) for row in chosen)
 
 
-def examples_at(material: Material, rows: Sequence[int]) -> list[Example]:
+def examples_at(material: MethodInputs, rows: Sequence[int]) -> list[Example]:
     """Rows by number, read block by block."""
     wanted = set(rows)
     found = []
@@ -46,17 +46,17 @@ def examples_at(material: Material, rows: Sequence[int]) -> list[Example]:
     return found
 
 
-def unit_examples(material: Material) -> list[Example]:
+def unit_examples(material: MethodInputs) -> list[Example]:
     """Units in the order of the artifact; their completions carry loss."""
     return [Example(unit.input_ids, unit.first) for unit in material.unit_tokens]
 
 
-def typical_tokens(material: Material) -> int:
+def typical_tokens(material: MethodInputs) -> int:
     """Mean length of a row, by which costs are compared."""
     return max(2, round(int(material.artifact.manifest.detail("n_tokens")) / material.n_rows))
 
 
-def chosen_checkpoints(material: Material, which: str) -> tuple[Checkpoint, ...]:
+def chosen_checkpoints(material: MethodInputs, which: str) -> tuple[Checkpoint, ...]:
     """`all`, or the `last` by step."""
     return checkpoints_of(material) if which == "all" else checkpoints_of(material)[-1:]
 
@@ -73,7 +73,7 @@ def checkpoint_weights(checkpoints: Sequence[Checkpoint], how: str) -> tuple[F64
     return np.asarray(known) / sum(known), ()
 
 
-def open_engine(material: Material, checkpoint: Checkpoint, patterns: Sequence[str]) -> PerExample:
+def open_engine(material: MethodInputs, checkpoint: Checkpoint, patterns: Sequence[str]) -> PerExample:
     """The engine over one checkpoint.
 
     Raises:
@@ -118,7 +118,7 @@ def exact_plan(
         dense: whole gradients of every block are needed.
         copies: how often they are held at once.
     """
-    blocks, sizes = layers.blocks, Sizes.of(row_positions, units)
+    blocks, sizes = layers.blocks, Sizes.from_counts(row_positions, units)
 
     def plan(chosen: Sequence[bool]) -> ExactPlan:
         per_unit = 4 * copies * query_elements(blocks, chosen, sizes)

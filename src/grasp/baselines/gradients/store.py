@@ -21,7 +21,7 @@ from grasp.baselines.work import WorkArea
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.output import Output
 from grasp.models.gradients.per_example import PerExample
-from grasp.runs.contract import Material, Seconds
+from grasp.runs.contract import MethodInputs, Seconds
 
 READY = "ready-"
 
@@ -47,7 +47,7 @@ class FeatureStore:
 
     def __init__(
         self,
-        material: Material,
+        material: MethodInputs,
         work: WorkArea,
         checkpoint: Checkpoint,
         spec: FeatureSpec,
