@@ -43,7 +43,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments
-from grasp.predict.row_arrays import F32, F64, Blocks, kept, label_column
+from grasp.predict.row_arrays import F32, F64, Blocks, cached, label_column
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.sketches import Sketch
 from grasp.predict.weights import Weights, is_plain, squared
@@ -71,7 +71,7 @@ class NormedSketch(Sketch):
 
         width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1] + 1
         held = RowSums(blocks, artifact.n_rows, width)
-        totals, norms = kept(artifact, (name, "norms"), 8 * width, lambda: _totals(held.blocks()))
+        totals, norms = cached(artifact, (name, "norms"), 8 * width, lambda: _totals(held.blocks()))
         return cls(held, totals.total_D, totals, norms, artifact, name)
 
     @property

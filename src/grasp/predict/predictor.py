@@ -31,7 +31,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.interactions import geometry
 from grasp.predict.protocol import ScoringProtocol, default_protocol, kernel_weights
 from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments, UnitSelection, effects
-from grasp.predict.row_arrays import F32, F64, checked_targets, kept
+from grasp.predict.row_arrays import F32, F64, cached, checked_targets
 from grasp.predict.row_sums import RowSums
 from grasp.predict.sketches import Sketch
 from grasp.predict.weights import ANY_TEXT, Exposure, Weights, sizes, weight_sums
@@ -156,7 +156,7 @@ class Predictor:
             return replace(bound, sketches=held, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = kept(artifact, key, n_bytes, lambda: _bound(artifact, fitted, selected))
+        bound = cached(artifact, key, n_bytes, lambda: _bound(artifact, fitted, selected))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which packs, and adds up, for itself
         return replace(bound, task=own, sketches=held, exposure=law)
 

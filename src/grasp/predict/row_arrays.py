@@ -23,33 +23,33 @@ F64 = NDArray[np.float64]
 Blocks = Iterator[tuple[int, F32]]
 T = TypeVar("T")
 
-KEPT_BYTES = 512 << 20  # of what the questions of one opened artifact share
+CACHED_BYTES = 512 << 20  # of what the questions of one opened artifact share
 
-_lock = Lock()  # of what is kept, never held while something is made; two threads may make one thing, alike
-_kept: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
+_lock = Lock()  # of what is cached, never held while something is made; two threads may make one thing, alike
+_cached: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
 
 
-def kept(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
+def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
     """What one question of an opened artifact made, for the next one.
 
-    What is oldest goes first where all of it would take more than KEPT_BYTES, before anything new is made.
+    What is oldest goes first where all of it would take more than CACHED_BYTES, before anything new is made.
     """
     with _lock:
-        values = _kept.setdefault(artifact, {})
+        values = _cached.setdefault(artifact, {})
         if key in values:
             known: T = values[key][0]
             return known
         _make_room(values, n_bytes)
     made = make()
     with _lock:
-        if n_bytes <= KEPT_BYTES:
+        if n_bytes <= CACHED_BYTES:
             _make_room(values, n_bytes)
             values[key] = made, n_bytes
     return made
 
 
 def _make_room(values: dict[Hashable, tuple[Any, int]], n_bytes: int) -> None:
-    while values and sum(size for _, size in values.values()) + n_bytes > KEPT_BYTES:
+    while values and sum(size for _, size in values.values()) + n_bytes > CACHED_BYTES:
         values.pop(next(iter(values)))
 
 
@@ -91,7 +91,7 @@ def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> NDArray[np
         batches = artifact.row_batches([column])
         return _shared(np.concatenate([np.asarray(batch.column(0), dtype=np.int64) for batch in batches]))
 
-    return kept(artifact, column, 8 * artifact.n_rows, read)
+    return cached(artifact, column, 8 * artifact.n_rows, read)
 
 
 def length_column(artifact: ArtifactReader) -> str:
@@ -106,7 +106,7 @@ def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
         names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
         return _shared(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
 
-    return kept(artifact, "documents", 8 * artifact.n_rows, read)
+    return cached(artifact, "documents", 8 * artifact.n_rows, read)
 
 
 def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
@@ -118,7 +118,7 @@ def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> L
         SubsetError: no such column.
     """
     table = LabelTable(artifact.rows_path)
-    return kept(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
+    return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
 
 
 def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:

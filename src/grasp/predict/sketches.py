@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.row_arrays import F64, Blocks, kept
+from grasp.predict.row_arrays import F64, Blocks, cached
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.weights import Weights
 
@@ -31,7 +31,7 @@ class Sketch:
             return artifact.array_blocks(name, block_rows=block_rows(width))
 
         held = RowSums(blocks, artifact.n_rows, width)
-        return cls(held, kept(artifact, name, 8 * width, lambda: _total(held)))
+        return cls(held, cached(artifact, name, 8 * width, lambda: _total(held)))
 
     @property
     def width(self) -> int:
