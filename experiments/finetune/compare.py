@@ -23,7 +23,7 @@ from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_ke
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
-from grasp.baselines.oracles import SubsetFeatures, ridge_oracle
+from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError
 from grasp.features.tilt_match import RIDGE
 from grasp.files import write_whole
@@ -74,7 +74,7 @@ def ridge_on_runs(world: World) -> Foretold:
     No competitor, since it has seen runs: it says what so many real trainings tell of one more.
     """
     subset_ids = tuple(world.utilities.subset_ids)
-    rows = SubsetFeatures("rows", subset_ids, world.share_BN)
+    rows = OracleFeatures("rows", subset_ids, world.share_BN)
     found = ridge_oracle(rows, world.utilities, folds=len(subset_ids))
     return Foretold(found.values_BE, np.stack([found.task_B[name] for name in found.targets], axis=1))
 

@@ -70,7 +70,7 @@ class Gradients:
         self._parameters = BlockParameters(model.model, self.engine.layers, self.engine.work)
         self._weights = self._parameters.read()
 
-    def of(self, examples: Sequence[Example]) -> list[torch.Tensor]:
+    def compute(self, examples: Sequence[Example]) -> list[torch.Tensor]:
         """Gradients of mean losses, (P, X, Y) a block."""
         each = EachGradient(self.engine, len(examples))
         run_over(self.engine, examples, [each])

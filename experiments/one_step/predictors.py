@@ -44,7 +44,7 @@ def predictors(
         "taylor-2": Expansion(linear_PE, curvature_PPE),
         "sketch-1": Expansion(sketch_PE),
         "sketch-2": Expansion(sketch_PE, curvature_PPE),
-        "head-1": Expansion(head.products(head.of(rows), units)),
+        "head-1": Expansion(head.products(head.compute(rows), units)),
     }
     found |= grasp_relevance(world, case)
     return found, [gradients.named([one[i] for one in players]) for i in range(len(rows))]

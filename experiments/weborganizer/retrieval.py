@@ -68,7 +68,7 @@ class RowScore:
     parts: tuple[str, ...]
     rule: Fusion | None = None  # None: a single one
 
-    def of(self, part_scores: Mapping[str, NDArray[np.floating[Any]]]) -> NDArray[np.floating[Any]]:
+    def combine(self, part_scores: Mapping[str, NDArray[np.floating[Any]]]) -> NDArray[np.floating[Any]]:
         """(N,) from the scores of the parts."""
         parts = [part_scores[name] for name in self.parts]
         return parts[0] if self.rule is None else fuse(parts, self.rule)
@@ -262,7 +262,7 @@ def _lifts(
             part_scores = {name: scores_NQ[:, column] for name, scores_NQ in held.items()}
             related = [domains[r].rows_of(q) for r, q in of]
             for one in asked:
-                score_N = one.of(part_scores)
+                score_N = one.combine(part_scores)
                 for k in ks:
                     for (r, q), value in zip(of, lift(score_N, k, related), strict=True):
                         lifts[r, k, one.name][q] = value

@@ -58,7 +58,7 @@ def test_the_ending_of_an_output_is_seen_before_the_work(command, art, tmp_path,
 
 
 def test_the_ending_of_an_output_of_a_verb_is_seen_before_the_work(art, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.predict.predictor.Predictor.of", None)
+    monkeypatch.setattr("grasp.predict.predictor.Predictor.from_artifact", None)
     for verb in (lambda out: grasp.open(art).score("facts", out=out), lambda out: grasp.open(art).predict(out=out)):
         with pytest.raises(SettingsError, match=r"out: got .*x\.txt, expected a name that ends in"):
             verb(tmp_path / "x.txt")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from grasp.baselines.oracles import (
     FOLDS,
-    SubsetFeatures,
+    OracleFeatures,
     fraction_features,
     lasso_oracle,
     mask_features,
@@ -74,7 +74,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted by a fit that did not see it",)
         return replace(found, method="datamodels"), Account(covers=(covers,), notes=notes)
 
-    def _features(self, material: MethodInputs) -> SubsetFeatures:
+    def _features(self, material: MethodInputs) -> OracleFeatures:
         subsets = material.environment.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)

@@ -37,7 +37,7 @@ LASSO_PENALTIES = np.logspace(-3, 0, 12)  # in units of the smallest penalty tha
 
 
 @dataclass(frozen=True, slots=True)
-class SubsetFeatures:
+class OracleFeatures:
     """What an oracle sees of a subset."""
 
     name: str
@@ -45,19 +45,19 @@ class SubsetFeatures:
     values_BF: F64
 
 
-def mask_features(blocks: Iterable[SubsetBlock]) -> SubsetFeatures:
+def mask_features(blocks: Iterable[SubsetBlock]) -> OracleFeatures:
     """The retained mask of every subset, (B, N); the datamodel of Ilyas et al.
 
     Memory: 8 bytes a subset and row, so it is meant for pools of at most some 100,000 rows.
     """
     held = list(blocks)
     ids = tuple(name for block in held for name in block.subset_ids)
-    return SubsetFeatures("masks", ids, np.concatenate([(b.weights_BN > 0).toarray() for b in held]).astype(float))
+    return OracleFeatures("masks", ids, np.concatenate([(b.weights_BN > 0).toarray() for b in held]).astype(float))
 
 
 def fraction_features(
     blocks: Iterable[SubsetBlock], labels: LabelColumn, *, of: Literal["subset", "label"] = "subset"
-) -> SubsetFeatures:
+) -> OracleFeatures:
     """How a subset is made up of the values of a label, (B, number of values).
 
     Args:
@@ -76,10 +76,10 @@ def fraction_features(
         whole = counts_BF.sum(axis=1, keepdims=True) if of == "subset" else labels.counts[None].astype(float)
         ids += block.subset_ids
         parts.append(counts_BF / whole)
-    return SubsetFeatures(f"{labels.name}-share-of-{of}", tuple(ids), np.concatenate(parts))
+    return OracleFeatures(f"{labels.name}-share-of-{of}", tuple(ids), np.concatenate(parts))
 
 
-def ridge_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
+def ridge_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
     """Out-of-fold ridge regression of every unit, and of every task's mean, on the features.
 
     Args:
@@ -92,7 +92,7 @@ def ridge_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int =
     return _oracle("ridge", ridge_out, features, utilities, folds, seed)
 
 
-def lasso_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
+def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
     """The same with an L1 penalty, by scikit-learn; the penalty of each output is chosen by inner folds.
 
     Raises:
@@ -158,7 +158,7 @@ def _lasso_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
 def _oracle(
     kind: str,
     fit: Fitter,
-    features: SubsetFeatures,
+    features: OracleFeatures,
     utilities: Utilities,
     folds: int,
     seed: int,
@@ -208,7 +208,7 @@ def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F6
     return out_BE
 
 
-def _in_order(features: SubsetFeatures, subset_ids: Sequence[str]) -> F64:
+def _in_order(features: OracleFeatures, subset_ids: Sequence[str]) -> F64:
     position = {name: b for b, name in enumerate(features.subset_ids)}
     missing = [name for name in subset_ids if name not in position]
     if missing:

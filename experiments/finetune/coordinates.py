@@ -1,0 +1,182 @@
+"""How many coordinates a gradient needs, and how steady ranks are: samples of several sizes, moments of half the rows.
+
+    python -m experiments.finetune.coordinates documents lengths contrasts --data ../shared/data \\
+        --out experiments/finetune/coordinates.json
+
+All samples are taken in the same two passes over the rows, there and back: one for second moments, one for scores. Two
+samples of a size differ by their seed alone. Ranks are compared by Spearman's rho over rows, mean and least of the
+targets: of two samples of a size, and of one sample with second moments of two halves of the rows. What two whole
+corpora would have follows from the halves by Spearman and Brown: 2 rho / (1 + rho). What ships adds a quarter each of
+token and input, from the artifact that `further` builds. A kill costs one environment; what is in the JSON stays.
+Shape letters: N rows, E units, T targets, B rows of a batch, K coordinates.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from experiments.finetune.evaluate import Method, compare
+from experiments.finetune.further import FEATURES, relevance
+from experiments.finetune.methods import artifact_of
+from experiments.finetune.prepare import environments_parser, model_directory, prepared
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
+from experiments.finetune.worlds import shares
+from experiments.mistakes import in_one_line
+from grasp.extract.backward import CHUNK
+from grasp.features.gradient_match import CoordinateSample, SampledGradients, SquareSums, by_member, preconditioner
+from grasp.files import write_whole
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.factors import Use
+from grasp.models.gradients.per_example import Example, PerExample
+from grasp.runs.environment import Environment
+from grasp.seeds import stream
+from grasp.settings import FeatureSettings
+from grasp.targets import load_units
+
+F64 = NDArray[np.float64]
+SAMPLES = ((1, 0), (1, 1), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0))  # millions of coordinates, and a seed
+HALVED = (2, 0)  # what is ranked by moments of halves too
+BATCH_TOKENS = 1_024
+DAMPING = FeatureSettings().gradient_damping
+
+
+@dataclass
+class Samples:
+    """Samples of the coordinates of one model, which share its passes."""
+
+    engine: PerExample
+    samples: list[CoordinateSample]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return np.cumsum([0, *(sample.size for sample in self.samples)])
+
+    def batches(self, examples: Sequence[Example]) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+        """Examples there and back: which, and their coordinates by one sample beside the other, (B, sum of K)."""
+        starts = self.starts
+        for index_B in self.engine.batches(examples, BATCH_TOKENS):
+            out_BK = torch.zeros(len(index_B), int(starts[-1]))
+
+            def consume(number: int, use: Use, rows: slice, out_BK: torch.Tensor = out_BK) -> None:
+                left, right = by_member(use.left), by_member(use.right)
+                for start, sample in zip(starts, self.samples, strict=False):
+                    tile = sample.tiles[number]
+                    some = slice(int(start) + tile.start, int(start) + tile.start + tile.size)
+                    out_BK[rows, some] += tile.take(left, right)
+
+            self.engine.run([examples[int(i)] for i in index_B], consume)
+            yield index_B, out_BK
+
+
+def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) -> dict[str, F64]:
+    """(N, E) of rows' whole losses, by sample, and by moments of halves of the rows."""
+    starts, began = taken.starts, time.process_time()
+    half_N = stream(0, "finetune", "coordinates").permutation(len(rows)) % 2
+    halves = [SquareSums(int(starts[-1])) for _ in range(2)]
+    for index_B, taken_BK in taken.batches(rows):
+        for number, half in enumerate(halves):
+            half.add(taken_BK[torch.from_numpy(half_N[index_B] == number)])
+    print(f"moments: {time.process_time() - began:.0f} s of CPU", flush=True)
+    unit_EK = torch.zeros(len(units), int(starts[-1]), dtype=torch.bfloat16)
+    for index_B, taken_BK in taken.batches(units):
+        unit_EK[torch.from_numpy(index_B)] = taken_BK.bfloat16()
+    whole = SquareSums(int(starts[-1]))
+    for half in halves:
+        whole.merge(half)
+    factors: dict[str, tuple[int, torch.Tensor]] = {}
+    for place, ((millions, seed), sample) in enumerate(zip(SAMPLES, taken.samples, strict=True)):
+        moments = {
+            "": whole,
+            **({f", half {n}": one for n, one in enumerate(halves)} if place == SAMPLES.index(HALVED) else {}),
+        }
+        for named, one in moments.items():
+            square_K = one.mean()[starts[place] : starts[place + 1]]
+            factor_K = preconditioner(square_K, sample.weight_K.double().numpy(), DAMPING)
+            factors[f"{millions} M, seed {seed}{named}"] = int(starts[place]), torch.from_numpy(factor_K).float()
+    out = {name: np.zeros((len(rows), len(units))) for name in factors}
+    for index_B, taken_BK in taken.batches(rows):
+        for name, (first, factor_K) in factors.items():
+            for start in range(0, len(factor_K), CHUNK):
+                factor_k = factor_K[start : start + CHUNK]
+                some = slice(first + start, first + start + len(factor_k))
+                out[name][index_B] += ((taken_BK[:, some] * factor_k) @ unit_EK[:, some].float().T).double().numpy()
+    print(f"scores: {time.process_time() - began:.0f} s of CPU", flush=True)
+    labels_N1 = np.array([[row.labels] for row in rows])
+    return {name: score_NE * labels_N1 for name, score_NE in out.items()}
+
+
+def steadiness(first: Method, second: Method, targets: tuple[str, ...], n_rows: int) -> dict[str, float]:
+    """Spearman's rho over rows of two rankings for each task: its mean and its least."""
+    one_NT, other_NT = (method.predict(np.eye(n_rows), targets)[1] for method in (first, second))
+    rho_T = [float(spearmanr(one_N, other_N)[0]) for one_N, other_N in zip(one_NT.T, other_NT.T, strict=True)]
+    return {"mean": round(float(np.mean(rho_T)), 3), "least": round(min(rho_T), 3)}
+
+
+def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
+    """Every sample against the runs that there are, and against its like."""
+    model, reader = prepared(name, data, work)
+    artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
+    corpus = open_corpus(name, work, reader)
+    asked = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
+    read = ReferenceModel(model.to(torch.bfloat16), reader, batch_tokens=BATCH_TOKENS)
+    engine = SampledGradients.choose(read, FeatureSettings()).engine
+    drawn = [CoordinateSample.draw(engine.layers, millions * 10**6, seed, read.device) for millions, seed in SAMPLES]
+    rows = [Example(ids, int(first)) for ids, first in zip(corpus.rows, corpus.first_N, strict=True)]
+    began = time.process_time()
+    found = scores(rows, [Example(unit.input_ids, unit.first) for unit in asked], Samples(engine, drawn))
+    environment = Environment.open(HERE / name)
+    utilities = environment.utilities(seeds=(0,), partial=True)
+    columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
+    forward = tuple(relevance(artifact, kernel, columns) for kernel in ("token", "input"))
+    alone = {label: Method((score_NE,)) for label, score_NE in found.items()}
+    ships = {
+        label: Method((score_NE, *forward), (1.0, 0.25, 0.25), (1.0, 0.25, 0.25)) for label, score_NE in found.items()
+    }
+    methods = {f"{label}: gradient": one for label, one in alone.items() if "half" not in label}
+    methods |= {f"{label}: what ships": one for label, one in ships.items() if "half" not in label}
+    half = f"{HALVED[0]} M, seed {HALVED[1]}, half"
+    pairs = {f"{m} M, two samples": (f"{m} M, seed 0", f"{m} M, seed 1") for m, seed in SAMPLES if seed}
+    pairs["2 M, moments of two halves"] = f"{half} 0", f"{half} 1"
+    steady = {
+        pair: {
+            form: steadiness(some[a], some[b], utilities.targets, len(rows))
+            for form, some in (("gradient", alone), ("what ships", ships))
+        }
+        for pair, (a, b) in pairs.items()
+    }
+    share_BN = shares(environment, corpus.store, utilities)
+    return {
+        "environment": name,
+        "role": environment.role,
+        "subsets": len(share_BN),
+        "coordinates": {f"{m} M": sample.size for (m, seed), sample in zip(SAMPLES, drawn, strict=True) if not seed},
+        "cpu_seconds": round(time.process_time() - began),
+        "steadiness": steady,
+        "methods": compare(methods, utilities, share_BN, base=f"{HALVED[0]} M, seed {HALVED[1]}: gradient"),
+    }
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, compare what is missing, write after each."""
+    given = environments_parser("coordinates", __doc__).parse_args(arguments)
+    there = json.loads(given.out.read_text())["environments"] if given.out.exists() else []
+    done = {one["environment"]: one for one in there}
+    for name in given.names:
+        if name not in done:
+            done[name] = report(name, given.data, given.work)
+            write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+            print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)
+
+
+if __name__ == "__main__":
+    main()
