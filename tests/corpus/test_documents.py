@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import json
 import os
 import sys
 import tracemalloc
@@ -169,25 +168,11 @@ def test_a_number_that_is_none_is_a_missing_label(tmp_path):
         assert [d.labels["score"] for d in read_documents(settings_for(path))] == [1.5, None, None]
 
 
-def test_a_column_that_is_there_twice_is_refused(tmp_path):
-    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["a"]), pa.array(["b"])], ["text", "topic", "topic"])
-    pq.write_table(table, tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=r"c.parquet: has the column topic more than once; rename or drop one"):
-        list(read_documents(settings_for(tmp_path / "c.parquet")))
-
-
 def test_an_indexed_dataset_keeps_its_order(tmp_path):
     shuffled = datasets.Dataset.from_list(records(20)).select([5, 3, 17])
     shuffled.save_to_disk(tmp_path / "saved")
     texts = sentences(20)
     assert [d.text for d in read_documents(settings_for(tmp_path / "saved"))] == [texts[5], texts[3], texts[17]]
-
-
-def test_a_damaged_datasets_directory(tmp_path):
-    path = save_dataset(tmp_path / "saved", records(20))
-    next(path.glob("*.arrow")).write_bytes(b"")
-    with pytest.raises(CorpusError, match=r"saved: not a whole `datasets` directory: .*; save it again"):
-        list(read_documents(settings_for(path)))
 
 
 def fake_hub(monkeypatch, load):
@@ -260,11 +245,6 @@ def test_fsspec_urls(tmp_path, expected, suffix):
     assert plain(read_documents(settings_for(f"file://{local}"))) == expected
     first = next(iter(read_documents(settings_for(f"memory://{tmp_path.name}"))))
     assert first.where.startswith(f"memory://{'/' * first.where.startswith('memory:///')}{tmp_path.name}/part-000")
-
-
-def test_an_unknown_protocol(tmp_path):
-    with pytest.raises(CorpusError, match=r"nope://x: cannot be opened: Protocol not known: nope"):
-        read_documents(settings_for("nope://x"))
 
 
 def test_limit_counts_documents(tmp_path):
@@ -358,144 +338,86 @@ def test_reading_parquet_does_not_hold_the_file(tmp_path):
 # ---------------------------------------------------------------- bad input
 
 
-def refused(path, **changes):
-    return [d.text for d in read_documents(settings_for(path, **changes))]
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_missing_text_column_names_what_was_found(tmp_path, suffix):
-    path = write_chunked(tmp_path, [{"body": "x", "topic": "a"}], [], suffix)
-    with pytest.raises(
-        CorpusError,
-        match=r"part-000\.\w+(:1)?: no text column 'text' and no ids column 'input_ids'; columns found: body, topic; "
-        r"name the one that holds the text with --text-column",
-    ):
-        refused(path)
-    assert refused(path, text_column="body") == ["x"]
-
-
-def test_a_missing_text_field_in_the_middle_names_the_line(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a"}, {"txet": "b"}])
-    with pytest.raises(CorpusError, match=r"c\.jsonl:2: no text column 'text'.*columns found: txet"):
-        refused(path)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_an_id_column_that_was_asked_for_must_be_there(tmp_path, suffix):
-    path = write_chunked(tmp_path, [{"text": "x"}], [], suffix)
-    with pytest.raises(CorpusError, match=r"no column 'url', which corpus.row_id_column asks for; columns found: text"):
-        refused(path, row_id_column="url")
-
-
-@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
-def test_a_truncated_parquet_file(tmp_path, keep):
-    whole = write_parquet(tmp_path / "c.parquet", records(200)).read_bytes()
-    (tmp_path / "c.parquet").write_bytes(whole[: int(len(whole) * keep)])
-    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short, expected a whole Parquet file"):
-        refused(tmp_path / "c.parquet")
-
-
-def test_a_parquet_file_damaged_inside(tmp_path):
-    path = write_parquet(tmp_path / "c.parquet", records(200), group=200)
-    data = bytearray(path.read_bytes())
-    data[4:200] = bytes(196)
-    path.write_bytes(data)
-    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short"):
-        refused(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        (b'{"text": "b"', r"not JSON: .*; mend or remove the line"),
-        (b'{"text": "\xff"}', r"not JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b'["text"]', r"got list, expected a JSON object"),
-        (b'{"text": 3}', r"text column 'text' holds int, expected text"),
-        (b'{"input_ids": [1, 2.5]}', r"ids column 'input_ids' holds \[1, 2\.5\], expected a list of integers"),
-        (b'{"input_ids": [1, 4294967296]}', r"a token id does not fit 32 bits"),
-        (b'{"input_ids": [1, 99999999999999999999]}', r"a token id does not fit 32 bits"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, why):
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
-    with pytest.raises(CorpusError, match=r"c\.jsonl:3: " + why):
-        refused(tmp_path / "c.jsonl")
-
-
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-def test_a_compressed_file_that_ends_early(tmp_path, suffix):
-    path = write_jsonl(tmp_path / f"c{suffix}", records(200))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CorpusError, match=rf"c\{suffix}: damaged or cut short: .*; write or fetch it again"):
-        refused(path)
-
-
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path, suffix):
-    (tmp_path / f"c{suffix}").write_text(json.dumps({"text": "a"}))
-    with pytest.raises(CorpusError, match=rf"c\{suffix}: damaged or cut short"):
-        refused(tmp_path / f"c{suffix}")
-
-
-def test_a_name_in_capitals_or_of_another_type_is_not_guessed_at(tmp_path):
-    (tmp_path / "c.csv").write_text("text\nx\n")
-    with pytest.raises(CorpusError, match=r"c\.csv: unknown file type '\.csv'; expected \.parquet, \.jsonl"):
-        refused(tmp_path / "c.csv")
-
-
-def test_a_directory_without_a_readable_file(tmp_path):
-    (tmp_path / "c.csv").write_text("text\nx\n")
-    with pytest.raises(CorpusError, match=r"no Parquet or JSONL file in this directory; expected \.parquet"):
-        refused(tmp_path)
-
-
-def test_a_directory_of_both_kinds(tmp_path):
-    write_parquet(tmp_path / "a.parquet", records(2))
-    write_jsonl(tmp_path / "a.jsonl", records(2))
-    with pytest.raises(CorpusError, match=r"holds both Parquet and JSONL files .* so that nothing is read twice"):
-        refused(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [
-        ({"text": [1, 2]}, r"text column 'text' holds int64, expected text"),
-        ({"input_ids": [[0.5]]}, r"ids column 'input_ids' holds list<.*double>, expected lists of integers"),
-        ({"input_ids": ["1 2"]}, r"ids column 'input_ids' holds string, expected lists of integers"),
-        ({"input_ids": [[1, None]]}, r"row 0: the list of token ids holds a null, expected integers"),
-    ],
-)
-def test_columns_of_the_wrong_type(tmp_path, table, why):
-    pq.write_table(pa.table(table), tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=r"c\.parquet(:|,) " + why):
-        refused(tmp_path / "c.parquet")
-
-
-def test_text_that_is_not_utf8(tmp_path):
-    table = pa.table({"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())})
-    pq.write_table(table, tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=r"c\.parquet: rows from 0 on: text is not UTF-8"):
-        refused(tmp_path / "c.parquet")
-
-
-def test_a_gzip_named_json_is_read_as_lines(tmp_path):
-    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
-    assert refused(tmp_path / "c4.json.gz") == ["a", "b"]
-
-
-def test_lists_in_lists_are_refused(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    with pytest.raises(CorpusError, match=r"c\.jsonl:1: not JSON: maximum recursion depth exceeded"):
-        list(read_documents(settings_for(path)))
-
-
 def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.corpus.sources.LONGEST_LINE", 1 << 20)
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
-    with pytest.raises(
-        CorpusError, match=r"c\.jsonl\.gz:2: a line of more than 1 MiB; cut the record, or mend the file"
-    ):
+    with pytest.raises(CorpusError, match=r"c\.jsonl\.gz:2: a line of more than 1 MiB"):
         list(read_documents(settings_for(path)))
+
+
+FIRST = b'{"text": "a"}\n\n'
+TWICE = pa.Table.from_arrays([pa.array(["x"]), pa.array(["a"]), pa.array(["b"])], ["text", "topic", "topic"])
+REFUSED = [
+    ("c.parquet", pa.table({"body": ["x"]}), r"c\.parquet: no text column .*found: body"),
+    ("c.jsonl", b'{"text": "a"}\n{"txet": "b"}', r"c\.jsonl:2: no text column .*found: txet"),
+    ("c.jsonl", FIRST + b'{"text": "b"', r"c\.jsonl:3: not JSON"),
+    ("c.jsonl", FIRST + b'{"text": "\xff"}', r"c\.jsonl:3: not JSON: 'utf-8'"),
+    ("c.jsonl", FIRST + b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"c\.jsonl:3: .*recursion"),
+    ("c.jsonl", FIRST + b'["text"]', r"c\.jsonl:3: got list"),
+    ("c.jsonl", FIRST + b'{"text": 3}', r"c\.jsonl:3: .*holds int"),
+    ("c.jsonl", FIRST + b'{"input_ids": [1, 2.5]}', r"c\.jsonl:3: .*expected a list of integers"),
+    ("c.jsonl", FIRST + b'{"input_ids": [1, 4294967296]}', r"c\.jsonl:3: .*32 bits"),
+    ("c.jsonl", FIRST + b'{"input_ids": [1, 99999999999999999999]}', r"c\.jsonl:3: .*32 bits"),
+    ("c.jsonl.gz", gzip.compress(FIRST * 200)[:-20], "damaged or cut short"),
+    ("c.jsonl.zst", pa.compress(FIRST * 200, codec="zstd", asbytes=True)[:-20], "damaged or cut short"),
+    ("c.jsonl.gz", FIRST, "damaged or cut short"),
+    ("c.jsonl.zst", FIRST, "damaged or cut short"),
+    ("c.csv", b"text\nx\n", r"unknown file type '\.csv'"),
+    ("c.parquet", TWICE, "topic more than once"),
+    ("c.parquet", pa.table({"text": [1, 2]}), "holds int64, expected text"),
+    ("c.parquet", pa.table({"input_ids": [[0.5]]}), "double>, expected lists of integers"),
+    ("c.parquet", pa.table({"input_ids": ["1 2"]}), "string, expected lists of integers"),
+    ("c.parquet", pa.table({"input_ids": [[1, None]]}), "row 0: .*null"),
+    ("c.parquet", pa.table({"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())}), "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), REFUSED)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, said):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        pq.write_table(content, tmp_path / name)
+    with pytest.raises(CorpusError, match=said):
+        list(read_documents(settings_for(tmp_path / name)))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_column_that_was_asked_for_is_read_or_missed(tmp_path, suffix):
+    path = write_chunked(tmp_path, [{"body": "x"}], [], suffix)
+    assert [d.text for d in read_documents(settings_for(path, text_column="body"))] == ["x"]
+    with pytest.raises(CorpusError, match=r"no column 'url', which corpus\.row_id_column .*found: body"):
+        list(read_documents(settings_for(path, text_column="body", row_id_column="url")))
+
+
+def test_places_that_are_no_corpus_are_refused(tmp_path):
+    with pytest.raises(CorpusError, match="nope"):
+        read_documents(settings_for("nope://x"))
+    (tmp_path / "c.csv").write_text("text\nx\n")
+    with pytest.raises(CorpusError, match="no Parquet or JSONL file"):
+        read_documents(settings_for(tmp_path))
+    write_parquet(tmp_path / "a.parquet", records(2))
+    write_jsonl(tmp_path / "a.jsonl", records(2))
+    with pytest.raises(CorpusError, match="both Parquet and JSONL"):
+        read_documents(settings_for(tmp_path))
+    saved = save_dataset(tmp_path / "saved", records(20))
+    next(saved.glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(CorpusError, match="not a whole `datasets` directory"):
+        list(read_documents(settings_for(saved)))
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999, "with zeros inside"])
+def test_a_damaged_parquet_file(tmp_path, keep):
+    path = write_parquet(tmp_path / "c.parquet", records(200), group=200)
+    whole = path.read_bytes()
+    zeros = whole[:4] + bytes(196) + whole[200:]
+    path.write_bytes(zeros if isinstance(keep, str) else whole[: int(len(whole) * keep)])
+    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short"):
+        list(read_documents(settings_for(path)))
+
+
+def test_a_gzip_named_json_is_read_as_lines(tmp_path):
+    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    assert [d.text for d in read_documents(settings_for(tmp_path / "c4.json.gz"))] == ["a", "b"]

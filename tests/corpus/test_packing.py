@@ -159,29 +159,6 @@ def test_snippets_are_near_the_row_fold_white_space_and_keep_their_length():
     assert {row.snippet for row in pack([document(0, text)], Words(), snippet_chars=0)} == {""}
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
-@pytest.mark.parametrize("bad", [500, 501, -1])
-def test_ids_outside_the_vocabulary_name_row_id_and_vocabulary(packing, bad):
-    class Wrong(Words):
-        def encode(self, texts):
-            return [[3, bad, 4] for _ in texts]
-
-    message = rf"row 'd0' has the token id {bad} at position 1, outside the vocabulary of 500 \(0 to 499\); use the tok"
-    with pytest.raises(CorpusError, match=message):
-        list(pack([document(0, "a b c")], Wrong(), packing=packing))
-    with pytest.raises(CorpusError, match=message):
-        list(pack([document(0, ids=[3, bad])], Words(), packing=packing))
-
-
-def test_ids_beyond_32_bits_are_not_wrapped_into_the_vocabulary():
-    class Huge(Words):
-        def encode(self, texts):
-            return [[2**32 + 5, 4] for _ in texts]
-
-    with pytest.raises(CorpusError, match=r"token id 4294967301 at position 0"):
-        list(pack([document(0, "a b")], Huge()))
-
-
 def test_only_the_first_thousand_ids_are_listed():
     log = SkipLog()
     for i in range(1500):
@@ -194,3 +171,18 @@ def test_only_the_first_thousand_ids_are_listed():
 def test_rows_do_not_keep_their_document_alive():
     rows = list(pack([document(0, "x " * 10_000)], Words(), max_length=16, max_rows_per_document=1))
     assert rows[0].input_ids.base is None or np.asarray(rows[0].input_ids.base).size <= 16
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("bad", [500, 501, -1, 2**32 + 5])
+def test_ids_outside_the_vocabulary_are_refused(packing, bad):
+    class Wrong(Words):
+        def encode(self, texts):
+            return [[3, bad, 4] for _ in texts]
+
+    said = rf"row 'd0' has the token id {bad} at position 1"
+    with pytest.raises(CorpusError, match=said):
+        list(pack([document(0, "a b c")], Wrong(), packing=packing))
+    if bad < 2**31:
+        with pytest.raises(CorpusError, match=said):
+            list(pack([document(0, ids=[3, bad])], Words(), packing=packing))

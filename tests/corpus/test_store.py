@@ -1,5 +1,6 @@
 """Laws: what is stored depends on neither chunks, shards nor kills; what cannot be used is refused in words."""
 
+import contextlib
 import json
 import os
 import resource
@@ -29,7 +30,6 @@ from tests.corpus.world import (
     settings_for,
     write_chunked,
     write_jsonl,
-    write_parquet,
 )
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
@@ -109,23 +109,20 @@ def test_killed_after_any_shard_a_store_ends_up_the_same_byte_for_byte(tmp_path,
     n_shards = RowStore.open(tmp_path / "whole").n_shards
     assert n_shards > 2
     for k in range(1, n_shards + 1):
-        for lost in ("nothing", "state of the last shard"):
-            directory = tmp_path / f"killed-{k}-{lost}"
+        directory = tmp_path / f"killed-{k}"
 
-            def stop(done, directory=directory, k=k):
-                if (directory / f"shard-{k - 1:05d}.json").exists():
-                    raise Killed
+        def stop(done, directory=directory, k=k):
+            if (directory / f"shard-{k - 1:05d}.json").exists():
+                raise Killed
 
-            with pytest.raises(Killed):
-                write(directory, corpus, progress=stop, **changes)
-            if lost != "nothing":
-                max(directory.glob("shard-*.json")).unlink()
-            (directory / "shard-00099.parquet.part").write_bytes(b"half a shard")
-            with pytest.raises(CorpusError, match=r"an unfinished row store; run the build again to go on"):
-                RowStore.open(directory)
-            write(directory, corpus, **changes)
-            (directory / "shard-00099.parquet.part").unlink()
-            assert files_of(directory) == expected
+        with pytest.raises(Killed):
+            write(directory, corpus, progress=stop, **changes)
+        (directory / "shard-00099.parquet.part").write_bytes(b"half a shard")
+        with pytest.raises(CorpusError, match="an unfinished row store"):
+            RowStore.open(directory)
+        write(directory, corpus, **changes)
+        (directory / "shard-00099.parquet.part").unlink()
+        assert files_of(directory) == expected
 
 
 SCRIPT = """
@@ -222,11 +219,7 @@ def test_a_store_that_was_begun_before_a_setting_was_there_goes_on(tmp_path, cor
     [
         (None, {"max_length": 16}, r"settings\.max_length: was 8, now 16"),
         (None, {"shard_rows": 5}, r"settings\.shard_rows: was 4, now 5"),
-        (
-            None,
-            {"packing": "concat", "limit": 3},
-            r"settings\.limit: was null, now 3; settings\.packing: was ",
-        ),
+        (None, {"packing": "concat", "limit": 3}, r"settings\.limit: was null, now 3; settings\.packing: was "),
         (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer\.eos_id: was 0, now 1"),
         (None, {"tokenizer": Words(salt="x")}, r"tokenizer\.encoding: was .\w+., now .\w+"),
         (add_a_line, {}, r"corpus\.part-001\.jsonl: was .*, now "),
@@ -238,17 +231,14 @@ def test_a_store_that_was_begun_before_a_setting_was_there_goes_on(tmp_path, cor
 @pytest.mark.parametrize("complete", [True, False])
 def test_another_input_is_refused_on_resume(tmp_path, corpus, change, again, message, complete):
     def stop(_):
-        raise Killed
+        if not complete:
+            raise Killed
 
-    if complete:
-        write(tmp_path / "store", corpus)
-    else:
-        with pytest.raises(Killed):
-            write(tmp_path / "store", corpus, progress=stop)
+    with contextlib.suppress(Killed):
+        write(tmp_path / "store", corpus, progress=stop)
     if change is not None:
         change(corpus)
-    pattern = rf"store: was begun with other input: {message}.*; restore it, .* or delete .*store to start over"
-    with pytest.raises(CorpusError, match=pattern):
+    with pytest.raises(CorpusError, match=rf"was begun with other input: {message}"):
         write(tmp_path / "store", corpus, **again)
 
 
@@ -278,15 +268,6 @@ def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
     assert store.rows(np.array([11, 8])).table.equals(store.shard(2).table.take([3, 0]))
     with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing; delete its directory and build again"):
         store.rows(np.array([8, 4]))
-
-
-@pytest.mark.parametrize("bad", [-1, 10_000])
-def test_rows_that_are_not_there(tmp_path, corpus, bad):
-    store = write(tmp_path / "store", corpus)
-    with pytest.raises(CorpusError, match=rf"got row_index {bad}, expected 0 to {store.n_rows - 1}"):
-        store.rows(np.array([0, bad]))
-    with pytest.raises(CorpusError, match=rf"got shard {bad}, expected 0 to {store.n_shards - 1}"):
-        store.shard(bad)
 
 
 def test_a_shard_has_ids_offsets_and_a_table(tmp_path, corpus):
@@ -327,13 +308,6 @@ def test_clashing_and_nested_columns(tmp_path):
         assert (row["n_tokens"], row["n_tokens_"], row["__document___"]) == (3, "n", 7)
 
 
-@pytest.mark.parametrize("shard_rows", [1, 10])
-def test_labels_that_differ_only_in_case_are_refused(tmp_path, shard_rows):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}])
-    with pytest.raises(CorpusError, match=r"labels 'topic' and 'Topic' differ only in case, .* rename or drop one"):
-        write(tmp_path / "store", path, shard_rows)
-
-
 def test_row_length_follows_the_model_and_rows_that_are_ids(tmp_path):
     texts = write_jsonl(tmp_path / "t.jsonl", [{"text": "x " * 3000}])
     ids = write_jsonl(tmp_path / "i.jsonl", [{"input_ids": [1] * n} for n in (3, 2500)])
@@ -357,8 +331,6 @@ def test_the_store_says_which_column_is_what_and_gives_tables_without_tokens(tmp
     store = write(tmp_path / "store", path, 2, text_column="body")
     assert store.details["columns"] == {"text": "body", "row_id": "id"}
     assert store.table(2).to_pylist() == store.shard(2).table.to_pylist()
-    with pytest.raises(CorpusError, match="got shard 3, expected 0 to 2"):
-        store.table(3)
 
 
 def test_what_was_begun_with_other_input_is_replaced_where_it_may_be(tmp_path):
@@ -385,17 +357,11 @@ def test_what_is_skipped_is_counted_and_listed(tmp_path):
         assert store.n_documents == 6
 
 
-def test_progress_tells_the_rows_that_are_finished(tmp_path, corpus):
-    told = []
-    store = write(tmp_path / "store", corpus, progress=told.append)
-    assert told == [*range(4, store.n_rows, 4), store.n_rows]
-
-
 def test_writing_reads_no_further_than_it_must(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"a b {i}"} for i in range(2000)])
-    tokenizer, ahead = Words(), []
-    write(tmp_path / "s", path, 100, tokenizer, lambda done: ahead.append(len(tokenizer.seen) - 16 - done))
-    assert len(ahead) == 20
+    tokenizer, told, ahead = Words(), [], []
+    write(tmp_path / "s", path, 100, tokenizer, lambda n: (told.append(n), ahead.append(len(tokenizer.seen) - 16 - n)))
+    assert told == [*range(100, 2001, 100)]
     assert max(ahead) <= 256
 
 
@@ -416,90 +382,12 @@ def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path):
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_an_empty_corpus(tmp_path, suffix):
-    path = tmp_path / f"c{suffix}"
-    if suffix == ".jsonl":
-        path.write_text("\n")
-    else:
-        pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
-    with pytest.raises(
-        CorpusError, match=rf"c\{suffix}: none of its 0 records gives a row \(it is empty\); expected at least one"
-    ):
-        write(tmp_path / "store", path)
-
-
-def test_a_corpus_without_a_usable_row(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": ""}, {"text": " "}, {"text": "a"}])
-    with pytest.raises(
-        CorpusError,
-        match=r"none of its 3 records gives a row \(1 empty, 1 whitespace, 1 one_token\); expected at least one",
-    ):
-        write(tmp_path / "store", path, tokenizer=Words(eos_id=None))
-
-
-@pytest.mark.parametrize("shard_rows", [1, 3, 100])
-def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
-    names = ["a", "b", "c", "d", "b", "e", "c"]
-    path = write_chunked(tmp_path / "c", [{"text": "x y", "row_id": name} for name in names], [3], ".jsonl")
-    with pytest.raises(
-        CorpusError,
-        match=r"row_id 'b' occurs twice: .*part-000\.jsonl:2 and .*part-001\.jsonl:2; "
-        r"give every row a name of its own, name another column of names with --id-column",
-    ):
-        write(tmp_path / "store", path, shard_rows)
-    assert not (tmp_path / "store" / "store.json").exists()
-    assert not (tmp_path / "store" / "spill.part").exists()
-
-
-def test_a_given_name_that_equals_a_made_one(tmp_path):
-    rows = [{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}]
-    with pytest.raises(CorpusError, match=r"row_id 'x#1' occurs twice: .*c\.jsonl:1 and .*c\.jsonl:2"):
-        write(tmp_path / "store", write_jsonl(tmp_path / "c.jsonl", rows), max_length=3)
-
-
-@pytest.mark.parametrize("packing", ["document", "concat"])
-def test_ids_outside_the_vocabulary(tmp_path, packing):
-    path = write_parquet(tmp_path / "c.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, 500]}])
-    with pytest.raises(
-        CorpusError, match=r"c\.parquet, row 1: row '\w{16}-1' has the token id 500 at position 1, outside the vocab"
-    ):
-        write(tmp_path / "store", path, packing=packing)
-
-
-def test_an_eos_outside_the_vocabulary(tmp_path, corpus):
-    with pytest.raises(CorpusError, match=r"tokenizer: its EOS id 500 is outside the vocabulary of 500"):
-        write(tmp_path / "store", corpus, tokenizer=Words(eos_id=500))
-
-
 def test_a_bad_line_after_some_shards_keeps_them(tmp_path):
     lines = [json.dumps({"text": f"a b c {i}"}) for i in range(300)]
     (tmp_path / "c.jsonl").write_text("\n".join([*lines, "{broken"]))
     with pytest.raises(CorpusError, match=r"c\.jsonl:301: not JSON"):
         write(tmp_path / "store", tmp_path / "c.jsonl", 50)
     assert len(list((tmp_path / "store").glob("shard-*.json"))) == 5
-
-
-def test_a_directory_of_something_else_is_left_alone(tmp_path, corpus):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "thesis.txt").write_text("precious")
-    with pytest.raises(CorpusError, match=r"store: is not empty and not a row store; choose another directory"):
-        write(tmp_path / "store", corpus)
-    with pytest.raises(CorpusError, match=r"thesis.txt: is not empty and not a row store"):
-        write(tmp_path / "store" / "thesis.txt", corpus)
-
-
-def test_a_store_that_is_not_there_or_of_another_format(tmp_path, corpus):
-    with pytest.raises(CorpusError, match=r"nowhere: no such row store"):
-        RowStore.open(tmp_path / "nowhere")
-    write(tmp_path / "store", corpus)
-    path = tmp_path / "store" / "store.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CorpusError, match=r"store\.json: format version 2, this program reads 1; delete its directory"):
-        RowStore.open(tmp_path / "store")
-    path.write_text("{")
-    with pytest.raises(CorpusError, match=r"store\.json: damaged: .*, or delete its directory and build again"):
-        RowStore.open(tmp_path / "store")
 
 
 def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
@@ -540,3 +428,62 @@ def test_real_documents(tmp_path, name, packing):
     rows = rows_of(store)
     assert len({row["row_id"] for row, _ in rows}) == store.n_rows
     assert all(row["snippet"] for row, _ in rows)
+
+
+EMPTY = pa.table({"text": pa.array([], pa.string())})
+REFUSED = [
+    ([], {}, r"none of its 0 records gives a row \(it is empty\)"),
+    (EMPTY, {}, r"none of its 0 records gives a row \(it is empty\)"),
+    ([{"text": text} for text in ("", " ", "a")], {"tokenizer": Words(eos_id=None)}, "1 empty, 1 whitespace, 1 one_"),
+    ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, "'x#1' occurs twice"),
+    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, "has the token id 500 at position 1"),
+    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {"packing": "concat"}, "has the token id 500 at position 1"),
+    ([{"text": "a b"}], {"tokenizer": Words(eos_id=500)}, "EOS id 500"),
+    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "differ only in case"),
+    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "differ only in case"),
+]
+
+
+@pytest.mark.parametrize(("rows", "changes", "said"), REFUSED)
+def test_a_corpus_that_makes_no_store_is_refused(tmp_path, rows, changes, said):
+    path = tmp_path / ("c.jsonl" if isinstance(rows, list) else "c.parquet")
+    if isinstance(rows, list):
+        write_jsonl(path, rows)
+    else:
+        pq.write_table(rows, path)
+    with pytest.raises(CorpusError, match=said):
+        write(tmp_path / "store", path, **changes)
+
+
+@pytest.mark.parametrize("shard_rows", [1, 3, 100])
+def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
+    names = ["a", "b", "c", "d", "b", "e", "c"]
+    path = write_chunked(tmp_path / "c", [{"text": "x y", "row_id": name} for name in names], [3], ".jsonl")
+    with pytest.raises(CorpusError, match=r"'b' occurs twice: .*part-000\.jsonl:2 and .*part-001\.jsonl:2; .*--id-col"):
+        write(tmp_path / "store", path, shard_rows)
+    assert not (tmp_path / "store" / "store.json").exists()
+    assert not (tmp_path / "store" / "spill.part").exists()
+
+
+def test_what_is_no_store_or_not_in_it_is_refused(tmp_path, corpus):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").write_text("precious")
+    store = write(tmp_path / "store", corpus)
+    for ask, said in [
+        (lambda: write(tmp_path / "theirs", corpus), "not empty and not a row store"),
+        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty and not a row store"),
+        (lambda: RowStore.open(tmp_path / "nowhere"), "no such row store"),
+        (lambda: store.rows(np.array([0, -1])), "row_index -1"),
+        (lambda: store.rows(np.array([0, 10_000])), "row_index 10000"),
+        (lambda: store.shard(-1), "shard -1"),
+        (lambda: store.shard(10_000), "shard 10000"),
+        (lambda: store.table(10_000), "shard 10000"),
+    ]:
+        with pytest.raises(CorpusError, match=said):
+            ask()
+    assert (tmp_path / "theirs" / "thesis.txt").read_text() == "precious"
+    summary = tmp_path / "store" / "store.json"
+    for text, said in [(summary.read_text().replace('_version": 1', '_version": 2'), "version 2"), ("{", "damaged")]:
+        summary.write_text(text)
+        with pytest.raises(CorpusError, match=said):
+            RowStore.open(tmp_path / "store")
