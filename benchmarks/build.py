@@ -38,7 +38,7 @@ from transformers import PhiConfig, PhiForCausalLM
 from grasp.corpus.store import RowStore
 from grasp.extract.backward import GradientKernel, examples_of, square_sums
 from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask, supervised_positions
 from grasp.features.gradient_match import SampledGradients
@@ -141,7 +141,7 @@ class Clock(Silent):
 
 def timed_build(settings: Any, out: Path) -> dict[str, float]:
     clock = Clock()
-    build(settings, out, progress=clock)
+    build_artifact(settings, out, progress=clock)
     return clock.stop()
 
 
@@ -345,7 +345,7 @@ def profile(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     timed_build(settings_of(root, root / "corpus.parquet", args.length, "pooled", args.threads), root / "warm-up")
     for match in args.match:
         clock = Profiler()
-        build(
+        build_artifact(
             settings_of(root, root / "corpus.parquet", args.length, match, args.threads), root / match, progress=clock
         )
         clock.stop()
@@ -369,7 +369,7 @@ def profile_table(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
 
 
 def _peak(settings: Any, out: Path, queue: Any) -> None:
-    build(settings, out)
+    build_artifact(settings, out)
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 

@@ -183,9 +183,9 @@ def forward_backward(job: Job) -> None:
 
 def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
     def run(job: Job) -> int:
-        from grasp.extract.local import build  # noqa: PLC0415
+        from grasp.extract.local import build_artifact  # noqa: PLC0415
 
-        return bytes_below(build(settings_of(job, match, train), job.out / "run"), but="tokens")
+        return bytes_below(build_artifact(settings_of(job, match, train), job.out / "run"), but="tokens")
 
     return run
 

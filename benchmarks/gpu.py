@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowStore
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.tokenizer import train_tokenizer
 from grasp.predict.row_sums import MASK_ROWS, RowSums
@@ -164,7 +164,7 @@ def time_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     """Tokens a second of a build and of the bare forward pass, and the shares of what products allow."""
     settings = settings_of(root, sizes, device, "auto", sizes.rows)
     clock = DeviceClock(device)
-    build(settings, root / "artifact", progress=clock)
+    build_artifact(settings, root / "artifact", progress=clock)
     stages = clock.stop()
     model, store = ReferenceModel.load(settings.model), RowStore.open(root / "artifact" / "tokens")
     found: dict[str, Any] = {"stages_s": stages, "tokens": store.n_tokens, "dtype": str(model.dtype)}
@@ -215,7 +215,7 @@ def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     found = {}
     artifacts = [
         ArtifactReader.open(
-            build(settings_of(root, sizes, one, "float32", sizes.agree_rows, "further"), root / f"agree-{k}")
+            build_artifact(settings_of(root, sizes, one, "float32", sizes.agree_rows, "further"), root / f"agree-{k}")
         )
         for k, one in enumerate((device, "cpu"))
     ]

@@ -68,9 +68,9 @@ def child(what: str, text: str, batches: Sequence[int]) -> None:
 
 
 def grasp_build_for_methods(job: Job) -> None:
-    from grasp.extract.local import build  # noqa: PLC0415
+    from grasp.extract.local import build_artifact  # noqa: PLC0415
 
-    build(settings_of(job, "pooled"), job.artifact)
+    build_artifact(settings_of(job, "pooled"), job.artifact)
 
 
 def contend(contender: Contender, job: Job, batches: Sequence[int]) -> dict[str, Any]:

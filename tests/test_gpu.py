@@ -12,7 +12,7 @@ import torch
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict import sweep_torch
 from grasp.predict.weights import PackedMasks
@@ -75,7 +75,9 @@ def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):
     for device in ("cpu", "cuda"):
         settings = world(tmp_path, train="further")
         model = settings.model.model_copy(update={"device": device, "dtype": "float32"})
-        artifacts[device] = ArtifactReader.open(build(settings.model_copy(update={"model": model}), tmp_path / device))
+        artifacts[device] = ArtifactReader.open(
+            build_artifact(settings.model_copy(update={"model": model}), tmp_path / device)
+        )
     rows = np.arange(artifacts["cpu"].n_rows)
     assert artifacts["cpu"].array_names == artifacts["cuda"].array_names
     for name in artifacts["cpu"].array_names:

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import rankdata, spearmanr
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.settings import BuildSettings, build_settings
 from grasp.verbs.score import score
 
@@ -61,7 +61,7 @@ def answer_auc(artifact: ArtifactReader, relevance_NE: np.ndarray) -> list[float
 def test_smollm2_over_web_pages_in_both_precisions(tmp_path):
     found = {}
     for dtype in ("float32", "bfloat16"):
-        artifact = ArtifactReader.open(build(settings_of(dtype), tmp_path / dtype))
+        artifact = ArtifactReader.open(build_artifact(settings_of(dtype), tmp_path / dtype))
         assert artifact.n_rows == DOCUMENTS
         assert artifact.manifest.made_by["dtype"] == dtype
         found[dtype] = relevance(artifact.path)

@@ -42,7 +42,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.scorer import Scorer
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.settings import build_settings
@@ -281,7 +281,7 @@ def slow_read(bench: Bench) -> None:
 
     io.open = opened  # type: ignore[assignment]
     try:
-        out = build(build_settings(read_yaml(bench.root / "build.yaml")), bench.fresh("slow"))
+        out = build_artifact(build_settings(read_yaml(bench.root / "build.yaml")), bench.fresh("slow"))
     finally:
         io.open = real
     if not waits:

@@ -26,7 +26,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.cli import REFUSALS
 from grasp.errors import GraspError
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.report.atlas import write_atlas
 from grasp.runs.environment import Environment
@@ -84,15 +84,15 @@ class Bench:
 
 
 def _build(root: Path, out: Path) -> None:
-    build(build_settings(read_yaml(root / "build.yaml")), out)
+    build_artifact(build_settings(read_yaml(root / "build.yaml")), out)
 
 
 def _build_on_ray(root: Path, out: Path) -> None:
-    build(build_settings(read_yaml(root / "build.yaml")), out, cluster=ClusterSpec(workers=2))
+    build_artifact(build_settings(read_yaml(root / "build.yaml")), out, cluster=ClusterSpec(workers=2))
 
 
 def _build_other(root: Path, out: Path) -> None:
-    build(build_settings(read_yaml(root / "other.yaml")), out)
+    build_artifact(build_settings(read_yaml(root / "other.yaml")), out)
 
 
 def _retrain(root: Path, out: Path) -> None:

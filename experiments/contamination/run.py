@@ -24,7 +24,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import relevance_array, standardised_blocks
 from grasp.audit.detection import auroc
 from grasp.corpus.store import RowStore
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -54,7 +54,7 @@ def make(
     settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
     if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
-    return ArtifactReader.open(build(settings, work / "artifact")), rows, units
+    return ArtifactReader.open(build_artifact(settings, work / "artifact")), rows, units
 
 
 def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSettings:

@@ -25,7 +25,7 @@ from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import INFO
@@ -84,7 +84,7 @@ class Experiment:
         recorded["model"] = recorded["model"] | {"path": str(model), "tokenizer": None}
         recorded["train"] = "new"
         recorded["corpus"] = self.world.corpus.model_dump(mode="json")
-        return ArtifactReader.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact"))
+        return ArtifactReader.open(build_artifact(build_settings(recorded), self.work / f"{GPT2}-artifact"))
 
     def _made(self, chooser: Chooser, wanted: Sequence[Asked]) -> list[Choice]:
         found = chooser.made(wanted)

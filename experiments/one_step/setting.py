@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -163,7 +163,7 @@ class World:
             array_dtype="float32",
             keep_tokens=False,
         )
-        return ArtifactReader.open(build(settings, self._work / f"artifact-{name}"))
+        return ArtifactReader.open(build_artifact(settings, self._work / f"artifact-{name}"))
 
     @property
     def _n_players(self) -> int:

@@ -12,7 +12,7 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, load_protocol, protocol_from
@@ -48,7 +48,7 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
             "features": {"match": "forward", "pooling": positions, "token_positions": positions},
         }
     )
-    return ArtifactReader.open(build(settings, work / "artifact"))
+    return ArtifactReader.open(build_artifact(settings, work / "artifact"))
 
 
 def _unit(row: Row) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import decode_image
@@ -87,7 +87,7 @@ def values(
             fitting = build_settings(settings)
             fit_head(fitting.model, fitting.corpus, root / "head.safetensors")
             settings["model"]["classifier"]["fitted_head"] = str(root / "head.safetensors")
-        artifact = ArtifactReader.open(build(build_settings(settings), root / "art"))
+        artifact = ArtifactReader.open(build_artifact(build_settings(settings), root / "art"))
         token, pooled = detect(artifact, "trusted"), detect(artifact, "trusted", match="pooled")
         found = {"GRASP (pooled)": pooled.scores["relevance"], "GRASP (token)": token.scores["relevance"]}
         found |= {f"detect: {name}": token.scores[name] for name in ("geometry", "fused")}

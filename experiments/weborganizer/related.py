@@ -25,7 +25,7 @@ from experiments.weborganizer.retrieval import Recall, retrieve
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.files import aside, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate
@@ -115,7 +115,7 @@ class Pages:
                 "features": {"match": "token", "product_width": 0},
             }
         )
-        return ArtifactReader.open(build(settings, self.work / "artifact"))
+        return ArtifactReader.open(build_artifact(settings, self.work / "artifact"))
 
 
 def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall, ...]:

@@ -17,7 +17,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Progress, Silent
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -95,7 +95,7 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     demo = Demo(out)
     make_corpus(demo)
     make_model(demo, progress)
-    build(demo.settings, demo.artifact_path, progress=progress)
+    build_artifact(demo.settings, demo.artifact_path, progress=progress)
     return demo
 
 

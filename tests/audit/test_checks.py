@@ -13,8 +13,8 @@ from grasp.audit import sample
 from grasp.audit.checks import check
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, SettingsError
-from grasp.extract.local import build
-from grasp.extract.moments import unspool_moments
+from grasp.extract.corpus_moments import unspool_moments
+from grasp.extract.local import build_artifact
 from grasp.features.moments import Whitener
 from grasp.geometry import checks as sketch_checks
 from grasp.geometry import measures as geometric
@@ -38,12 +38,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(root):
-    return ArtifactReader.open(build(world(root / "world"), root / "plain"))
+    return ArtifactReader.open(build_artifact(world(root / "world"), root / "plain"))
 
 
 @pytest.fixture(scope="module")
 def kept(root, plain):
-    return ArtifactReader.open(build(world(root / "world", keep_features=True), root / "kept"))
+    return ArtifactReader.open(build_artifact(world(root / "world", keep_features=True), root / "kept"))
 
 
 def by_name(found):
@@ -161,7 +161,7 @@ def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with
 def widest(root):
     """All probabilities, and sketches as wide as can be."""
     features = {"hidden_width": 16, "residual_width": 4096, "product_width": 4096, "top_k": 300}
-    return ArtifactReader.open(build(world(root / "world", features=features), root / "widest"))
+    return ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "widest"))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_a_sketch_as_wide_as_the_features_has_no_error(of_widest):
 def narrow(root):
     """Sketches of four numbers, whose norms are near enough and whose order is lost."""
     features = {"hidden_width": 4, "residual_width": 4, "product_width": 4, "top_k": 300}
-    return ArtifactReader.open(build(world(root / "world", features=features), root / "narrow"))
+    return ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "narrow"))
 
 
 def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(root, narrow):
@@ -194,7 +194,9 @@ def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(
         assert named[f"{half} sketch"].verdict == "look"
         widths[f"{half}_width"] = int(numbers["healthy_width"])
         assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice
-    art = ArtifactReader.open(build(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised"))
+    art = ArtifactReader.open(
+        build_artifact(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised")
+    )
     mended = by_name(check(art, rows=40, subsets=40, protocol=ALL))
     for half in ("hidden", "residual", "product"):
         assert mended[f"{half} sketch"].verdict == "healthy"
@@ -230,7 +232,9 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
     features = {"token_positions": "stride:3", "pooling": "tail:4"}
     answers = []
     for name, keep in (("strided", False), ("strided-kept", True)):
-        art = ArtifactReader.open(build(world(root / "world", features=features, keep_features=keep), root / name))
+        art = ArtifactReader.open(
+            build_artifact(world(root / "world", features=features, keep_features=keep), root / name)
+        )
         answers.append(by_name(check(art, rows=32, subsets=20, protocol=ALL)))
     for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
         for key, value in answers[0][name].numbers.items():
@@ -240,7 +244,7 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
 def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, all_of_plain):
     """The share is that of the summary that is kept, over the positions that the gradient is of."""
     features = {"pooling": "tail:1", "token_positions": "tail:1"}
-    art = ArtifactReader.open(build(world(root / "world", features=features), root / "last"))
+    art = ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "last"))
     one = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled for tokens"]
     assert one.numbers["share"] == pytest.approx(1.0)
     assert one.verdict == "healthy"
@@ -268,7 +272,7 @@ def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
 
 def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
     art = ArtifactReader.open(
-        build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
+        build_artifact(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
     )
     own = rule(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
     named = by_name(check(art, rows=32, subsets=10, protocol=own))
@@ -326,7 +330,7 @@ def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
 
 def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     settings = world(root / "gone")
-    art = ArtifactReader.open(build(settings, tmp_path / "art"))
+    art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
     assert (
@@ -376,7 +380,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
 
 def test_an_image_classifier_is_checked_alike(tmp_path):
-    art = ArtifactReader.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
+    art = ArtifactReader.open(build_artifact(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
     kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
     assert "code is run only if you ask for it yourself" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
@@ -397,7 +401,7 @@ def test_the_command(plain):
 
 
 def test_too_few_rows_are_refused(root):
-    small = ArtifactReader.open(build(world(root / "small", n_rows=3), root / "tiny"))
+    small = ArtifactReader.open(build_artifact(world(root / "small", n_rows=3), root / "tiny"))
     with pytest.raises(ArtifactError, match=r"has \d rows, checks need at least 8"):
         check(small)
     with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):

@@ -12,7 +12,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, standardised_blocks
 from grasp.errors import ArtifactError, SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
@@ -35,7 +35,7 @@ def noisy(tmp_path_factory):
     fitting = build_settings(data)
     fit_head(fitting.model, fitting.corpus, root / "head.safetensors", decay=0.3)
     data["model"]["classifier"] |= {"fitted_head": str(root / "head.safetensors")}
-    return build(build_settings(data), root / "art")
+    return build_artifact(build_settings(data), root / "art")
 
 
 def test_wrong_labels_come_first(noisy):
@@ -106,7 +106,7 @@ def test_options_without_effect_are_refused(marked, options, said):
 def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
-    found = detect(ArtifactReader.open(build(build_settings(data), tmp_path / "art")), "trusted")
+    found = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
     assert "1 rows are alone with their image_class: geometry says nothing of them" in found.notes
 
 
@@ -115,7 +115,7 @@ def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_p
     images, classes = pictures(30)
     table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
     pq.write_table(pa.table(table), tmp_path / "trusted.parquet")
-    artifact = ArtifactReader.open(build(build_settings(data), tmp_path / "art"))
+    artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
     with pytest.raises(ArtifactError) as caught:
         detect(artifact, "trusted")
     assert "3 of 3 trusted units of trusted are rows of the corpus: " in str(caught.value)
@@ -140,7 +140,7 @@ def marked(tmp_path_factory):
         for i, text in enumerate(texts(40))
     ]
     pq.write_table(pa.Table.from_pylist(lines), root / "marked.parquet")
-    return ArtifactReader.open(build(_with(base, path=str(root / "marked.parquet")), root / "art"))
+    return ArtifactReader.open(build_artifact(_with(base, path=str(root / "marked.parquet")), root / "art"))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
 
 
 def test_too_few_rows_are_one_line(tmp_path):
-    artifact = build(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
+    artifact = build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
     said = refused("detect", artifact, "--target", "facts")
     assert "has 9 rows, expected at least 10: of fewer none stands out" in said
 
@@ -188,7 +188,7 @@ def test_texts_with_one_preamble_are_not_one_text(tmp_path):
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, asked)))
     targets = base.targets.model_copy(update={"max_length": 512})
     settings = _with(base, max_length=512).model_copy(update={"targets": targets})
-    artifact = ArtifactReader.open(build(settings, tmp_path / "art"))
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     with pytest.raises(ArtifactError, match=r"1 of 4 trusted units of facts are rows of the corpus: u2 = row-9;"):
         detect(artifact, "facts")
 
@@ -203,7 +203,7 @@ def leaked(tmp_path_factory):
     for i, unit in ((7, units[1]), (21, units[4])):
         lines[i] = {"row_id": f"row-{i}", "text": unit["prompt"] + unit["completion"], "leak": True}
     (root / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return ArtifactReader.open(build(base, root / "art")), units
+    return ArtifactReader.open(build_artifact(base, root / "art")), units
 
 
 def test_trusted_texts_that_are_rows_are_refused(leaked):
@@ -237,15 +237,17 @@ def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
     base = world(tmp_path)
     lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    artifact = build(_with(base), tmp_path / "art")
+    artifact = build_artifact(_with(base), tmp_path / "art")
     shown = succeed("detect", artifact, "--target", "facts", "--label", "topic", "--out", tmp_path / "s.parquet")
     assert "Most rows have one and the same score: the threshold says nothing." in shown.out
     assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
 
 
 def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
-    one = ArtifactReader.open(build(_with(world(tmp_path)), tmp_path / "one"))
-    other = ArtifactReader.open(build(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other"))
+    one = ArtifactReader.open(build_artifact(_with(world(tmp_path)), tmp_path / "one"))
+    other = ArtifactReader.open(
+        build_artifact(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other")
+    )
     score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_token")]).astype(float)
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
@@ -259,7 +261,7 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
 
 
 def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
-    artifact = ArtifactReader.open(build(world(tmp_path), tmp_path / "art"))
+    artifact = ArtifactReader.open(build_artifact(world(tmp_path), tmp_path / "art"))
     assert list(detect(artifact, "facts").scores) == ["relevance"]
     assert list(detect(artifact, "facts", label="topic").scores) == ["relevance", "geometry", "fused"]
     with pytest.raises(SettingsError, match="neighbours: got 0"):

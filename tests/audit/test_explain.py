@@ -17,8 +17,8 @@ from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
 from grasp.audit.explanation import Explanation, joined_words
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
-from grasp.extract.local import build
-from grasp.extract.moments import unspool_position_moments
+from grasp.extract.corpus_moments import unspool_position_moments
+from grasp.extract.local import build_artifact
 from grasp.features.extract import extract
 from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
@@ -45,7 +45,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def art(root):
     """Every kernel, stored in float32."""
-    return ArtifactReader.open(build(world(root / "world", features=EVERY), root / "art"))
+    return ArtifactReader.open(build_artifact(world(root / "world", features=EVERY), root / "art"))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,9 @@ def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explai
 @pytest.mark.parametrize("positions", ["tail:7", "stride:3"])
 def test_positions_that_no_kernel_uses_add_nothing(root, positions):
     features = EVERY | {"token_positions": positions, "pooling": "tail:4"}
-    art = ArtifactReader.open(build(world(root / "world", features=features), root / positions.replace(":", "-")))
+    art = ArtifactReader.open(
+        build_artifact(world(root / "world", features=features), root / positions.replace(":", "-"))
+    )
     for kernel in ("token", "pooled"):
         found = explain(art, "facts", "row-3", unit=UNIT, match=kernel)
         assert np.nansum(found.contributions) + found.average == pytest.approx(found.effect, abs=1e-3)
@@ -198,7 +200,7 @@ def hostile(root):
     lines = [json.dumps({"row_id": f"r{i}", "text": f"{HOSTILE} {i}"}) for i in range(12)]
     corpus.write_text("\n".join(lines))
     settings = world(root / "hostile", corpus={"path": str(corpus), "max_length": 128})
-    return ArtifactReader.open(build(settings, root / "hostile-art"))
+    return ArtifactReader.open(build_artifact(settings, root / "hostile-art"))
 
 
 def test_no_text_steers_a_terminal_or_a_page(hostile):
@@ -236,7 +238,7 @@ def test_a_row_of_20000_tokens(root):
         corpus={"path": str(root / "long.jsonl"), "max_length": 20_000, "max_rows_per_document": 1},
         features={"match": "token", "input_match": False, "neighbour_match": False},
     )
-    art = ArtifactReader.open(build(settings, root / "long-art"))
+    art = ArtifactReader.open(build_artifact(settings, root / "long-art"))
     found = explain(art, "facts", "long")
     assert len(found.tokens) == 20_000
     assert abs(found.gap) < 1e-3
@@ -270,7 +272,7 @@ def test_an_artifact_without_tokens(art, tmp_path):
 
 def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     settings = world(tmp_path / "world", n_rows=12)
-    art = ArtifactReader.open(build(settings, tmp_path / "art"))
+    art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     before = explain(art, "facts", "row-1")
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
     with pytest.raises(ModelError, match=r"model\.path: .*model: not on this disk.* --set model\.path=DIR"):

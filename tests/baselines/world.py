@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.models.tokenizer import train_tokenizer
 from grasp.runs.contract import MethodInputs, MethodScores, Retrained
 from grasp.runs.environment import Environment
@@ -78,7 +78,7 @@ def make(root: Path) -> World:
         root / "env",
     )
     features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "moment_positions": 200}
-    build(
+    build_artifact(
         build_settings(
             {
                 "model": {"path": str(root / "env/reference/seed-0"), "threads": 1, "device": "cpu"},

@@ -12,7 +12,7 @@ from grasp.choose.export import kept_documents
 from grasp.choose.scorer import Scorer
 from grasp.choose.selection import write_ids
 from grasp.errors import CorpusError
-from grasp.extract.local import build as build_local
+from grasp.extract.local import build_artifact
 from tests.choose.test_export import build, choose, records, rows_of
 from tests.corpus.world import write_parquet
 from tests.extract.world import world
@@ -109,7 +109,7 @@ def test_lists_and_fields_that_are_missing(tmp_path):
 
 def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):
     settings = world(tmp_path)
-    scorer = grasp.open(build_local(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
+    scorer = grasp.open(build_artifact(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
     texts = ["water and salt", "", "stone, iron, wind", "star"]
     documents = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
     expected, _ = Scorer.open(tmp_path / "scorer").score(texts)

@@ -17,7 +17,7 @@ from grasp.choose import ngrams
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.choose.scorer import CARD, SIGNED_CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.store.records import signed_json
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
@@ -33,7 +33,7 @@ def art(tmp_path_factory):
     place = tmp_path_factory.mktemp("distil")
     chosen = world(place)
     write_corpus(place / "corpus.jsonl", 120)
-    return grasp.open(build(chosen, place / "art"))
+    return grasp.open(build_artifact(chosen, place / "art"))
 
 
 @pytest.fixture(scope="module")

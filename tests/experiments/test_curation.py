@@ -18,7 +18,7 @@ from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, held_out_documents, with_choices
 from experiments.curation.table import estimate
 from grasp.errors import SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.predict.protocol import default_protocol, save_protocol
 from grasp.predict.relevance import UnitSelection
 from grasp.runs.environment import Environment
@@ -63,7 +63,7 @@ def art(tmp_path_factory):
             },
         }
     )
-    return build(settings, place / "art")
+    return build_artifact(settings, place / "art")
 
 
 def small(art, **changed):

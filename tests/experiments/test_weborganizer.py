@@ -11,7 +11,7 @@ from experiments.curation.setting import held_out_documents
 from experiments.weborganizer import related, shares
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from tests.extract.world import TOPICS, texts, world, write_checkpoint
 
 N = 40
@@ -73,8 +73,8 @@ def test_a_corpus_without_labels_is_refused(pages, tmp_path):
 def checkpoints(tmp_path_factory):
     """Two artifacts of one corpus: exact and cut residuals stand for two checkpoints."""
     place = tmp_path_factory.mktemp("shares")
-    first = build(world(place), place / "art-1")
-    return [first, build(world(place, features={"top_k": 2}), place / "art-2")]
+    first = build_artifact(world(place), place / "art-1")
+    return [first, build_artifact(world(place, features={"top_k": 2}), place / "art-2")]
 
 
 def test_shares_are_those_of_the_double_loop(checkpoints):
@@ -105,6 +105,6 @@ def test_the_command_writes_shares_and_figure(checkpoints, tmp_path, capsys):
 
 
 def test_another_corpus_is_refused(checkpoints, tmp_path):
-    other = build(world(tmp_path, n_rows=20), tmp_path / "art")
+    other = build_artifact(world(tmp_path, n_rows=20), tmp_path / "art")
     with pytest.raises(ArtifactError, match="was built on another corpus"):
         shares.measured([other, checkpoints[0]], ["topic"], "facts")

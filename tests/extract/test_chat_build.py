@@ -12,7 +12,7 @@ from grasp import api
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowStore
 from grasp.extract.extend import add_target
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Silent
@@ -52,7 +52,7 @@ class Notes(Silent):
 def chat(tmp_path_factory):
     root, notes = tmp_path_factory.mktemp("chat"), Notes()
     settings = chat_settings(root)
-    build(settings, root / "art", progress=notes)
+    build_artifact(settings, root / "art", progress=notes)
     asked = "asked as plain text, without the chat template that this model has"  # its questions are no conversations
     assert [line for line in notes.lines if asked in line]
     return root, settings
@@ -94,7 +94,7 @@ def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(lines))
     corpus = settings.corpus.model_copy(update={"path": str(tmp_path / "text.jsonl")})
     text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
-    build(text, tmp_path / "text")
+    build_artifact(text, tmp_path / "text")
     both = api.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
     supervised = [RowStore.open(part / "tokens").supervised() for part in (root / "art", tmp_path / "text")]
     assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
@@ -104,11 +104,11 @@ def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
 def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     root, settings = chat
     names = (*settings.targets.names, str(write_targets(root / "more.jsonl", "more", 4, seed=5)))
-    build(
+    build_artifact(
         settings.model_copy(update={"targets": settings.targets.model_copy(update={"names": names})}),
         tmp_path / "joint",
     )
-    build(settings, tmp_path / "art")
+    build_artifact(settings, tmp_path / "art")
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
     found, expected = arrays(tmp_path / "art"), arrays(tmp_path / "joint")
     np.testing.assert_allclose(found["relevance_token"], expected["relevance_token"], rtol=1e-4, atol=1e-6)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.extract import backward
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.reopen import BuildSource
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
@@ -36,7 +36,7 @@ def relevance(out):
 
 @pytest.fixture(scope="module")
 def built(root):
-    return build(world(root, train="further"), root / "built")
+    return build_artifact(world(root, train="further"), root / "built")
 
 
 def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root, tmp_path):
@@ -50,7 +50,7 @@ def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root
     adapted.save_pretrained(tmp_path / "adapter")
     own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
     notes = Notes()
-    artifact = ArtifactReader.open(build(own, tmp_path / "art", progress=notes))
+    artifact = ArtifactReader.open(build_artifact(own, tmp_path / "art", progress=notes))
     size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     assert [line for line in notes.lines if line.startswith("gradients of")] == [
         f"gradients of {size:,} among {size:,} parameters of 8 layers, frozen ones left out"
@@ -79,7 +79,7 @@ def test_an_adapter_is_folded_where_a_new_model_is_trained(root, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(settings.model.path)
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
-    assert ArtifactReader.open(build(own, tmp_path / "art")).manifest.settings["model"]["adapter"] == "folded"
+    assert ArtifactReader.open(build_artifact(own, tmp_path / "art")).manifest.settings["model"]["adapter"] == "folded"
 
 
 def test_parameters_that_are_frozen_are_left_out(root):
@@ -130,12 +130,12 @@ def test_more_coordinates_than_there_are_are_refused():
 
 def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
-    inside = relevance(build(settings, tmp_path / "inside"))
+    inside = relevance(build_artifact(settings, tmp_path / "inside"))
     monkeypatch.setattr(backward, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
-    assert np.array_equal(relevance(build(settings, tmp_path / "outside")), inside)
+    assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
     monkeypatch.setattr(backward.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
-        build(settings, tmp_path / "nowhere")
+        build_artifact(settings, tmp_path / "nowhere")
 
 
 def test_rows_are_ranked_as_by_gradients_of_autograd(built):
@@ -174,7 +174,7 @@ def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, mo
 
     monkeypatch.setattr(backward.GradientKernel, "relevance", broken)
     notes = Notes()
-    artifact = ArtifactReader.open(build(world(root, train="further"), tmp_path / "art", progress=notes))
+    artifact = ArtifactReader.open(build_artifact(world(root, train="further"), tmp_path / "art", progress=notes))
     zero_N = ~relevance(tmp_path / "art").any(axis=1)
     assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
     first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()

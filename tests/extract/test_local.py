@@ -24,6 +24,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.choose.export import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
+from grasp.extract.corpus_moments import token_sample
 from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
 from grasp.extract.forecast import forecast
@@ -31,7 +32,7 @@ from grasp.extract.forward import ShardForward
 from grasp.extract.inputs import ON_DISK, prepare, tell_units
 from grasp.extract.local import (
     KERNELS,
-    build,
+    build_artifact,
     build_token_kernel,
     decided,
     foretell,
@@ -39,7 +40,6 @@ from grasp.extract.local import (
     regime,
     relevance_scale,
 )
-from grasp.extract.moments import token_sample
 from grasp.extract.progress import Silent
 from grasp.extract.reopen import BuildSource
 from grasp.features import extract
@@ -69,7 +69,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(root) -> Path:
-    return build(world(root), root / "artifact")
+    return build_artifact(world(root), root / "artifact")
 
 
 class Reference:
@@ -190,7 +190,7 @@ class Reference:
 
 def test_relevance_equals_the_float64_reference(root):
     settings = world(root, features={"moment_positions": 10**6, "shift_match": True, "tilt_match": True})
-    found = arrays(build(settings, root / "exact"))
+    found = arrays(build_artifact(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
     units = []
@@ -215,14 +215,14 @@ def test_sketches_have_mean_squared_norm_one(built):
 
 
 def test_another_cut_into_shards_gives_the_same_numbers(root, built):
-    found = arrays(build(world(root, shard_rows=17), root / "other-shards"))
+    found = arrays(build_artifact(world(root, shard_rows=17), root / "other-shards"))
     for name, expected in arrays(built).items():
         np.testing.assert_allclose(found[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
 
 
 def test_sampled_moments_need_one_pass_and_come_close(root, built):
     settings = world(root, features={"moment_rows": 60})
-    found, expected = arrays(build(settings, root / "sampled")), arrays(built)
+    found, expected = arrays(build_artifact(settings, root / "sampled")), arrays(built)
     for name in ("relevance_token", "relevance_pooled"):
         correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
         assert correlation > 0.95, name
@@ -242,11 +242,11 @@ def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_
     monkeypatch.setattr(extract, "head_residual", head_residual)
     monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)  # of the passes alone
     settings = world(root, features={"moment_positions": 10**6}, shard_rows=17)
-    once = ArtifactReader.open(build(settings, tmp_path / "once"))
+    once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
     of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
     assert positions < of_once < 1.5 * positions  # the rest are those of units
-    monkeypatch.setattr("grasp.extract.moments.SEEN_BYTES", 0)
-    twice = ArtifactReader.open(build(settings, tmp_path / "twice"))
+    monkeypatch.setattr("grasp.extract.corpus_moments.SEEN_BYTES", 0)
+    twice = ArtifactReader.open(build_artifact(settings, tmp_path / "twice"))
     assert sum(looked_at) == 2 * of_once + positions
     assert_same(arrays(once.path), arrays(twice.path))
     assert_same(dict(once.moments), dict(twice.moments))
@@ -263,7 +263,7 @@ def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_
     ],
 )
 def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
-    found = arrays(build(world(root, features=features), tmp_path / "some"))
+    found = arrays(build_artifact(world(root, features=features), tmp_path / "some"))
     others = {"token", "pooled", "input", "neighbour"} - kernels
     expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
     assert_same(found, expected)
@@ -282,7 +282,7 @@ def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, mon
     settings = world(root).model_dump(mode="json")
     del settings["features"]["product_width"]
     settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
-    artifact = ArtifactReader.open(build(build_settings(settings), tmp_path / "pooled"))
+    artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "pooled"))
     (positions_of_units, *of_rows) = looked_at
     assert positions_of_units > 6
     assert 2.9 * artifact.grid.n_rows < sum(of_rows) <= 3 * artifact.grid.n_rows  # some rows are shorter
@@ -294,7 +294,9 @@ def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, 
     assert moments["input.count"] == moments["token.count"]
     assert moments["input.gamma"].sum() == pytest.approx(1.0)
     assert moments["input.covariance"].dtype == moments["input.gamma"].dtype == np.float64
-    without = ArtifactReader.open(build(world(root, features={"input_match": False}), tmp_path / "without")).moments
+    without = ArtifactReader.open(
+        build_artifact(world(root, features={"input_match": False}), tmp_path / "without")
+    ).moments
     assert not [name for name in without if name.startswith("input.")]
     assert np.array_equal(without["token.covariance"], moments["token.covariance"])
 
@@ -314,7 +316,7 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
 
 
 def test_float16_keeps_three_digits(root, built):
-    found, expected = arrays(build(world(root, array_dtype="float16"), root / "half")), arrays(built)
+    found, expected = arrays(build_artifact(world(root, array_dtype="float16"), root / "half")), arrays(built)
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
 
@@ -338,7 +340,7 @@ class Notes(Silent):
 def test_the_same_build_again_says_that_it_is_finished(root, built):
     assert not (built / "work").exists()
     notes = Notes()
-    assert build(world(root), built, progress=notes) == built
+    assert build_artifact(world(root), built, progress=notes) == built
     assert notes.lines == [f"{built}: finished already, with these settings; nothing was read again"]
     assert notes.stages == []
 
@@ -348,7 +350,7 @@ def test_settings_that_a_later_version_has_do_not_change_what_was_built(root, bu
     lines = (path / RUN).read_text().splitlines(keepends=True)
     assert "like: null\n" in lines
     (path / RUN).write_text("".join(line for line in lines if not line.startswith("like:")))
-    assert build(world(root), path) == path
+    assert build_artifact(world(root), path) == path
 
 
 def test_another_build_in_its_place_is_refused_with_every_difference(root, built):
@@ -357,7 +359,7 @@ def test_another_build_in_its_place_is_refused_with_every_difference(root, built
         match=r"holds a finished artifact, built with other settings: features.tau: was 0.01, now 0.02; shard_rows: "
         r"was 8, now 9; choose another --out, give the old settings, or delete",
     ):
-        build(world(root, shard_rows=9, features={"tau": 0.02}), built)
+        build_artifact(world(root, shard_rows=9, features={"tau": 0.02}), built)
 
 
 def test_a_published_copy_is_known_by_its_manifest(root, built, tmp_path):
@@ -365,8 +367,8 @@ def test_a_published_copy_is_known_by_its_manifest(root, built, tmp_path):
     (path / RUN).unlink()
     (path / MARKER).unlink()
     with pytest.raises(ArtifactError, match=r"holds a finished artifact, built with other settings: features.tau: was"):
-        build(world(root, features={"tau": 0.02}), path)
-    assert build(world(root), path) == path
+        build_artifact(world(root, features={"tau": 0.02}), path)
+    assert build_artifact(world(root), path) == path
 
 
 def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
@@ -388,7 +390,7 @@ CUT = "; longer documents are cut into several rows"
 
 def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
     notes = Notes()
-    build(world(root), tmp_path / "art", progress=notes)
+    build_artifact(world(root), tmp_path / "art", progress=notes)
     columns, labels, rows, questions, time, which = notes.lines
     assert questions == "questions: all 6 of facts"
     fewer = Notes()
@@ -404,7 +406,7 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     made = Notes()
     settings = world(root)
     corpus = settings.corpus.model_copy(update={"path": str(unnamed)})
-    build(settings.model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
+    build_artifact(settings.model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
     assert made.lines[0] == (
         "columns: text from 'text'; names of rows are made from content and position; 'url' differs in every "
         "document: --id-column url takes it"
@@ -436,7 +438,7 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
     seen = []
     notes.advance = lambda rows, tokens: seen.append((notes.stages[-1], rows, tokens))
     settings = world(root, shard_rows=65)
-    build(settings, tmp_path / "art", progress=notes)
+    build_artifact(settings, tmp_path / "art", progress=notes)
     forward = [(rows, tokens) for stage, rows, tokens in seen if stage == "forward"]
     assert len(forward) > 3
     assert sum(rows for rows, _ in forward) == 65
@@ -449,7 +451,7 @@ def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_pa
     told = foretell(settings, out)
     assert not has_work(out)
     notes = Notes()
-    build(settings, out, progress=notes)
+    build_artifact(settings, out, progress=notes)
     assert notes.rows < 2 * told.rows + told.documents  # the corpus was cut already
     art = ArtifactReader.open(out)
     assert (told.rows, told.documents) == (art.n_rows, 40)
@@ -470,8 +472,8 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
     said = r"model: looks untrained: .* nats a token, guessing gives 5.7\. .* go on all the same with --untrained"
     for _ in range(2):  # the rows that the first attempt left change nothing
         with pytest.raises(ModelError, match=said):
-            build(world(root), tmp_path / "art", must_be_trained=True)
-    assert build(world(root), tmp_path / "art").exists()
+            build_artifact(world(root), tmp_path / "art", must_be_trained=True)
+    assert build_artifact(world(root), tmp_path / "art").exists()
 
 
 @pytest.mark.parametrize(
@@ -491,15 +493,15 @@ def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, tm
     ((group, values),) = change.items()
     wrong = build_settings(good.model_dump() | {group: getattr(good, group).model_dump() | values})
     with pytest.raises(GraspError, match=message):
-        build(wrong, tmp_path / "art")
-    assert_same(arrays(build(good, tmp_path / "art")), arrays(build(good, tmp_path / "clean")))
+        build_artifact(wrong, tmp_path / "art")
+    assert_same(arrays(build_artifact(good, tmp_path / "art")), arrays(build_artifact(good, tmp_path / "clean")))
 
 
 def test_lengths_that_follow_from_the_model_leave_the_artifact_whole(root, tmp_path):
     asked = world(root)
     corpus = asked.corpus.model_copy(update={"max_length": None})
     targets = asked.targets.model_copy(update={"max_length": 512})  # the model reads 128
-    artifact = build(asked.model_copy(update={"corpus": corpus, "targets": targets}), tmp_path / "art")
+    artifact = build_artifact(asked.model_copy(update={"corpus": corpus, "targets": targets}), tmp_path / "art")
     assert verify(artifact).problems == ()
 
 
@@ -508,7 +510,7 @@ def test_a_locked_artifact_is_refused(root, tmp_path):
         lock_artifact(tmp_path / "artifact"),
         pytest.raises(ArtifactError, match=rf"locked by process {os.getpid()} on .*: wait for it or stop it"),
     ):
-        build(world(root), tmp_path / "artifact")
+        build_artifact(world(root), tmp_path / "artifact")
 
 
 def test_nan_from_the_model_names_the_row(root, tmp_path):
@@ -522,7 +524,7 @@ def test_nan_from_the_model_names_the_row(root, tmp_path):
     model.save_pretrained(broken)
     changed = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(broken)})})
     with pytest.raises(ModelError, match=r"(row 'row-\d+'|unit 'facts-\d').*: the model computed NaN or infinity"):
-        build(changed, tmp_path / "artifact")
+        build_artifact(changed, tmp_path / "artifact")
 
 
 def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
@@ -531,7 +533,7 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     if child == 0:
         torch.set_num_threads(1)
         try:
-            build(settings, out)
+            build_artifact(settings, out)
         except BaseException:  # noqa: BLE001  (a child must never fall back into the test runner)
             os._exit(1)
         os._exit(0)
@@ -551,7 +553,7 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
 def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root, tmp_path, train, moment_rows):
     settings = world(root, train=train, features={"moment_rows": moment_rows, "gradient_rows": 30})
     begun = time.monotonic()
-    expected = arrays(build(settings, tmp_path / "whole"))
+    expected = arrays(build_artifact(settings, tmp_path / "whole"))
     whole_seconds = time.monotonic() - begun
     generator, kills, attempt = random.Random(moment_rows), 0, 0
     while kills < 10:
@@ -568,8 +570,10 @@ def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root,
 def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_path, train, keep):
     write_targets(root / "more.jsonl", task="more", seed=5)
     names = (str(root / "facts.jsonl"), str(root / "more.jsonl"))
-    joint = arrays(build(world(root, train=train, targets={"names": names, "max_length": 64}), tmp_path / "joint"))
-    out = build(world(root, train=train, keep_features=keep), tmp_path / "grown")
+    joint = arrays(
+        build_artifact(world(root, train=train, targets={"names": names, "max_length": 64}), tmp_path / "joint")
+    )
+    out = build_artifact(world(root, train=train, keep_features=keep), tmp_path / "grown")
     more = TargetSettings(names=names[1:], max_length=64)
     assert add_target(out, more) == ("kept features" if keep else "pass")
     assert add_target(out, more) == "there already"
@@ -583,7 +587,7 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_pat
 
 def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):
     write_targets(root / "more.jsonl", task="more", seed=5)
-    out = build(world(root), tmp_path / "art")
+    out = build_artifact(world(root), tmp_path / "art")
     add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
     origin = BuildSource(ArtifactReader.open(out))
     first = {unit.target: one.first for unit, one in zip(origin.units.units, origin.unit_tokens, strict=True)}
@@ -591,7 +595,7 @@ def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp
 
 
 def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
-    out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
+    out = build_artifact(world(root, features={"input_match": False}), tmp_path / "artifact")
     manifest = ArtifactReader.open(out).manifest
     del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
     SIGNED_MANIFEST.write(out, manifest)
@@ -605,7 +609,7 @@ def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
 
 
 def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
-    out = build(world(root, keep_features=True), tmp_path / "artifact")
+    out = build_artifact(world(root, keep_features=True), tmp_path / "artifact")
     kept = ArtifactReader.open(out).features(0)
     assert len(kept["position.input_P"]) == len(kept["position.row_P"])
     del kept["position.input_P"]
@@ -618,7 +622,7 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     shutil.copy(settings.corpus.path, corpus)
     moved = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(corpus)})})
-    out = build(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
+    out = build_artifact(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
     corpus.write_text(corpus.read_text().replace("water", "fire"))
     write_targets(root / "more.jsonl", task="more", seed=5)
     with pytest.raises(
@@ -644,7 +648,7 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
 
 @pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("gradient",))])
 def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(root, tmp_path, train, kernels):
-    artifact = ArtifactReader.open(build(world(root, train=train), tmp_path / "artifact"))
+    artifact = ArtifactReader.open(build_artifact(world(root, train=train), tmp_path / "artifact"))
     there = {name for name in KERNELS if f"relevance_{name}" in artifact.array_names}
     assert there == {"token", "input", *kernels}
     assert artifact.manifest.settings["train"] == train
@@ -660,7 +664,7 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
     assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
     unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
     with pytest.raises(SettingsError, match=r"--train: say what will be trained on this corpus: `--train further`"):
-        build(unsaid, tmp_path / "artifact")
+        build_artifact(unsaid, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
 
@@ -687,7 +691,7 @@ def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp
         one.model_copy(update={"path": name})
         for one, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
     )
-    build(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
+    build_artifact(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for place in ("project", "moved"):

@@ -17,7 +17,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.build import add_targets
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
@@ -44,7 +44,7 @@ def parts(tmp_path_factory) -> SimpleNamespace:
     def built(name: str, corpus: str, like: str | None = None, **changes: object) -> str:
         corpus_settings = settings.corpus.model_copy(update={"path": corpus})
         own = settings.model_copy(update={"corpus": corpus_settings, "like": like, **changes})
-        return str(build(own, root / name))
+        return str(build_artifact(own, root / name))
 
     first = built("first", one)
     second = built("second", two, like=first, shard_rows=5)

@@ -11,7 +11,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.extract import cluster
 from grasp.extract.cluster import ClusterSpec, connected
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from tests.extract.test_chat_build import chat_settings
 from tests.extract.test_local import arrays, assert_same
@@ -38,7 +38,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(root) -> Path:
-    return build(world(root), root / "local")
+    return build_artifact(world(root), root / "local")
 
 
 class Stop(Exception):
@@ -63,8 +63,8 @@ class StopsAfter(Silent):
 
 @pytest.mark.parametrize("features", [{}, {"moment_rows": 16}, {"gradient_match": True, "gradient_rows": 16}])
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
-    expected = build(world(root, features=features, keep_features=True), tmp_path / "local")
-    found = build(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
+    expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
+    found = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
     assert_same(arrays(found), arrays(expected))
     moments = ArtifactReader.open(expected).moments
     for name, array in ArtifactReader.open(found).moments.items():
@@ -79,7 +79,10 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
 def test_conversations_give_the_same_too(spec, tmp_path):
     """Which tokens carry loss travels with the rows."""
     settings = chat_settings(tmp_path)
-    assert_same(arrays(build(settings, tmp_path / "ray", cluster=spec)), arrays(build(settings, tmp_path / "local")))
+    assert_same(
+        arrays(build_artifact(settings, tmp_path / "ray", cluster=spec)),
+        arrays(build_artifact(settings, tmp_path / "local")),
+    )
 
 
 @pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
@@ -87,9 +90,9 @@ def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order)
     clusters = {"local": None, "ray": spec}
     out, watch = tmp_path / "artifact", StopsAfter(2)
     with pytest.raises(Stop):
-        build(world(root), out, cluster=clusters[order[0]], progress=watch)
+        build_artifact(world(root), out, cluster=clusters[order[0]], progress=watch)
     assert watch.stages.count("forward") == 1
-    build(world(root), out, cluster=clusters[order[1]])
+    build_artifact(world(root), out, cluster=clusters[order[1]])
     assert_same(arrays(out), arrays(built))
 
 
@@ -111,7 +114,7 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
                     os.kill(pid, signal.SIGKILL)
 
     killer = Killer()
-    found = build(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
+    found = build_artifact(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
     assert len(killer.killed) >= 2  # those of the build before may not have ended yet
     assert_same(arrays(found), arrays(built))
 
@@ -139,7 +142,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, mo
         }
     )
     with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
-        build(changed, tmp_path / "artifact", cluster=spec)
+        build_artifact(changed, tmp_path / "artifact", cluster=spec)
     lock_artifact(tmp_path / "artifact").release()
 
 
@@ -155,7 +158,7 @@ def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_p
     monkeypatch.chdir(root)  # the cluster was started elsewhere
     settings = world(root)
     model = settings.model.model_copy(update={"path": "model"})
-    found = build(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
+    found = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
     assert_same(arrays(found), arrays(built))
 
 

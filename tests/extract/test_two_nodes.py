@@ -13,7 +13,7 @@ import grasp
 from grasp.choose.ngrams import LENGTHS, SLOTS
 from grasp.choose.scorer import Card, Quality, Scorer
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.files import FileEntry
 from grasp.yaml_files import write_yaml
@@ -62,10 +62,10 @@ class Replaces(Silent):
 
 
 def test_a_build_survives_a_node_that_dies_when_another_joins(nodes, tmp_path):
-    expected = build(world(tmp_path), tmp_path / "local")
+    expected = build_artifact(world(tmp_path), tmp_path / "local")
     watch = Replaces(nodes)
     spec = ClusterSpec(address=nodes.address, workers=2)
-    found = build(world(tmp_path), tmp_path / "ray", cluster=spec, progress=watch)
+    found = build_artifact(world(tmp_path), tmp_path / "ray", cluster=spec, progress=watch)
     assert watch.done
     assert_same(arrays(found), arrays(expected))
 
@@ -74,7 +74,7 @@ STOPS = """
 import sys, time
 from pathlib import Path
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml
@@ -89,12 +89,12 @@ class Stops(Silent):
             time.sleep(600)  # the head is lost meanwhile
 
 settings = BuildSettings.model_validate(read_yaml(Path(sys.argv[1])))
-build(settings, Path(sys.argv[2]), cluster=ClusterSpec(address=sys.argv[3], workers=2), progress=Stops())
+build_artifact(settings, Path(sys.argv[2]), cluster=ClusterSpec(address=sys.argv[3], workers=2), progress=Stops())
 """
 
 
 def test_a_build_whose_head_was_lost_goes_on_under_a_new_one(nodes, tmp_path):
-    expected = build(world(tmp_path), tmp_path / "local")
+    expected = build_artifact(world(tmp_path), tmp_path / "local")
     settings, out, mark = tmp_path / "settings.yaml", tmp_path / "ray", tmp_path / "mark"
     write_yaml(world(tmp_path).model_dump(mode="json"), settings)
     command = [sys.executable, "-c", STOPS, str(settings), str(out)]

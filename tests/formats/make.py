@@ -16,7 +16,7 @@ import pyarrow as pa
 
 import grasp
 from grasp.choose.scorer import Scorer
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.runs.environment import Environment
 from tests.extract.world import texts, world
 from tests.runs.environments import write_artifact, write_environment
@@ -46,7 +46,7 @@ def make(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
         try:
-            build(world(Path("world"), n_rows=24, shard_rows=24), Path("artifact"))
+            build_artifact(world(Path("world"), n_rows=24, shard_rows=24), Path("artifact"))
             art = grasp.open("artifact")
             art.distil("facts", "scorer")
             art.select("50%", "facts", by="topic").save("kept.parquet")

@@ -8,7 +8,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.extract.extend import add_target
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ModelSettings, TargetSettings, build_settings, found_settings
 from tests.cli.grasp_command import refused, succeed
@@ -22,7 +22,7 @@ CODE = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
-    build(build_settings(images_settings(root)), root / "art")
+    build_artifact(build_settings(images_settings(root)), root / "art")
     write_parquet(root / "more.parquet", 5, seed=3)
     return root
 

@@ -18,7 +18,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import explain
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol
 from grasp.predict.ranking import SHORT
@@ -425,7 +425,7 @@ def test_with_runs_the_clauses_are_there(parsed):
 
 
 def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
-    built = build(extract_world.world(tmp_path / "world"), tmp_path / "art")
+    built = build_artifact(extract_world.world(tmp_path / "world"), tmp_path / "art")
     artifact = ArtifactReader.open(built)
     found = findings(artifact, default_protocol(), ReportRequest(explain=2))
     held = found.rows

@@ -17,7 +17,7 @@ import pytest
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from tests.cli.grasp_command import refused
 from tests.extract.world import world
 
@@ -42,7 +42,7 @@ def art(root):
     ]
     (root / "hostile.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = world(root / "world", corpus={"path": str(root / "hostile.jsonl"), "max_length": 128})
-    return build(settings, root / "art")
+    return build_artifact(settings, root / "art")
 
 
 @contextmanager

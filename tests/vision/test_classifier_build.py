@@ -10,7 +10,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError
 from grasp.extract.extend import add_target
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
@@ -31,7 +31,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(root):
-    return build(build_settings(settings(root)), root / "artifact")
+    return build_artifact(build_settings(settings(root)), root / "artifact")
 
 
 def reference(root):
@@ -81,7 +81,7 @@ def test_what_is_on_disk(built):
 def test_batches_and_shards_change_nothing(root, built, tmp_path):
     other = settings(root, shard_rows=13, model__classifier__batch_images=4)
     other["model"]["classifier"] = settings(root)["model"]["classifier"] | {"batch_images": 4}
-    ours, theirs = arrays(built), arrays(build(build_settings(other), tmp_path / "other"))
+    ours, theirs = arrays(built), arrays(build_artifact(build_settings(other), tmp_path / "other"))
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         np.testing.assert_allclose(array, theirs[name], atol=1e-5 * abs(array).max(), err_msg=name)
@@ -99,10 +99,10 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
                 os._exit(9)
 
         ArtifactWriter.write_shard = die_later
-        build(build_settings(settings(root)), out)
+        build_artifact(build_settings(settings(root)), out)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    build(build_settings(settings(root)), out)
+    build_artifact(build_settings(settings(root)), out)
     for name, array in arrays(built).items():
         assert np.array_equal(array, arrays(out)[name]), name
 
@@ -110,18 +110,18 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_target_is_added_as_if_it_had_been_there(root, tmp_path, keep):
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
-    out = build(build_settings(settings(root, keep_features=keep)), tmp_path / "artifact")
+    out = build_artifact(build_settings(settings(root, keep_features=keep)), tmp_path / "artifact")
     source = add_target(out, TargetSettings(names=(str(path),)), own=OWN)
     assert source == ("kept features" if keep else "pass")
     both = [str(root / "trusted.parquet"), str(path)]
-    joint = arrays(build(build_settings(settings(root, targets__names=both)), tmp_path / "joint"))
+    joint = arrays(build_artifact(build_settings(settings(root, targets__names=both)), tmp_path / "joint"))
     for name, array in arrays(out).items():
         np.testing.assert_allclose(array, joint[name], atol=2e-3 * abs(array).max(), err_msg=name)
 
 
 def test_other_weights_are_another_model(root, tmp_path):
     weights = write_weights(tmp_path / "weights.safetensors")
-    out = build(build_settings(settings(root, model__path=str(weights))), tmp_path / "artifact")
+    out = build_artifact(build_settings(settings(root, model__path=str(weights))), tmp_path / "artifact")
     write_weights(weights, TinyNet(seed=5))
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     with pytest.raises(ArtifactError, match="model changed since it was built"):

@@ -13,7 +13,7 @@ import grasp
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
-from grasp.extract.local import build
+from grasp.extract.local import build_artifact
 from grasp.files import UNSIGNED, with_checksum
 from grasp.report.serve import Ask
 from grasp.settings import build_settings
@@ -26,7 +26,7 @@ from tests.vision.images_world import pictures, settings
 @pytest.fixture(scope="module")
 def art(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
-    return ArtifactReader.open(build(build_settings(settings(root)), root / "art"))
+    return ArtifactReader.open(build_artifact(build_settings(settings(root)), root / "art"))
 
 
 def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art):
@@ -52,7 +52,7 @@ def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
 
 
 def test_trusted_images_that_are_gone_are_named(tmp_path):
-    art = build(build_settings(settings(tmp_path)), tmp_path / "art")
+    art = build_artifact(build_settings(settings(tmp_path)), tmp_path / "art")
     (tmp_path / "trusted.parquet").unlink()
     found = grasp.open(art).explain("trusted", "train-4")
     assert list(found.pictures) == ["train-4"]

@@ -17,6 +17,7 @@ from scipy.sparse import csr_array, vstack
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import rank_agreement
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
+from grasp.extract.corpus_moments import STATES
 from grasp.extract.forward import (
     Positions,
     ShardForward,
@@ -26,7 +27,6 @@ from grasp.extract.forward import (
     forward_units,
     position_sums,
 )
-from grasp.extract.moments import STATES
 from grasp.extract.reopen import BuildSource
 from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures

@@ -24,7 +24,7 @@ from grasp.extract.extend import Source as Added
 from grasp.extract.extend import add_target
 from grasp.extract.forecast import Forecast
 from grasp.extract.inputs import InMemory
-from grasp.extract.local import build as build_local
+from grasp.extract.local import build_artifact
 from grasp.extract.local import foretell as foretell_local
 from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel
@@ -125,7 +125,7 @@ def build(
                 raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
             progress.note(f"{url}: finished already; nothing was read again")
             return ArtifactReader.open(url)
-        build_local(
+        build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
     if url is not None:

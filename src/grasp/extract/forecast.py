@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
+from grasp.extract.corpus_moments import STATES, Store, reads_once
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
-from grasp.extract.moments import STATES, Store, reads_once
 from grasp.extract.passes import Rows
 from grasp.features.extract import Pass, Reference
 from grasp.features.gradient_match import SampledGradients
@@ -144,7 +144,7 @@ def disk_bytes(
     of_row = sum(array.nbytes for array in shard.spool().values()) / len(rows)
     finished = numbers + moments + named + kept * settings.keep_tokens
     if settings.keep_features:
-        of_token = sum(array.nbytes for array in shard.kept().values()) / max(1, rows.n_tokens)
+        of_token = sum(array.nbytes for array in shard.arrays_to_keep().values()) / max(1, rows.n_tokens)
         finished += round(of_token * store.n_tokens) + 2 * coordinates * store.n_rows
     spooled = round(of_row * min(store.n_rows, features.moment_rows))
     return finished, spooled + kept * (not settings.keep_tokens)

@@ -213,7 +213,7 @@ class ShardForward:
     positions: Positions | None = None  # where features are kept and the token kernel is built
     gradients_NK: NDArray[np.uint16] | None = None  # bits of bfloat16; where features and the gradient kernel are
 
-    def kept(self) -> dict[str, NDArray[Any]]:
+    def arrays_to_keep(self) -> dict[str, NDArray[Any]]:
         """The features from which a target can be added later."""
         residual = self.pooled.residual_NV
         arrays: dict[str, NDArray[Any]] = {
@@ -231,7 +231,7 @@ class ShardForward:
 
     def spool(self) -> dict[str, NDArray[Any]]:
         """Everything but positions and gradients, as named arrays for the work area of a build."""
-        return replace(self, positions=None, gradients_NK=None).kept() | {
+        return replace(self, positions=None, gradients_NK=None).arrays_to_keep() | {
             f"token.{name}": array for name, array in self.token.items()
         }
 

@@ -18,8 +18,8 @@ from grasp.corpus.labels import HASH_LABEL
 from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
+from grasp.extract.corpus_moments import Store
 from grasp.extract.forward import UnitFeatures, forward_units
-from grasp.extract.moments import Store
 from grasp.extract.passes import Units
 from grasp.extract.pictures import load_reference, vision
 from grasp.extract.progress import Progress
@@ -224,7 +224,7 @@ def identity(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
+def describe_build(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
     """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
     store, model = inputs.store, inputs.model
     reader, reader_fingerprint = model.reader

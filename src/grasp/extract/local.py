@@ -29,22 +29,7 @@ from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.engine import InProcess, Workers, ray_workers
-from grasp.extract.finish import PooledKernel
-from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
-from grasp.extract.inputs import (
-    ON_DISK,
-    Clock,
-    InMemory,
-    Inputs,
-    identity,
-    load_model,
-    manifest,
-    prepare,
-    unit_table,
-)
-from grasp.extract.moments import (
+from grasp.extract.corpus_moments import (
     Store,
     build_token_moments,
     pooled_moments,
@@ -54,6 +39,21 @@ from grasp.extract.moments import (
     spool_position_moments,
     unspool_moments,
     unspool_position_moments,
+)
+from grasp.extract.engine import InProcess, Workers, ray_workers
+from grasp.extract.finish import PooledKernel
+from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
+from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
+from grasp.extract.inputs import (
+    ON_DISK,
+    Clock,
+    InMemory,
+    Inputs,
+    describe_build,
+    identity,
+    load_model,
+    prepare,
+    unit_table,
 )
 from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
@@ -73,7 +73,7 @@ LARGEST = 32_768.0  # that float16 is asked to hold
 NEIGHBOURS = "logarithm of a probability, to first order; unitless"
 
 
-def build(
+def build_artifact(
     settings: BuildSettings,
     out: Path,
     *,
@@ -169,7 +169,7 @@ def given_moments(inputs: Inputs, work: Path, progress: Progress) -> Given | Non
     spool = FeatureSpool(work / "like")
     if not spool.has(0):
         artifact = ArtifactReader.open(like)
-        now, then = manifest(inputs, None), artifact.manifest
+        now, then = describe_build(inputs, None), artifact.manifest
         reader, _ = inputs.model.reader
         changed = [
             *differences(
@@ -352,7 +352,7 @@ def run_model(
         rows = ((k, store.shard(k)) for k in left)
         for k, shard in workers.forward(rows, token, progress.advance, keep_positions=keep):
             if kept is not None:
-                kept.write(k, shard.kept())
+                kept.write(k, shard.arrays_to_keep())
             if spool is not None:
                 spool.write(k, shard.spool())
             yield k, shard
@@ -443,7 +443,7 @@ def close(
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
         if f"{name}.square" in sums
     }
-    given = manifest(inputs, began)
+    given = describe_build(inputs, began)
     if NO_GRADIENT in sums:
         given["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
     # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved

@@ -18,7 +18,7 @@ from grasp.targets.units import Unit, UnitSet, UnitTokens
 from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
-    from grasp.extract.moments import Store
+    from grasp.extract.corpus_moments import Store
     from grasp.features.extract import Reference
     from grasp.models.tokenizer import HfTokenizer
 

@@ -17,8 +17,8 @@ from scipy.sparse import csr_array, diags_array
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import Check, judged, missing, rank_agreement
 from grasp.audit.sample import SampleFeatures
+from grasp.extract.corpus_moments import unspool_moments
 from grasp.extract.finish import PooledKernel, whiten
-from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Moments, Whitener
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import ProductSketch
