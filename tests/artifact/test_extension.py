@@ -7,7 +7,7 @@ from artifact_world import contents
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
-from grasp.errors import ArtifactError
+from grasp.errors import ArtifactError, ShapeError
 
 
 @pytest.mark.parametrize("columns", [None, [5, 0, 4, 3], slice(2, 6), slice(4, 6), [4], slice(None, None, -2)])
@@ -71,42 +71,35 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
     assert len(artifact.sums["relevance_token"]) == 8
 
 
-def test_another_extension_in_progress_is_refused(world, tmp_path):
-    world.write(tmp_path / "art")
-    with world.open_extension(tmp_path / "art") as extension:
-        world.fill_extension(extension, [0])
-    with pytest.raises(ArtifactError, match=r"input: identity.seed: was 1, now 2; .* delete .*/art/extensions/1 to"):
-        world.open_extension(tmp_path / "art", identity={"seed": 2})
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "said"),
     [
-        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, r"arrays to extend: got \['hidden_sketch'\], exp"),
+        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays to extend: .*hidden_sketch"),
         ({"arrays": {"relevance_token": ArraySpec(3, "1", "positive: lowers loss")}}, "units: got 2, expected 3"),
-        ({"arrays": {"relevance_token": ArraySpec(2, "nat", "none")}}, "relevance_token: got unit 'nat' and sign"),
+        ({"arrays": {"relevance_token": ArraySpec(2, "nat", "none")}}, "relevance_token: got unit 'nat'"),
     ],
 )
-def test_columns_that_do_not_belong(world, tmp_path, changes, message):
+def test_columns_that_do_not_belong(world, tmp_path, changes, said):
     before = contents(world.write(tmp_path / "art"))
-    with pytest.raises(Exception, match=message) as caught:
+    with pytest.raises((ArtifactError, ShapeError), match=said):
         world.open_extension(tmp_path / "art", **changes)
-    assert type(caught.value).__name__ in ("ArtifactError", "ShapeError")
     assert contents(tmp_path / "art") == before
 
 
 def test_refusals_of_an_extension(world, tmp_path):
-    with pytest.raises(ArtifactError, match="art: no such artifact"):
+    with pytest.raises(ArtifactError, match="no such artifact"):
         world.open_extension(tmp_path / "art")
     assert not (tmp_path / "art").exists()
     world.write(tmp_path / "art")
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
-        with pytest.raises(ArtifactError, match=r"relevance_token: row 8 \(row_id 'row-8'\), column 1: got nan"):
+        with pytest.raises(ArtifactError, match=r"relevance_token: row 8 .*column 1: got nan"):
             extension.write_shard(1, {"relevance_token": block}, {})
-        with pytest.raises(ArtifactError, match=r"sums: the artifact has no \['count'\] to join to"):
+        with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
             extension.write_shard(1, {"relevance_token": world.new_values[5:10]}, {"count": np.zeros(2)})
         world.fill_extension(extension)
-        with pytest.raises(ArtifactError, match=r"moments: the artifact has \['step'\] already; give new names"):
+        with pytest.raises(ArtifactError, match=r"moments: .*\['step'\] already"):
             extension.finish(moments={"step": np.zeros(1)})
+    with pytest.raises(ArtifactError, match=r"identity.seed: was 1, now 2; .*delete .*/art/extensions/1"):
+        world.open_extension(tmp_path / "art", identity={"seed": 2})

@@ -1,7 +1,6 @@
 """Bad input: each is refused in one line that says where, what was found, what was expected."""
 
 import json
-import re
 
 import numpy as np
 import pyarrow as pa
@@ -15,71 +14,78 @@ from grasp.artifact.writer import lock_artifact
 from grasp.errors import ArtifactError, ShapeError
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_names_array_and_row(world, tmp_path, value):
-    arrays, rows, sums = world.shard(1)
-    arrays["relevance_token"] = arrays["relevance_token"].copy()
-    arrays["relevance_token"][[2, 4], [3, 0]] = value
+def changed(array, places, value):
+    array = array.copy()
+    array[places] = value
+    return array
+
+
+def relevance(places, value):
+    """A shard whose relevance has a value of ours."""
+    return lambda arrays, rows, sums: (
+        arrays | {"relevance_token": changed(arrays["relevance_token"], places, value)},
+        rows,
+        sums,
+    )
+
+
+def loss(value):
+    """A shard whose fourth row has a loss of ours."""
+
+    def change(arrays, rows, sums):
+        losses = rows["loss"].to_pylist()
+        return arrays, rows.set_column(3, "loss", pa.array([*losses[:3], value, *losses[4:]])), sums
+
+    return change
+
+
+SHARDS = [
+    *(
+        (relevance(([2, 4], [3, 0]), bad), ArtifactError, rf"relevance_token: row 7 \(.*row-7.*\), column 3: got {bad}")
+        for bad in (np.nan, np.inf, -np.inf)
+    ),
+    (
+        relevance((1, 2), 65536 * 8),
+        ArtifactError,
+        r"row 6 .*column 2: 524288 at scale 8 .*array_dtype: float32",
+    ),
+    (loss(float("nan")), ArtifactError, "loss: row 8 .*got nan"),
+    (loss(None), ArtifactError, "loss: row 8 .*got None"),
+    (lambda a, r, s: (a, r, s | {"hidden_sketch": np.array([1.0, np.nan])}), ArtifactError, "sum hidden_sketch"),
+    (lambda a, r, s: (a | {"hidden_sketch": np.zeros((5, 4))}, r, s), ShapeError, r"hidden_sketch: got shape \(5, 4\)"),
+    (lambda a, r, s: ({"phi": a.pop("hidden_sketch"), **a}, r, s), ArtifactError, r"\['hidden_sketch'\].*\['phi'\]"),
+    (lambda a, r, s: (a, r.slice(1), s), ShapeError, "row table: got 4 rows"),
+    (lambda a, r, s: (a, r.drop_columns("loss"), s), ArtifactError, r"row table: .*missing \['loss'\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "said"), SHARDS)
+def test_a_shard_that_does_not_fit_is_refused_and_leaves_nothing(world, tmp_path, change, error, said):
     with world.open(tmp_path / "art") as writer:
-        expected = f"relevance_token: row 7 (row_id 'row-7'), column 3: got {value}, expected a finite number"
-        with pytest.raises(ArtifactError, match=re.escape(expected)):
-            writer.write_shard(1, arrays, rows, sums)
+        with pytest.raises(error, match=said):
+            writer.write_shard(1, *change(*world.shard(1)))
         assert writer.finished == frozenset()
         assert not list((tmp_path / "art").rglob("00001.npy*"))
 
 
-def test_a_loss_or_a_sum_that_is_not_finite(world, tmp_path):
-    arrays, rows, sums = world.shard(1)
-    loss = rows["loss"].to_pylist()
-    for value in (float("nan"), None):
-        loss[3] = value
-        with world.open(tmp_path / "art") as writer:
-            with pytest.raises(ArtifactError, match=rf"loss: row 8 \(row_id 'row-8'\): got {value}, expected a f"):
-                writer.write_shard(1, arrays, rows.set_column(3, "loss", pa.array(loss)), sums)
-            with pytest.raises(ArtifactError, match="sum hidden_sketch of shard 1: got a number that is not"):
-                writer.write_shard(1, arrays, rows, sums | {"hidden_sketch": np.array([1.0, np.nan])})
-
-
-def test_overflow_names_array_row_column_and_the_setting(world, tmp_path):
-    arrays, rows, sums = world.shard(0)
-    arrays["relevance_token"] = arrays["relevance_token"].copy()
-    arrays["relevance_token"][1, 2] = 65536 * 8
+def test_what_float16_cannot_hold_float32_can_up_to_its_own_end(tmp_path):
+    world = World(dtype="float32")
     with world.open(tmp_path / "art") as writer:
-        expected = (
-            "relevance_token: row 1 (row_id 'row-1'), column 2: 524288 at scale 8 does not fit float16 "
-            "(largest 65504); set array_dtype: float32 and build again"
-        )
-        with pytest.raises(ArtifactError, match=re.escape(expected)):
-            writer.write_shard(0, arrays, rows, sums)
-    world.dtype = "float32"
-    with world.open(tmp_path / "wide") as writer:
-        writer.write_shard(0, arrays, rows, sums)
-        arrays["relevance_token"] = np.full((5, 4), 1e300)
-        with pytest.raises(ArtifactError, match=r"row 5 .*does not fit float32 .*; rescale the column"):
-            writer.write_shard(1, arrays, world.shard(1)[1], sums)
+        writer.write_shard(0, *relevance((1, 2), 65536 * 8)(*world.shard(0)))
+        arrays, rows, sums = world.shard(1)
+        with pytest.raises(ArtifactError, match=r"row 5 .*float32 .*rescale"):
+            writer.write_shard(1, arrays | {"relevance_token": np.full((5, 4), 1e300)}, rows, sums)
 
 
-def test_shapes_and_names_of_a_shard(world, tmp_path):
-    arrays, rows, sums = world.shard(1)
-    wide = {**arrays, "hidden_sketch": np.zeros((5, 4))}
+def test_shards_come_once_and_have_sums_of_one_shape(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
-        with pytest.raises(ShapeError, match=r"hidden_sketch: got shape \(5, 4\), expected \(5, 3\)"):
-            writer.write_shard(1, wide, rows, sums)
-        renamed = {"phi": arrays["hidden_sketch"], "relevance_token": arrays["relevance_token"]}
-        with pytest.raises(ArtifactError, match=r"missing \['hidden_sketch'\], unexpected \['phi'\]"):
-            writer.write_shard(1, renamed, rows, sums)
-        with pytest.raises(ShapeError, match=r"row table: got 4 rows, expected 5 \(5 to 10\)"):
-            writer.write_shard(1, arrays, rows.slice(1), sums)
-        with pytest.raises(ArtifactError, match=r"row table: .* missing \['loss'\]"):
-            writer.write_shard(1, arrays, rows.drop_columns("loss"), sums)
         with pytest.raises(ArtifactError, match="shard 5: expected 0 to 4"):
-            writer.write_shard(5, arrays, rows, sums)
-        writer.write_shard(1, arrays, rows, sums)
+            writer.write_shard(5, *world.shard(1))
+        world.fill(writer, range(4))
         with pytest.raises(ArtifactError, match="shard 1 is finished already"):
-            writer.write_shard(1, arrays, rows, sums)
-        world.fill(writer, [0, 2, 3])
+            writer.write_shard(1, *world.shard(1))
         writer.write_shard(4, *world.shard(4)[:2], {"hidden_sketch": np.zeros(3)})
-        with pytest.raises(ShapeError, match=r"sums: shard 4 has {'hidden_sketch': \(3,\)}, shard 0 has {'hid"):
+        with pytest.raises(ShapeError, match=r"sums: shard 4 has {'hidden_sketch': \(3,\)}"):
             writer.sums()
 
 
@@ -88,7 +94,7 @@ def test_a_label_that_changes_its_type(world, tmp_path):
         world.fill(writer, range(4))
         arrays, rows, sums = world.shard(4)
         writer.write_shard(4, arrays, rows.set_column(5, "topic", pa.array([1, 2, 3])), sums)
-        with pytest.raises(ArtifactError, match=r"shards: a label column changes its type: .*topic"):
+        with pytest.raises(ArtifactError, match=r"changes its type: .*topic"):
             world.finish(writer)
 
 
@@ -99,82 +105,69 @@ def test_another_build_is_refused_and_every_difference_named(world, tmp_path):
     other = World(shard_rows=4)
     other.identity = {"model": {"dtype": "bfloat16", "path": "m"}, "seed": 0}
     other.specs["relevance_token"] = ArraySpec(4, "1", "positive: lowers loss", world.scale * 2)
-    with pytest.raises(ArtifactError, match="art: was begun with other input: ") as caught:
+    with pytest.raises(ArtifactError, match="was begun with other input") as caught:
         other.open(tmp_path / "art")
     message = str(caught.value)
-    for difference in (
-        'model.dtype: was "float32", now "bfloat16";',
-        'model.path: was absent, now "m";',
-        "shard_rows: was 5, now 4;",
-        "arrays.relevance_token.scale: was ",
-    ):
-        assert difference in message
+    for field in ('model.dtype: was "float32", now "bfloat16"', "model.path", "shard_rows", "relevance_token.scale"):
+        assert field in message
     assert "seed" not in message
     assert "\n" not in message
     assert contents(tmp_path / "art") == before
     assert world.open(tmp_path / "art").finished == {0}
 
 
-def test_identity_must_be_json(world, tmp_path):
-    with pytest.raises(ArtifactError, match=r"identity: holds something that is not JSON: .*set"):
-        world.open(tmp_path / "art", identity={"names": {"a"}})
+def test_tuples_and_lists_are_one_identity(world, tmp_path):
     world.open(tmp_path / "art", identity={"names": ("a", "b")}).close()
     assert world.open(tmp_path / "art", identity={"names": ["a", "b"]}).finished == frozenset()
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "said"),
     [
-        ({"dtype": "int8"}, r"array_dtype: got 'int8', expected one of \['float16', 'float32'\]"),
-        ({"n_rows": 0}, "shards: got n_rows=0, shard_rows=5, expected positive numbers"),
-        ({"arrays": {"phi": ArraySpec(0, "1", "none")}}, "phi: got width 0, expected at least one column"),
+        ({"identity": {"names": {"a"}}}, "identity: .*not JSON"),
+        ({"dtype": "int8"}, "array_dtype: got 'int8'"),
+        ({"n_rows": 0}, "n_rows=0"),
+        ({"arrays": {"phi": ArraySpec(0, "1", "none")}}, "phi: got width 0"),
+        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}}, "column 1: got 3, .*power of two"),
+        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}}, "column 1: got -2, .*power of two"),
         (
-            {"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}},
-            "scale: column 1: got 3, expected a power of two",
-        ),
-        (
-            {"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}},
-            "scale: column 1: got -2, expected a power of two",
+            {"arrays": {f"relevance_{k}": ArraySpec(width, "1", "none") for k, width in (("token", 4), ("pooled", 3))}},
+            "relevance arrays have different widths",
         ),
     ],
 )
-def test_arguments_that_make_no_artifact(world, tmp_path, changes, message):
-    with pytest.raises(ArtifactError, match=message):
+def test_arguments_that_make_no_artifact(world, tmp_path, changes, said):
+    with pytest.raises((ArtifactError, ShapeError), match=said):
         world.open(tmp_path / "art", **changes)
     assert not (tmp_path / "art" / "build.json").exists()
 
 
-def test_relevance_arrays_have_one_column_for_each_unit(world, tmp_path):
-    world.specs["relevance_pooled"] = ArraySpec(3, "1", "positive: lowers loss")
-    with pytest.raises(ShapeError, match=r"relevance arrays have different widths {'relevance_token': 4, 'rel"):
-        world.open(tmp_path / "art")
-
-
-def test_units_that_do_not_fit(world, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (lambda units: {"units": units.slice(1)}, "units: got 3, expected 4"),
+        (lambda units: {"units": units.drop_columns("target")}, r"units: .*missing \['target'\]"),
+        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, "sciq/0 comes 2 times"),
+        (lambda _: {"manifest": {"model": {}, "settings": 1}}, r"unknown fields \['model'\], .*\['settings'\]"),
+        (lambda _: {"moments": {"sum.x": np.zeros(1)}}, r"moments: \['sum.x'\]"),
+        (lambda _: {"gains": {"phi": 1.0}}, r"gains: no such arrays \['phi'\]"),
+        (lambda _: {"gains": {"hidden_sketch": np.inf}}, "gains: .*{'hidden_sketch': inf}"),
+    ],
+)
+def test_an_end_that_does_not_fit_is_refused(world, tmp_path, changes, said):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
-        for units, message in (
-            (world.units.slice(1), "units: got 3, expected 4: one for each relevance column"),
-            (world.units.drop_columns("target"), r"units: columns \['unit_id'\]: missing \['target'\]"),
-            (pa.concat_tables([world.units.slice(0, 3), world.units.slice(0, 1)]), "units: sciq/0 comes 2 times"),
-        ):
-            with pytest.raises((ArtifactError, ShapeError), match=message):
-                writer.finish(manifest={}, moments={}, units=units)
-        with pytest.raises(ArtifactError, match=r"manifest: unknown fields \['model'\], .* \['settings'\]"):
-            writer.finish(manifest={"model": {}, "settings": 1}, moments={}, units=world.units)
-        with pytest.raises(ArtifactError, match=r"moments: \['sum.x'\]: names beginning with 'sum.' are kept"):
-            writer.finish(manifest={}, moments={"sum.x": np.zeros(1)}, units=world.units)
+        with pytest.raises((ArtifactError, ShapeError), match=said):
+            writer.finish(**({"manifest": {}, "moments": {}, "units": world.units} | changes(world.units)))
+        assert not writer.complete
 
 
 def test_finish_needs_every_shard(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer, [0, 3, 4])
-        with pytest.raises(ArtifactError, match=r"3 of 5 shards are finished; write the others first, from shard 1"):
-            world.finish(writer)
-        with pytest.raises(ArtifactError, match="3 of 5 shards are finished: totals need all of them"):
-            writer.sums()
-    with pytest.raises(ArtifactError, match=r"art: not finished: 3 of 5 shards; run the same `grasp build` again"):
-        ArtifactReader.open(tmp_path / "art")
+        for ask in (lambda: world.finish(writer), writer.sums, lambda: ArtifactReader.open(tmp_path / "art")):
+            with pytest.raises(ArtifactError, match="3 of 5 shards"):
+                ask()
 
 
 def test_a_finished_artifact_is_not_written_again(world, tmp_path):
@@ -183,29 +176,19 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         assert writer.complete
         assert writer.finished == set(range(5))
-        with pytest.raises(ArtifactError, match="art: is complete; a finished artifact is not written again"):
+        with pytest.raises(ArtifactError, match="a finished artifact is not written again"):
             world.finish(writer)
     assert contents(tmp_path / "art") == before
-    with pytest.raises(ArtifactError, match="art: this writer is closed"):
+    with pytest.raises(ArtifactError, match="this writer is closed"):
         writer.write_shard(0, *world.shard(0))
 
 
 def test_opening_what_is_no_artifact(tmp_path):
-    with pytest.raises(ArtifactError, match="nowhere: no such artifact; make one with `grasp build --out"):
-        ArtifactReader.open(tmp_path / "nowhere")
-    with pytest.raises(ArtifactError, match=r"not an artifact \(no build.json\)"):
-        ArtifactReader.open(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ArtifactError, match=r"file: not an artifact \(no build.json\)"):
-        ArtifactReader.open(tmp_path / "file")
-
-
-def test_opening_what_a_build_has_only_begun(tmp_path):
-    with (
-        lock_artifact(tmp_path / "art"),
-        pytest.raises(ArtifactError, match="art: a build was begun here, and no shard of it is finished; wait for it"),
-    ):
-        ArtifactReader.open(tmp_path / "art")
+    with lock_artifact(tmp_path / "begun"):
+        for name, said in [("nowhere", "no such"), (".", "not an"), ("file", "not an"), ("begun", "no shard of it")]:
+            with pytest.raises(ArtifactError, match=said):
+                ArtifactReader.open(tmp_path / name)
 
 
 def test_another_format_version_says_both(world, tmp_path):
@@ -217,15 +200,15 @@ def test_another_format_version_says_both(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "said"),
     [
-        ("{", "damaged: not JSON"),
-        ("[]", "not the manifest of an artifact: expected `format` to be 'grasp-artifact'"),
-        ('{"format": "grasp-artifact", "format_version": 2}', "damaged: its checksum does not match"),
+        ("{", "not JSON"),
+        ("[]", "not the manifest of an artifact"),
+        ('{"format": "grasp-artifact", "format_version": 2}', "checksum"),
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, text, message):
-    with pytest.raises(ArtifactError, match=message):
+def test_a_manifest_that_is_none(tmp_path, text, said):
+    with pytest.raises(ArtifactError, match=said):
         SIGNED_MANIFEST.parse(tmp_path / "manifest.json", text.encode())
 
 
@@ -233,11 +216,30 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     chunk = tmp_path / "art/arrays/hidden_sketch/00002.npy"
     chunk.write_bytes(chunk.read_bytes()[:-2])
-    with pytest.raises(ArtifactError, match=r"00002\.npy: truncated: \d+ of \d+ bytes; `grasp verify` names"):
+    with pytest.raises(ArtifactError, match=r"00002\.npy: truncated.*grasp verify"):
         list(artifact.array_blocks("hidden_sketch"))
     chunk.unlink()
-    with pytest.raises(ArtifactError, match=r"00002\.npy: missing; `grasp verify` names everything"):
+    with pytest.raises(ArtifactError, match=r"00002\.npy: missing.*grasp verify"):
         artifact.array_rows("hidden_sketch", np.array([11]))
     np.testing.assert_array_equal(
         artifact.array_rows("hidden_sketch", np.array([1])), world.values["hidden_sketch"][[1]]
     )
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda artifact: artifact.unit_columns("boolq"), r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"),
+        (lambda artifact: next(artifact.array_blocks("logits")), "no array 'logits'; it has"),
+        (lambda artifact: next(artifact.array_blocks("relevance_token", columns=[0, 4])), "got column 4"),
+        (lambda artifact: next(artifact.array_blocks("relevance_token", block_rows=0)), "block_rows: got 0"),
+        (lambda artifact: artifact.array_rows("relevance_token", np.array([1, 23])), "row_index: got 23"),
+        (lambda artifact: artifact.relevance_name("pooled"), r"no 'pooled' relevance, only \['token'\]"),
+        (lambda artifact: artifact.relevance_name("both"), "match: got 'both', expected one of"),
+        (lambda artifact: next(artifact.row_batches(["genre"])), r"no columns \['genre'\]; it has"),
+    ],
+)
+def test_what_is_not_there_is_named(world, tmp_path, ask, said):
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
+    with pytest.raises(ArtifactError, match=said):
+        ask(artifact)

@@ -24,6 +24,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module
 from grasp.store.remote import RemoteFiles, local_path, remote_url, staging_directory
+from tests.faults import Killed
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,8 @@ def place(request):
     filesystem, root = fsspec.core.url_to_fs(url)
     if filesystem.exists(root):
         filesystem.rm(root, recursive=True)
+    for journal in request.getfixturevalue("local").glob("published-*"):
+        journal.unlink()
 
 
 def assert_same(found: ArtifactReader, expected: ArtifactReader) -> None:
@@ -155,23 +158,19 @@ def is_published(place):
     return module.is_published(place, SIGNED_MANIFEST)
 
 
-class Cut(BaseException):
-    """Stands for a kill."""
-
-
 def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
     filesystem, _ = fsspec.core.url_to_fs(place)  # fsspec gives the same one to whoever asks
     sent, again, real = [], [], filesystem.put_file
 
     def put(source, target):
         if len(sent) == 4:
-            raise Cut
+            raise Killed
         sent.append(target)
         real(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(filesystem, "put_file", put)
-        with pytest.raises(Cut):
+        with pytest.raises(Killed):
             publish_artifact(local, place)
     assert not is_published(place)
     with monkeypatch.context() as patch:
@@ -181,8 +180,6 @@ def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
     assert not set(again) & set(sent)
     assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
     publish_artifact(local, place)
-    for journal in local.glob("published-*"):
-        journal.unlink()
 
 
 def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
@@ -199,8 +196,6 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
         with pytest.raises(ArtifactError, match=r"1 of \d+ files did not arrive, e.g. rows.parquet; run again"):
             publish_artifact(local, place)
     assert not is_published(place)
-    for journal in local.glob("published-*"):
-        journal.unlink()
 
 
 def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):

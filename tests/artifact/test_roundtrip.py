@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
-from grasp.errors import ArtifactError
 
 
 @settings(max_examples=40)
@@ -127,41 +126,10 @@ def test_units_moments_and_sums(world, tmp_path):
 def test_a_gain_multiplies_what_is_read(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
-        for gains, message in (
-            ({"phi": 1.0}, r"gains: no such arrays \['phi'\], not positive and finite {}"),
-            ({"hidden_sketch": np.inf}, r"gains: no such arrays \[\], not positive and finite {'hidden_sketch': inf}"),
-        ):
-            with pytest.raises(ArtifactError, match=message):
-                writer.finish(manifest={}, moments={}, units=world.units, gains=gains)
-        writer.finish(
-            manifest={}, moments={}, units=world.units, gains={"hidden_sketch": 0.125, "relevance_token": 3.0}
-        )
+        gains = {"hidden_sketch": 0.125, "relevance_token": 3.0}
+        writer.finish(manifest={}, moments={}, units=world.units, gains=gains)
     artifact = ArtifactReader.open(world.extend(tmp_path / "art"))
     whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
     rows = np.arange(world.n_rows)
     np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows), whole * np.float32(3))
     np.testing.assert_array_equal(artifact.array_rows("hidden_sketch", rows), world.values["hidden_sketch"] / 8)
-
-
-def test_what_is_not_there_is_named(world, tmp_path):
-    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
-    with pytest.raises(ArtifactError, match=r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"):
-        artifact.unit_columns("boolq")
-    with pytest.raises(ArtifactError, match=r"no array 'logits'; it has \['hidden_sketch', 'relevance_token'\]"):
-        next(artifact.array_blocks("logits"))
-    with pytest.raises(ArtifactError, match="relevance_token: got column 4, expected 0 to 3"):
-        next(artifact.array_blocks("relevance_token", columns=[0, 4]))
-    with pytest.raises(ArtifactError, match="row_index: got 23, expected 0 to 22"):
-        artifact.array_rows("relevance_token", np.array([1, 23]))
-    with pytest.raises(ArtifactError, match="block_rows: got 0, expected at least 1"):
-        next(artifact.array_blocks("relevance_token", block_rows=0))
-    with pytest.raises(ArtifactError, match=r"has no 'pooled' relevance, only \['token'\]"):
-        artifact.relevance_name("pooled")
-    with pytest.raises(
-        ArtifactError,
-        match=r"match: got 'both', expected one of \['pooled', 'token', 'input', 'neighbour', 'shift', 'tilt', "
-        r"'gradient'\]",
-    ):
-        artifact.relevance_name("both")
-    with pytest.raises(ArtifactError, match=r"no columns \['genre'\]; it has \['row_index', 'row_id'"):
-        next(artifact.row_batches(["genre"]))
