@@ -245,16 +245,9 @@ def test_the_command_on_the_page_makes_it_again(page, tmp_path):
 def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
     artifact = write_artifact(tmp_path / "art", labels=False, sketches=False, text=[""])
     text = said(artifact)
-    says(
-        text,
-        "The corpus has no label column with 2 to 100 values. Name one with --by LABEL",
-        "keeps no text of its rows (corpus.snippet_chars is 0). Build it with --set corpus.snippet_chars=240",
-        "No environment was given",
-        "grasp retrain, and name the directory with --runs",
-        "One checkpoint was built.",
-        "No selection was given.",
-        "No mixture was given.",
-    )
+    says(text, "no label column", "--by LABEL", "keeps no text of its rows", "--set corpus.snippet_chars=240")
+    says(text, "No environment was given", "grasp retrain", "--runs", "One checkpoint was built.")
+    says(text, "No selection was given.", "No mixture was given.")
 
 
 def test_without_sketches_the_slices_are_there_and_their_cosines_are_not(tmp_path):
@@ -300,12 +293,6 @@ def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, 
     assert len(page.encode()) < 1_500_000
     assert (f"topic: {count - 99:,} values with few rows share the slice" in page) == (count > 1)
     assert ("changes without a format" in page) == (count == 1)
-
-
-def test_a_label_of_one_value_is_refused_where_it_is_asked_for(tmp_path):
-    write_artifact(tmp_path / "art", topics=["only"], n_rows=40)
-    message = refused("report", tmp_path / "art", "--by", "topic", "--out", tmp_path / "r.html")
-    assert message.startswith("--by topic: has the single value 'only'; expected a label with two values or more")
 
 
 def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path):
@@ -444,55 +431,45 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
 # bad input
 
 
-def test_an_environment_of_another_corpus_is_refused(place, tmp_path):
+@pytest.fixture(scope="module")
+def wrong(place, tmp_path_factory) -> Path:
+    """Runs and a checkpoint of another corpus, runs that have only begun, and what is no mixture."""
+    wrong = tmp_path_factory.mktemp("wrong")
     artifact = ArtifactReader.open(place / "art")
-    write_environment(tmp_path / "env", artifact, corpus_fingerprint="other")
-    message = refused("report", place / "art", "--runs", tmp_path / "env", "--out", tmp_path / "r.html")
-    assert "corpus" in message
-    assert "other" in message
-    assert not (tmp_path / "r.html").exists()
+    write_environment(wrong / "env", artifact, corpus_fingerprint="other")
+    write_environment(wrong / "begun", artifact, done=2)
+    write_artifact(wrong / "earlier", corpus="0ther")
+    (wrong / "m.json").write_text('{"label": "topic"}')
+    return wrong
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--by", "topci"], "--by: unknown column 'topci' (did you mean 'topic'?)"),
-        (["--target", "squad"], "target: got ['squad'], the artifact has ['sciq', 'boolq']"),
-        (["--selection", "no.json"], "--selection: no.json: no such file; expected the .json that grasp select writes"),
-        (["--mixture", "no.json"], "--mixture: no.json: no such file; expected the .json that grasp mix writes"),
-        (["--protocol", "no.yaml"], "no.yaml: no such settings file"),
-        (["--previous", "no"], "no"),
-    ],
-)
-def test_what_is_not_there_is_named(place, tmp_path, flags, message):
-    assert refused("report", place / "art", *flags, "--out", tmp_path / "r.html").startswith(message)
+REFUSED = [
+    ("--by topci", "--by: unknown column 'topci' (did you mean 'topic'?)"),
+    ("--target squad", "target: got ['squad'], the artifact has ['sciq', 'boolq']"),
+    ("--selection no.json", "--selection: no.json: no such file"),
+    ("--mixture no.json", "--mixture: no.json: no such file"),
+    ("--mixture WRONG/m.json", "m.json: not the summary of a mixture"),
+    ("--protocol no.yaml", "no.yaml: no such settings file"),
+    ("--previous no", "no: "),
+    ("--previous WRONG/earlier", "earlier: was built on another corpus (0ther)"),
+    ("--runs WRONG/env", "corpus"),
+    ("--runs WRONG/begun", "46 runs are missing"),
+    ("--runs WRONG/begun --partial", "fewer than 3 subsets have a result yet"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_what_no_report_is_made_of_is_refused(place, wrong, tmp_path, flags, said):
+    given = flags.replace("WRONG", str(wrong)).split()
+    assert said in refused("report", place / "art", *given, "--out", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_is_no_file_for_a_report(place, tmp_path):
-    assert refused("report", place / "art", "--out", tmp_path) == (
-        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
-    )
-
-
-def test_an_earlier_checkpoint_on_another_corpus_is_refused(place, tmp_path):
-    write_artifact(tmp_path / "other", corpus="0ther")
-    message = refused("report", place / "art", "--previous", tmp_path / "other", "--out", tmp_path / "r.html")
-    assert message.startswith(f"--previous {tmp_path / 'other'}: was built on another corpus (0ther)")
-
-
-def test_a_file_that_is_no_mixture_is_refused(place, tmp_path):
-    (tmp_path / "m.json").write_text('{"label": "topic"}')
-    message = refused("report", place / "art", "--mixture", tmp_path / "m.json", "--out", tmp_path / "r.html")
-    assert message.startswith(f"--mixture: {tmp_path / 'm.json'}: not the summary of a mixture (grasp mix writes it")
-
-
-def test_an_unfinished_environment_needs_to_be_asked_for(place, tmp_path):
-    artifact = ArtifactReader.open(place / "art")
-    write_environment(tmp_path / "env", artifact, done=2)
-    flags = ["--runs", tmp_path / "env", "--out", tmp_path / "r.html"]
-    assert "46 runs are missing" in refused("report", place / "art", *flags)
-    assert "fewer than 3 subsets have a result yet" in refused("report", place / "art", *flags, "--partial")
+def test_a_directory_is_no_file_and_a_single_value_no_label(place, tmp_path):
+    assert f"--out: got {tmp_path}, which is a directory" in refused("report", place / "art", "--out", tmp_path)
+    write_artifact(tmp_path / "art", topics=["only"], n_rows=40)
+    flags = ("--by", "topic", "--out", tmp_path / "r.html")
+    assert "--by topic: has the single value 'only'" in refused("report", tmp_path / "art", *flags)
 
 
 def test_a_missing_extra_is_named_before_any_work(place, tmp_path):
@@ -500,10 +477,7 @@ def test_a_missing_extra_is_named_before_any_work(place, tmp_path):
     arguments = ["report", str(place / "art"), "--out", str(tmp_path / "r.html")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(
-        r"error: a report needs `jinja2`, which is not installed: pip install 'grasp-attribution\[report\]'\n",
-        done.stderr,
-    )
+    assert re.fullmatch(r"error: .*`jinja2`.* pip install 'grasp-attribution\[report\]'\n", done.stderr)
 
 
 def test_a_report_loads_no_torch(place, tmp_path):

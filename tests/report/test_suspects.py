@@ -7,8 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.audit.detect import RECORD, detect
+from grasp.errors import GraspError
 from grasp.report.suspects import SHOWN, read_suspects, suspects_view
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import succeed
 from tests.report.test_page import Page
 from tests.report.world import HOSTILE, write_artifact
 
@@ -47,33 +48,32 @@ def test_hostile_rows_are_text(place, tmp_path):
     assert "of 200 rows" in Page(page).text
 
 
-def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
-    root, _ = place
-    write_artifact(tmp_path / "other", corpus="another")
-    pq.write_table(pa.table({"row_id": ["a"]}), tmp_path / "plain.parquet")
-    (tmp_path / "text.parquet").write_text("no")
+def test_what_is_no_detection_of_this_artifact_is_refused(place, tmp_path):
+    root, artifact = place
+    other = write_artifact(tmp_path / "other", corpus="another")
+    without = write_artifact(tmp_path / "without", targets=("boolq", "arc"))
     table = pq.read_table(root / "suspects.parquet")
-    pq.write_table(table.drop_columns("rank"), tmp_path / "unranked.parquet")
-    renamed = table.set_column(1, "row_id", pa.array(["evil", *table["row_id"].to_pylist()[1:]]))
-    pq.write_table(renamed, tmp_path / "renamed.parquet")
-    for path, said in (
-        (tmp_path / "gone.parquet", "gone.parquet: no such file; expected the .parquet that grasp detect --out writes"),
-        (tmp_path / "text.parquet", "text.parquet: cannot be read: "),
-        (tmp_path / "plain.parquet", "plain.parquet does not say what was detected"),
-        (tmp_path / "unranked.parquet", "unranked.parquet does not say what was detected"),
-        (tmp_path / "renamed.parquet", "renamed.parquet: 'evil' is no row of the artifact"),
+    record = json.loads(table.schema.metadata[RECORD])
+    record["made_from"]["model"] = "another"
+    names = pa.array(["evil", *table["row_id"].to_pylist()[1:]])
+    (tmp_path / "text.parquet").write_text("no")
+    for name, content in (
+        ("plain", pa.table({"row_id": ["a"]})),
+        ("unranked", table.drop_columns("rank")),
+        ("renamed", table.set_column(1, "row_id", names)),
+        ("model", table.replace_schema_metadata({RECORD: json.dumps(record)})),
+        ("suspects", table),
     ):
-        assert said in refused("report", root / "art", "--detect", path, "--out", tmp_path / "r.html")
-    said = json.loads(table.schema.metadata[RECORD])
-    said["made_from"]["model"] = "another"
-    pq.write_table(table.replace_schema_metadata({RECORD: json.dumps(said)}), tmp_path / "model.parquet")
-    asked = ["report", root / "art", "--detect", tmp_path / "model.parquet", "--out", tmp_path / "r.html"]
-    assert "was made from another artifact: model 'another', here ''; run grasp detect on this one" in refused(*asked)
-    write_artifact(tmp_path / "without", targets=("boolq", "arc"))
-    asked = ["report", tmp_path / "without", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]
-    assert "here 'none'; run grasp detect on this one" in (told := refused(*asked))
-    assert "was made from another artifact: units of sciq '" in told
-    asked = ["report", tmp_path / "other", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]
-    assert "was made from another artifact: corpus 'c0ffee', here 'another'; run grasp detect on this one" in refused(
-        *asked
-    )
+        pq.write_table(content, tmp_path / f"{name}.parquet")
+    for name, beside, said in (
+        ("gone", artifact, "no such file"),
+        ("text", artifact, "cannot be read"),
+        ("plain", artifact, "does not say what was detected"),
+        ("unranked", artifact, "does not say what was detected"),
+        ("renamed", artifact, "'evil' is no row of the artifact"),
+        ("model", artifact, "another artifact: model 'another'"),
+        ("suspects", other, "another artifact: corpus 'c0ffee', here 'another'"),
+        ("suspects", without, "another artifact: units of sciq .*here 'none'"),
+    ):
+        with pytest.raises(GraspError, match=rf"{name}\.parquet.*{said}"):
+            read_suspects(tmp_path / f"{name}.parquet", beside, [])
