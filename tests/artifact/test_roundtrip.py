@@ -15,7 +15,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     n_rows=st.integers(1, 30),
     shard_rows=st.integers(1, 12),

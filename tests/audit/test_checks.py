@@ -316,12 +316,8 @@ def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
     shutil.rmtree(tmp_path / "art" / "tokens")
     named = by_name(check(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5, protocol=ALL))
     features = {name for name in GEOMETRY if "sketch" in name and "rank" not in name}
-    for name in features | {
-        "direct sum for product",
-        "residual beyond top-k",
-        "pooled for tokens",
-        "opposed gradients",
-    }:
+    others = {"direct sum for product", "residual beyond top-k", "pooled for tokens", "opposed gradients"}
+    for name in features | others:
         assert named[name].verdict == "not measured"
         assert "keeps no rows; build it with keep_tokens: true" in named[name].advice
     assert all(says_what_is_healthy(finding) for finding in named.values())
@@ -333,9 +329,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
-    assert (
-        "not on this disk, seen from here; restore what the artifact was built from" in named["batch invariance"].advice
-    )
+    assert "not on this disk" in named["batch invariance"].advice
     assert named["batch invariance"].advice == named["product sketch"].advice
 
 

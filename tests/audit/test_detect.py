@@ -11,7 +11,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, standardised_blocks
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.settings import build_settings
@@ -74,35 +74,6 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
     assert "6 rows planted" in section
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--truth", "one"], "truth: 60 of 60 rows are planted, expected some and not all"),
-        (["--truth", "image_class"], "truth image_class: row train-0 has 'blue', expected true or false, or 1 or 0"),
-        (["--clean", "changed"], "clean changed: 6 rows are known to be right, expected at least 99 for"),
-        (["--clean", "nothing"], "no columns ['nothing']"),
-        (["--truth", "nothing"], "no columns ['nothing']"),
-        (["--neighbours", 0], "neighbours: got 0, expected at least 1"),
-        (["--truth", "changed", "-k", 61], "k: got 61, expected 1 to 60"),
-        (["--false-positives", 0.7], "false-positive rate: got 0.7"),
-        (["--match", "input"], "has no 'input' relevance"),
-    ],
-)
-def test_mistakes_are_told(noisy, options, said):
-    assert said in refused("detect", noisy, "--target", "trusted", *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--neighbours", 5], "neighbours: no meaning without a label"),
-        (["-k", 5], "k: no meaning without truth"),
-    ],
-)
-def test_options_without_effect_are_refused(marked, options, said):
-    assert said in refused("detect", marked.path, "--target", "facts", *options)
-
-
 def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
@@ -143,15 +114,6 @@ def marked(tmp_path_factory):
     return ArtifactReader.open(build_artifact(_with(base, path=str(root / "marked.parquet")), root / "art"))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("part", "row row-4 has no value"), ("minus", "row row-5 has -1"), ("nan", "row row-6 has no value")],
-)
-def test_a_truth_is_true_or_false_in_every_row(marked, name, said):
-    with pytest.raises(SettingsError, match=f"truth {name}: {said}, expected true or false, or 1 or 0, in every row"):
-        detect(marked, "facts", truth=name)
-
-
 @pytest.mark.parametrize(("name", "why"), [("one", "one is the same for all"), ("own", "every row is alone with")])
 def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
     found = detect(marked, "facts", label=name)
@@ -167,12 +129,6 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
     assert "holds on average for right rows like those checked" in said
-
-
-def test_too_few_rows_are_one_line(tmp_path):
-    artifact = build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
-    said = refused("detect", artifact, "--target", "facts")
-    assert "has 9 rows, expected at least 10: of fewer none stands out" in said
 
 
 ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
@@ -264,5 +220,43 @@ def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
     artifact = ArtifactReader.open(build_artifact(world(tmp_path), tmp_path / "art"))
     assert list(detect(artifact, "facts").scores) == ["relevance"]
     assert list(detect(artifact, "facts", label="topic").scores) == ["relevance", "geometry", "fused"]
-    with pytest.raises(SettingsError, match="neighbours: got 0"):
-        detect(artifact, "facts", label="topic", neighbours=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"truth": "one"}, "60 of 60 rows are planted"),
+        ({"truth": "image_class"}, "truth image_class: row train-0 has 'blue'"),
+        ({"clean": "changed"}, "clean changed: 6 rows are known to be right"),
+        ({"clean": "nothing"}, r"no columns \['nothing'\]"),
+        ({"truth": "nothing"}, r"no columns \['nothing'\]"),
+        ({"neighbours": 0}, "neighbours: got 0"),
+        ({"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
+        ({"false_positives": 0.7}, r"got 0\.7"),
+        ({"match": "input"}, "no 'input' relevance"),
+    ],
+)
+def test_what_detects_nothing_is_refused(noisy, changes, said):
+    with pytest.raises(GraspError, match=said):
+        detect(ArtifactReader.open(noisy), "trusted", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"neighbours": 5}, "neighbours: no meaning without a label"),
+        ({"label": "topic", "neighbours": 0}, "neighbours: got 0"),
+        ({"k": 5}, "k: no meaning without truth"),
+        ({"truth": "part"}, "truth part: row row-4 has no value"),
+        ({"truth": "minus"}, "truth minus: row row-5 has -1"),
+        ({"truth": "nan"}, "truth nan: row row-6 has no value"),
+    ],
+)
+def test_what_detects_nothing_in_texts_is_refused(marked, changes, said):
+    with pytest.raises(SettingsError, match=said):
+        detect(marked, "facts", **changes)
+
+
+def test_too_few_rows_are_refused(tmp_path):
+    artifact = build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
+    assert "has 9 rows, expected at least 10" in refused("detect", artifact, "--target", "facts")
