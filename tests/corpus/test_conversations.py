@@ -152,16 +152,13 @@ def test_a_pair_without_an_answer_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"messages": [{"role": "owner", "content": "x"}]},
-            r"c.jsonl:1: turn 0: got the role 'owner', expected one of user",
-        ),
-        ({"messages": [{"content": "x"}]}, "turn 0: got the role None, expected one of"),
-        ({"messages": [{"role": "user", "content": {"image": 1}}]}, "expected words; pictures and sounds are not read"),
-        ({"messages": "hello", "text": "a"}, "say which with --text-column messages or --text-column text"),
-        ({"messages": ["hello"]}, "column 'messages' holds a list of str, expected text or a list of turns"),
-        ({"prompt": "a", "completion": TURNS}, "column 'prompt' holds str, expected text or a list of turns"),
-        ({"messages": TURNS, "tools": "{"}, "tools: got '{', expected a list"),
+        ({"messages": [{"role": "owner", "content": "x"}]}, "c.jsonl:1: turn 0: got the role 'owner'"),
+        ({"messages": [{"content": "x"}]}, "turn 0: got the role None"),
+        ({"messages": [{"role": "user", "content": {"image": 1}}]}, "expected words"),
+        ({"messages": "hello", "text": "a"}, "--text-column messages"),
+        ({"messages": ["hello"]}, "column 'messages' holds a list of str"),
+        ({"prompt": "a", "completion": TURNS}, "column 'prompt' holds str"),
+        ({"messages": TURNS, "tools": "{"}, "tools: got '{'"),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(tmp_path, record, message):
@@ -171,10 +168,10 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path, record, message):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "c.jsonl:1: the tokenizer has no chat template, so turns cannot be written out"),
-        (DROPS, "turn 1: the chat template leaves out the assistant's words 'water is wet.'"),
-        (REWRITES, "turn 1: the chat template writes it otherwise once others follow"),
-        (STRICT, "the chat template refuses the turns: Conversation roles must alternate"),
+        (None, "c.jsonl:1: the tokenizer has no chat template"),
+        (DROPS, "turn 1: the chat template leaves out"),
+        (REWRITES, "turn 1: the chat template writes it otherwise"),
+        (STRICT, "Conversation roles must alternate"),
     ],
 )
 def test_a_template_that_cannot_be_trusted_is_refused(tmp_path, template, message):
@@ -187,15 +184,6 @@ def test_the_last_answer_of_a_template_that_rewrites_can_be_had(tmp_path):
     assert (
         said(stored(tmp_path, [{"messages": thought}], chat_tokenizer(REWRITES), loss_on="completion"))[1] == LAST + END
     )
-
-
-def test_loss_on_an_answer_of_a_text_is_refused(tmp_path):
-    message = "has no answer that could carry loss; corpus.loss_on: got completion, expected all"
-    assert message in refused(tmp_path, [{"text": "water"}], loss_on="completion")
-
-
-def test_conversations_are_not_joined(tmp_path):
-    assert "a row is one conversation; corpus.packing" in refused(tmp_path, [{"messages": TURNS}], packing="concat")
 
 
 def test_the_mask_is_part_of_the_fingerprint_and_of_what_was_begun(tmp_path):
@@ -241,3 +229,8 @@ def test_a_tokenizer_that_cannot_tell_where_tokens_end_is_refused(tmp_path, monk
     assert "the tokenizer cannot tell which tokens are the answer" in refused(
         tmp_path, [{"messages": TURNS}], tokenizer
     )
+
+
+def test_what_has_no_answer_or_would_be_joined_is_refused(tmp_path):
+    assert "corpus.loss_on: got completion" in refused(tmp_path, [{"text": "water"}], loss_on="completion")
+    assert "corpus.packing" in refused(tmp_path, [{"messages": TURNS}], packing="concat")

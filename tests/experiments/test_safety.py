@@ -15,7 +15,7 @@ pytest.importorskip("kronfluence")
 from experiments.safety import detectors, setting
 from experiments.safety.run import DETECT, Experiment, plan, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
-from experiments.safety.tables import detection_lines, lines, removal_lines
+from experiments.safety.tables import detection_lines, lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
 from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel
@@ -242,15 +242,6 @@ def measured(auroc):
     cut = dict.fromkeys(("f1", "precision", "recall"), auroc)
     around = {"auroc_low": auroc - 0.1, "auroc_high": auroc + 0.1, "average_precision": auroc}
     return {"auroc": auroc, **around, "at_k": cut, "best": cut}
-
-
-def test_removal_has_a_number_a_seed():
-    state = {"attack_success": 0.5, "accuracy": 0.75}
-    case = {"planted": 2, "rows": 20, "all rows": {"untrained": state, "trained": state}, "removed": {}}
-    again = case | {"removed": {"loss": {"planted_among_them": 1, "attack_success": 0.25, "accuracy": 1.0}}}
-    shown = removal_lines({"cf-42": case, "cf-43": again})
-    assert shown[0] == "cf-42, cf-43: 2 of 20 rows planted in each"
-    assert shown[-2] == "| loss | - / 1 | - / 0.25 | - / 1.00 |"
 
 
 def test_the_plan_begins_with_what_tells_most_and_has_no_piece_twice():
