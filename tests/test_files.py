@@ -17,10 +17,10 @@ from grasp.files import (
     PART,
     STALE_SECONDS,
     UNSIGNED,
-    aside,
     check_outputs,
     is_signed,
     own_directory,
+    temporary_path,
     with_checksum,
     write_whole,
     written_aside,
@@ -65,15 +65,15 @@ def test_what_is_interrupted_leaves_what_was_there(stop, tmp_path):
 
 def test_two_writers_never_share_a_part_and_long_names_have_room(tmp_path):
     path = tmp_path / ("ä" * 125 + ".yaml")
-    assert aside(path) != aside(path)
-    assert len(aside(path).name.encode()) <= NAME_BYTES + 39
+    assert temporary_path(path) != temporary_path(path)
+    assert len(temporary_path(path).name.encode()) <= NAME_BYTES + 39
     write_whole(path, b"x")
     assert path.read_bytes() == b"x"
 
 
 def test_a_killed_writer_leaves_nothing_for_longer_than_a_day(tmp_path):
     path = tmp_path / "a[1].txt"
-    old, old_directory, young = (aside(path) for _ in range(3))
+    old, old_directory, young = (temporary_path(path) for _ in range(3))
     for part in (old, young):
         part.write_text("cut off")
     old_directory.mkdir()

@@ -23,7 +23,7 @@ from experiments.curation.setting import World
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
-from grasp.files import aside, write_whole
+from grasp.files import temporary_path, write_whole
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection
@@ -177,7 +177,7 @@ def append(path: Path, subset: pa.Table) -> None:
         if subset.column("subset_id")[0].as_py() in table.column("subset_id").unique().to_pylist():
             return
         subset = pa.concat_tables([table, subset])
-    part = aside(path)
+    part = temporary_path(path)
     pq.write_table(subset, part, compression="zstd")
     part.replace(path)
 

@@ -26,7 +26,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
 from grasp.extract.local import build_artifact
-from grasp.files import aside, write_whole
+from grasp.files import temporary_path, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate
 from grasp.runs.recipe import named_recipe
@@ -60,7 +60,7 @@ class Pages:
         if not path.exists():
             table = pq.read_table(self.corpus)
             kept = np.setdiff1d(np.arange(table.num_rows), held_out_documents(table.num_rows, self.n_held_out))
-            part = aside(path)
+            part = temporary_path(path)
             pq.write_table(table.take(pa.array(kept)), part)
             part.replace(path)
         return path

@@ -137,7 +137,7 @@ def kind_of(path: Path) -> str | None:
 # --------------------------------------------------------------------------------------------------- whole or not there
 
 
-def aside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A name of our own beside `path`, so that two processes never write into one part file."""
     return path.with_name(f"{_beginning(path)}{uuid.uuid4().hex}{PART}")
 
@@ -178,7 +178,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 def _placed(path: Path) -> Iterator[Path]:
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
-    part = aside(path)
+    part = temporary_path(path)
     try:
         yield part
         _flush(part)

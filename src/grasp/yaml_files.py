@@ -205,7 +205,7 @@ def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], w
         )
 
 
-def take(data: dict[str, Any], name: str) -> Any:
+def pop_leaf(data: dict[str, Any], name: str) -> Any:
     """Remove a leaf, and the groups that it leaves empty; None where there is nothing."""
     step, _, rest = name.partition(".")
     if not rest:
@@ -213,7 +213,7 @@ def take(data: dict[str, Any], name: str) -> Any:
     group = data.get(step)
     if not isinstance(group, dict):
         return None
-    value = take(group, rest)
+    value = pop_leaf(group, rest)
     if not group:
         del data[step]
     return value

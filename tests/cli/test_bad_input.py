@@ -305,7 +305,7 @@ def test_an_output_file_is_checked_before_the_work(art, tmp_path, command):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_place_that_refuses_is_told_without_a_traceback(art, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.files.aside", lambda path: path.with_name(f"{path.name}.part"))
+    monkeypatch.setattr("grasp.files.temporary_path", lambda path: path.with_name(f"{path.name}.part"))
     (tmp_path / "out.parquet.part").symlink_to("/dev/full")
     assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()

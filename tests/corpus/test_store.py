@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, CorpusError
-from grasp.files import aside
+from grasp.files import temporary_path
 from tests.corpus.world import (
     TEXTS,
     Words,
@@ -147,7 +147,7 @@ def test_killed_by_the_system_it_goes_on(tmp_path, corpus):
         assert process.returncode == -signal.SIGKILL
     n_finished = len(list((tmp_path / "store").glob("shard-*.json")))
     assert n_finished >= 2
-    aside(tmp_path / "store" / "shard-00000.parquet").write_text("cut off")
+    temporary_path(tmp_path / "store" / "shard-00000.parquet").write_text("cut off")
     write(tmp_path / "store", corpus)
     assert files_of(tmp_path / "store") == files_of(tmp_path / "whole")
 

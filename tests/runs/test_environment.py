@@ -13,7 +13,7 @@ import pytest
 
 from experiments.keep import keep
 from grasp.errors import EnvironmentDataError
-from grasp.files import aside
+from grasp.files import temporary_path
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import default_protocol
@@ -355,7 +355,7 @@ def test_merging_clears_away_old_parts_and_leases_but_no_young_part(tmp_path):
 
 
 def test_two_writers_of_one_file_do_not_share_a_part(tmp_path):
-    first, second = aside(tmp_path / "x"), aside(tmp_path / "x")
+    first, second = temporary_path(tmp_path / "x"), temporary_path(tmp_path / "x")
     assert first != second
     assert first.parent == tmp_path
 

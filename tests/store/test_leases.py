@@ -12,13 +12,13 @@ from grasp.store import locks as leases
 WORKER = """
 import sys, time
 from pathlib import Path
-from grasp.store.locks import take
+from grasp.store.locks import acquire_lease
 directory, go = Path(sys.argv[1]), Path(sys.argv[2])
 (directory / f"ready-{sys.argv[3]}").touch()
 while not go.exists():
     time.sleep(0.001)
 for k in range(200):
-    lease = take(directory / "claims", f"run-{k}", ttl=60)
+    lease = acquire_lease(directory / "claims", f"run-{k}", ttl=60)
     if lease is not None:
         print(k)
 """
@@ -29,50 +29,50 @@ def age(lease, seconds):
 
 
 def test_a_held_run_cannot_be_taken(tmp_path):
-    lease = leases.take(tmp_path / "claims", "a-0")
+    lease = leases.acquire_lease(tmp_path / "claims", "a-0")
     assert lease is not None
-    assert leases.take(tmp_path / "claims", "a-0") is None
-    assert leases.take(tmp_path / "claims", "a-1") is not None
+    assert leases.acquire_lease(tmp_path / "claims", "a-0") is None
+    assert leases.acquire_lease(tmp_path / "claims", "a-1") is not None
     assert f"process {os.getpid()}" in (tmp_path / "claims" / "a-0.0").read_text()
 
 
 def test_an_abandoned_lease_is_taken_over_once(tmp_path):
-    age(leases.take(tmp_path, "a-0"), 301)
-    heirs = [leases.take(tmp_path, "a-0") for _ in range(3)]
+    age(leases.acquire_lease(tmp_path, "a-0"), 301)
+    heirs = [leases.acquire_lease(tmp_path, "a-0") for _ in range(3)]
     assert [heir is not None for heir in heirs] == [True, False, False]
     age(heirs[0], 301)
-    assert leases.take(tmp_path, "a-0").path.name == "a-0.2"
+    assert leases.acquire_lease(tmp_path, "a-0").path.name == "a-0.2"
 
 
 def test_a_renewed_lease_is_kept(tmp_path):
-    lease = leases.take(tmp_path, "a-0")
+    lease = leases.acquire_lease(tmp_path, "a-0")
     age(lease, 301)
     lease.renew()
-    assert leases.take(tmp_path, "a-0") is None
+    assert leases.acquire_lease(tmp_path, "a-0") is None
 
 
 def test_a_released_lease_is_free_at_once(tmp_path):
-    leases.take(tmp_path, "a-0").release()
-    assert leases.take(tmp_path, "a-0") is not None
+    leases.acquire_lease(tmp_path, "a-0").release()
+    assert leases.acquire_lease(tmp_path, "a-0") is not None
 
 
 def test_runs_whose_names_begin_alike_are_apart(tmp_path):
-    assert leases.take(tmp_path, "a") is not None
-    assert leases.take(tmp_path, "a.5") is not None
-    assert leases.take(tmp_path, "a.5.7") is not None
-    assert leases.take(tmp_path, "a") is None
+    assert leases.acquire_lease(tmp_path, "a") is not None
+    assert leases.acquire_lease(tmp_path, "a.5") is not None
+    assert leases.acquire_lease(tmp_path, "a.5.7") is not None
+    assert leases.acquire_lease(tmp_path, "a") is None
 
 
 def test_held_renews_while_the_block_runs_and_gives_back(tmp_path):
-    lease = leases.take(tmp_path, "a-0")
+    lease = leases.acquire_lease(tmp_path, "a-0")
     with leases.held([lease], ttl=0.5):
         time.sleep(0.8)
-        assert leases.take(tmp_path, "a-0", ttl=0.5) is None
-    assert leases.take(tmp_path, "a-0", ttl=0.5) is not None
+        assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is None
+    assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is not None
 
 
 def test_a_share_that_fails_for_a_moment_ends_no_renewal(tmp_path, monkeypatch):
-    lease, touch, failed = leases.take(tmp_path, "a-0"), os.utime, []
+    lease, touch, failed = leases.acquire_lease(tmp_path, "a-0"), os.utime, []
 
     def fails_at_first(path, times):
         if len(failed) < 2:
@@ -83,27 +83,27 @@ def test_a_share_that_fails_for_a_moment_ends_no_renewal(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "utime", fails_at_first)
     with leases.held([lease], ttl=0.5):
         time.sleep(0.9)
-        assert leases.take(tmp_path, "a-0", ttl=0.5) is None
+        assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is None
     assert failed == [lease.path] * 2
 
 
 def test_an_old_list_of_generations_gives_no_second_lease(tmp_path):
     assert leases.generations(tmp_path / "claims") == {}
-    age(leases.take(tmp_path, "a-0"), 301)
+    age(leases.acquire_lease(tmp_path, "a-0"), 301)
     known = leases.generations(tmp_path)
     assert known == {"a-0": 0}
-    assert leases.take(tmp_path, "a-0") is not None
-    assert leases.take(tmp_path, "a-0", known=known) is None
+    assert leases.acquire_lease(tmp_path, "a-0") is not None
+    assert leases.acquire_lease(tmp_path, "a-0", known=known) is None
 
 
 def test_threads_that_race_for_an_abandoned_run_have_one_winner(tmp_path):
     for k in range(20):
-        age(leases.take(tmp_path, f"run-{k}"), 1_000)
+        age(leases.acquire_lease(tmp_path, f"run-{k}"), 1_000)
     start, won = threading.Barrier(8), []
 
     def race():
         start.wait()
-        won.extend(k for k in range(20) if leases.take(tmp_path, f"run-{k}") is not None)
+        won.extend(k for k in range(20) if leases.acquire_lease(tmp_path, f"run-{k}") is not None)
 
     threads = [threading.Thread(target=race) for _ in range(8)]
     for thread in threads:
@@ -116,7 +116,7 @@ def test_threads_that_race_for_an_abandoned_run_have_one_winner(tmp_path):
 def test_processes_that_race_share_the_runs_out(tmp_path):
     (tmp_path / "claims").mkdir()
     for k in range(0, 200, 2):
-        age(leases.take(tmp_path / "claims", f"run-{k}"), 1_000)
+        age(leases.acquire_lease(tmp_path / "claims", f"run-{k}"), 1_000)
     go = tmp_path / "go"
     workers = [
         subprocess.Popen(
@@ -133,7 +133,7 @@ def test_processes_that_race_share_the_runs_out(tmp_path):
 
 
 def test_a_lease_whose_file_is_gone_renews_silently(tmp_path):
-    lease = leases.take(tmp_path, "a-0")
+    lease = leases.acquire_lease(tmp_path, "a-0")
     lease.path.unlink()
     lease.renew()
     lease.release()

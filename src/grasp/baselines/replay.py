@@ -44,7 +44,7 @@ from grasp.baselines.gradients.sums import (
     run_over,
 )
 from grasp.errors import ModelError
-from grasp.files import aside
+from grasp.files import temporary_path
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
@@ -227,7 +227,7 @@ class Replay:
         for k, weight in enumerate(self._weights):
             state = self._optimizer.state[weight]
             tensors |= {f"{moment}.{k}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
-        part = aside(path)
+        part = temporary_path(path)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {"step": str(self.step)})
         with part.open("rb+") as handle:
             os.fsync(handle.fileno())

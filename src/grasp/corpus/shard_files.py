@@ -22,7 +22,7 @@ from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, colu
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
-from grasp.files import UNSIGNED, FileEntry, aside, discard, is_part
+from grasp.files import UNSIGNED, FileEntry, discard, is_part, temporary_path
 from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import Schema, Store
@@ -380,7 +380,7 @@ def _first_duplicate(store: Store[RowsMark]) -> tuple[str, list[int]] | None:
 
     DuckDB counts them and spills to disk: memory does not grow with the corpus.
     """
-    spill = aside(store.root / "spill")
+    spill = temporary_path(store.root / "spill")
     config: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
         "memory_limit": "512MB",

@@ -33,7 +33,7 @@ from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, 
 from grasp.store import remote
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit
-from grasp.yaml_files import leaf, over, plain_settings, put, put_all, read_yaml, require_flags, take, validated
+from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -183,7 +183,7 @@ def add_targets(
     """
     data, own = deepcopy(dict(settings or {})), dict[str, Any]()
     for name in (*CODE, *PLACES):  # the user's own word for what is run, and for where things are
-        if value := take(data, name):
+        if value := pop_leaf(data, name):
             put(own, name, value)
     given = data.pop("targets", {})
     if data or not isinstance(given, dict) or "names" in given:

@@ -48,7 +48,7 @@ from grasp.runs.environment_files import (
     run_bytes,
     runs_in,
 )
-from grasp.store.locks import TTL_SECONDS, Lease, generations, take
+from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 
 F64 = NDArray[np.float64]
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
@@ -278,7 +278,7 @@ class Environment:
                 break
             if (seed is not None and run.seed != seed) or (alone and claimed):
                 continue
-            lease = take(self._claims, run.stem, ttl=ttl, known=known)
+            lease = acquire_lease(self._claims, run.stem, ttl=ttl, known=known)
             if lease is None:
                 continue
             if run not in self.untried():  # finished between the look and the lease

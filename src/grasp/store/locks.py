@@ -1,7 +1,7 @@
 """One writer at a time, and work that several processes share out.
 
 DirectoryLock, one_at_a_time   one writer; locks that the kernel releases when their holder dies
-Lease, take, held              a part of the work is one process's, and a dead one's part is taken over
+Lease, acquire_lease, held     a part of the work is one process's, and a dead one's part is taken over
 """
 
 import fcntl
@@ -129,7 +129,7 @@ def generations(directory: Path) -> dict[str, int]:
     return found
 
 
-def take(
+def acquire_lease(
     directory: Path, run: str, *, ttl: float = TTL_SECONDS, known: Mapping[str, int] | None = None
 ) -> Lease | None:
     """The lease on `run`, or None while somebody else holds it.
