@@ -306,7 +306,7 @@ PROFILED = {
     "neighbour kernel": ("features/neighbour_match.py", "neighbour_relevance"),
     "product sketch": ("features/sketch.py", "apply"),
     "pooling": ("features/residuals.py", "pool"),
-    "whitening": ("extract/finish.py", "whiten"),
+    "whitening": ("features/moments.py", "whiten"),
     "writing": ("artifact/writer.py", "write_shard"),
 }
 

@@ -33,7 +33,7 @@ from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.corpus_moments import unspool_position_moments
 from grasp.extract.forward import forward_units
-from grasp.extract.passes import row_passes
+from grasp.features.extract import row_passes
 from grasp.features.moments import Whitener
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored

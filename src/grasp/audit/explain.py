@@ -31,12 +31,11 @@ from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
 from grasp.extract.backward import examples_of
 from grasp.extract.extend import kernels
-from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
-from grasp.extract.passes import row_passes
 from grasp.extract.pictures import Pictured, vision
 from grasp.extract.reopen import BuildSource
-from grasp.features.extract import BatchFeatures, position_mask, supervised_positions
+from grasp.features.extract import BatchFeatures, position_mask, row_passes, supervised_positions
+from grasp.features.pooled_match import PooledKernel
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.gradients.per_example import Example

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from grasp.corpus.store import RowShard
 from grasp.errors import ModelError, SettingsError
-from grasp.extract.passes import Rows
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import Pass, Reference, extract, position_mask, supervised_positions
+from grasp.features.extract import Pass, Reference, Rows, extract, position_mask, supervised_positions
 from grasp.features.gradient_match import F64, SampledGradients, SquareSums, preconditioner
 from grasp.models.causal_lm import pad_rows
 from grasp.models.gradients.per_example import Example

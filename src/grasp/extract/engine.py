@@ -28,10 +28,9 @@ from grasp.extract.forward import (
     forward_shard,
     position_sums,
 )
-from grasp.extract.passes import Rows
 from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import Pass, Reference
+from grasp.features.extract import Pass, Reference, Rows
 from grasp.features.gradient_match import SampledGradients, SquareSums
 from grasp.features.moments import PositionMoments
 from grasp.settings import FeatureSettings, ModelSettings

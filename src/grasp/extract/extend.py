@@ -9,7 +9,6 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactExtension, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
-from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import first_rows, forecast, pass_seconds
 from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard
 from grasp.extract.inputs import Inputs, identity, prepare, unit_table
@@ -17,6 +16,7 @@ from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import BuildSource
 from grasp.features.extract import Reference
+from grasp.features.pooled_match import PooledKernel
 from grasp.settings import FeatureSettings, TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]

@@ -14,8 +14,7 @@ from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
 from grasp.extract.corpus_moments import STATES, Store, reads_once
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
-from grasp.extract.passes import Rows
-from grasp.features.extract import Pass, Reference
+from grasp.features.extract import Pass, Reference, Rows
 from grasp.features.gradient_match import SampledGradients
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.text import duration_text, size_text

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.backward import GradientKernel
-from grasp.extract.passes import Rows, Units, row_passes, unit_passes
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import BatchFeatures, Pass, Reference, bad_rows
+from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, bad_rows, row_passes, unit_passes
 from grasp.features.input_match import (
     InputTargets,
     hidden_gradient,

@@ -20,10 +20,9 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.corpus_moments import Store
 from grasp.extract.forward import UnitFeatures, forward_units
-from grasp.extract.passes import Units
 from grasp.extract.pictures import load_reference, vision
 from grasp.extract.progress import Progress
-from grasp.features.extract import Reference
+from grasp.features.extract import Reference, Units
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import refuse_unreadable
 from grasp.settings import BuildSettings

@@ -41,7 +41,6 @@ from grasp.extract.corpus_moments import (
     unspool_position_moments,
 )
 from grasp.extract.engine import InProcess, Workers, ray_workers
-from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.inputs import (
@@ -57,6 +56,7 @@ from grasp.extract.inputs import (
 )
 from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
+from grasp.features.pooled_match import PooledKernel
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train

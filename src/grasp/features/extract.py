@@ -1,22 +1,28 @@
-"""One forward pass over one batch: hidden states and sparse residuals at the positions that are used.
+"""Rows and units on their way through the reference model: batches, and what a forward pass gives for each.
+
+Of a batch: hidden states and sparse residuals at the positions that are used.
 
 Position t predicts token t + 1: a row of L has at most L - 1 supervised positions.
 Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from grasp.corpus.shard_files import Shard
+from grasp.corpus.store import RowShard
 from grasp.features.residuals import SparseResidual, head_residual
-from grasp.models.causal_lm import ReferenceModel
+from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.head import OutputHead
+from grasp.targets.units import UnitTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,20 @@ class BatchFeatures:
 Pass = tuple[NDArray[np.int64], BatchFeatures]  # index of the rows of a batch, and their features
 
 
+class OtherRows(Shard, Protocol):
+    """Rows that are no texts: their own model reads them."""
+
+    table: pa.Table
+    n_tokens: int
+
+    def tokens_of(self, index: NDArray[np.int64]) -> int:
+        """Positions of some rows."""
+
+
+Rows = RowShard | OtherRows
+Units = Sequence[UnitTokens] | OtherRows
+
+
 class OtherReference(Protocol):
     """A reference model of a room beside the road: its rows are no texts, and it runs them itself."""
 
@@ -77,6 +97,29 @@ class OtherReference(Protocol):
 
 
 Reference = ReferenceModel | OtherReference
+
+
+def row_passes(model: Reference, rows: Rows, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
+    """Batches of rows, each with the index of its rows and their features at the positions of `specs`."""
+    if not isinstance(model, ReferenceModel):
+        yield from model.passes(rows, len(specs), top_k)
+        return
+    assert isinstance(rows, RowShard)
+    for index in batches(np.diff(rows.offsets), model.batch_tokens):
+        padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
+        yield index, extract(model, *padded, specs, top_k)
+
+
+def unit_passes(model: Reference, units: Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
+    """Batches of units, as those of rows; of a text only what carries loss is supervised."""
+    if not isinstance(model, ReferenceModel):
+        yield from model.passes(units, len(specs), top_k)
+        return
+    assert isinstance(units, Sequence)
+    length_E = np.fromiter((len(unit.input_ids) for unit in units), dtype=np.int64, count=len(units))
+    for index in batches(length_E, model.batch_tokens):
+        padded = pad_rows([units[e].input_ids for e in index], [units[e].first for e in index])
+        yield index, extract(model, *padded, specs, top_k)
 
 
 @torch.inference_mode()

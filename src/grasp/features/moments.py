@@ -136,3 +136,7 @@ class Whitener:
             map_HH=whitening_map(moments.covariance_HH, tau),
             precondition_V=preconditioner(moments.gamma_V, alpha, epsilon),
         )
+
+    def whiten(self, hidden_NH: NDArray[np.floating]) -> F64:
+        """h~ = W (h - mean), (N, H), float64. Source: eq:grasp-hidden-whiten."""
+        return np.asarray((hidden_NH - self.mean_H) @ self.map_HH, dtype=np.float64)

@@ -18,8 +18,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import Check, judged, missing, rank_agreement
 from grasp.audit.sample import SampleFeatures
 from grasp.extract.corpus_moments import unspool_moments
-from grasp.extract.finish import PooledKernel, whiten
 from grasp.features.moments import Moments, Whitener
+from grasp.features.pooled_match import PooledKernel
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import ProductSketch
 from grasp.geometry import measures
@@ -66,7 +66,7 @@ class Kernels:
             features,
             pooled,
             token,
-            *measures.gram(whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)),
+            *measures.gram(whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)),
             _of_positions(_whitener(token, settings), features),
         )
 
@@ -116,12 +116,12 @@ def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionKerne
     at, n_rows = features.positions, len(features.row_index)
     if at is None:
         return None
-    hidden_PH = whiten(whitener, at.hidden_PH.astype(np.float32))
+    hidden_PH = whitener.whiten(at.hidden_PH.astype(np.float32))
     residual_PV, row_P = _scaled(whitener, features.residual_PV), at.row_P.astype(np.int64)
     product_NN = measures.position_gram(hidden_PH, residual_PV, row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
     mean_NP = measures.row_means(row_P, n_rows)
-    kept = whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)
+    kept = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
     return PositionKernels(
         product_NN=product_NN,
