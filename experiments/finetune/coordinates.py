@@ -32,7 +32,13 @@ from experiments.finetune.setting import LENGTH, Name, open_corpus, target_setti
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.extract.backward import CHUNK
-from grasp.features.gradient_match import CoordinateSample, SampledGradients, SquareSums, by_member, preconditioner
+from grasp.features.gradient_match import (
+    CoordinateSample,
+    SampledGradients,
+    SquareSums,
+    by_member,
+    gradient_preconditioner,
+)
 from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
@@ -100,7 +106,7 @@ def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) ->
         }
         for named, one in moments.items():
             square_K = one.mean()[starts[place] : starts[place + 1]]
-            factor_K = preconditioner(square_K, sample.weight_K.double().numpy(), DAMPING)
+            factor_K = gradient_preconditioner(square_K, sample.weight_K.double().numpy(), DAMPING)
             factors[f"{millions} M, seed {seed}{named}"] = int(starts[place]), torch.from_numpy(factor_K).float()
     out = {name: np.zeros((len(rows), len(units))) for name in factors}
     for index_B, taken_BK in taken.batches(rows):

@@ -34,7 +34,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
-from grasp.features.gradient_match import CoordinateSample, SampledGradients, preconditioner
+from grasp.features.gradient_match import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
@@ -130,7 +130,7 @@ def scores(kept: Kept) -> dict[str, F64]:
         v_K[some] = (rows_Nk.astype(np.float64) ** 2).mean(axis=0)
     root_K = np.sqrt(kept.weight_K)
     adam_K = 1.0 / np.sqrt(v_K + 1e-6 * v_K.mean())
-    ours_K = np.sqrt(preconditioner(v_K, kept.weight_K, 0.01) / kept.weight_K)
+    ours_K = np.sqrt(gradient_preconditioner(v_K, kept.weight_K, 0.01) / kept.weight_K)
     out = {}
     for width in (*WIDTHS, None):
         name = "whole" if width is None else f"{width:,}"

@@ -11,7 +11,7 @@ from grasp.features.gradient_match import (
     SquareSums,
     Tiles,
     by_member,
-    preconditioner,
+    gradient_preconditioner,
 )
 from grasp.models.gradients.factors import Use, materialise
 from grasp.models.gradients.layers import as_matrix
@@ -138,7 +138,7 @@ def test_sixteen_bits_of_the_units_move_no_relevance():
 
 
 def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
-    assert preconditioner(np.zeros(3), np.array([2.0, 2.0, 1.0]), 0.01).tolist() == [2.0, 2.0, 1.0]
+    assert gradient_preconditioner(np.zeros(3), np.array([2.0, 2.0, 1.0]), 0.01).tolist() == [2.0, 2.0, 1.0]
 
 
 def test_a_row_whose_gradient_is_not_finite_counts_nothing():

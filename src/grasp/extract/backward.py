@@ -20,7 +20,8 @@ from grasp.corpus.store import RowShard
 from grasp.errors import ModelError, SettingsError
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Pass, Reference, Rows, extract, position_mask, supervised_positions
-from grasp.features.gradient_match import F64, SampledGradients, SquareSums, preconditioner
+from grasp.features.gradient_match import SampledGradients, SquareSums, gradient_preconditioner
+from grasp.features.moments import F64
 from grasp.models.causal_lm import pad_rows
 from grasp.models.gradients.per_example import Example
 from grasp.settings import FeatureSettings
@@ -75,7 +76,9 @@ class GradientKernel:
                 f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
                 "sample; build again"
             )
-        precondition_K = preconditioner(square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping)
+        precondition_K = gradient_preconditioner(
+            square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping
+        )
         factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
         side_EK, own_E = _room(len(units), gradients, settings.gradient_memory_mb), np.zeros(len(units))
         for index_B in gradients.batches(units):

@@ -58,11 +58,6 @@ def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> boo
     return small and not settings.gradient
 
 
-def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """`rows` rows drawn uniformly without replacement, in row order."""
-    return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
-
-
 def build_token_moments(
     model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
 ) -> PositionMoments:
@@ -115,7 +110,8 @@ def spool_pooled_sample(
     store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
 ) -> int:
     """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
-    index = pooled_sample(store.n_rows, settings.moment_rows, settings.seed)
+    draw = stream(settings.seed, "moments", "pooled")
+    index = np.sort(draw.choice(store.n_rows, size=settings.moment_rows, replace=False))
     size = store.shard_rows
     parts = {k: index[start : start + size] for k, start in enumerate(range(0, len(index), size))}
     progress.stage("pooled moments", rows=len(index), tokens=None)

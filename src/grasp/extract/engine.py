@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grasp.extract.backward import square_sums
@@ -33,7 +34,7 @@ from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Pass, Reference, Rows
 from grasp.features.gradient_match import SampledGradients, SquareSums
 from grasp.features.moments import PositionMoments
-from grasp.settings import FeatureSettings, ModelSettings
+from grasp.settings import BuildSettings, FeatureSettings, ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +84,29 @@ class ModelActor:
         enter(directory)
         self._settings = settings
         self._features = features
-        self._model: Reference | None = None
         self._kernel: TokenKernel | None = None
 
     def position_sums(self, rows: Rows, every: int) -> PositionSums:
         """See InProcess."""
-        return position_sums(self._loaded(), rows, self._features, every)
+        return position_sums(self._model, rows, self._features, every)
 
     def square_sums(self, rows: Rows) -> SquareSums:
         """See InProcess."""
-        return square_sums(SampledGradients.choose(self._loaded(), self._features), rows, self._features)
+        return square_sums(SampledGradients.choose(self._model, self._features), rows, self._features)
 
     def forward(
         self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
     ) -> ShardForward:
         """See InProcess; `kernel` is what the token kernel is made of, the same in every call that has it."""
-        model = self._loaded()
-        prepared = None if kernel is None else self._prepared(*kernel)
-        return forward_shard(model, rows, self._features, prepared, keep_positions=keep_positions)
+        if kernel is not None and self._kernel is None:
+            units, moments = kernel
+            self._kernel = TokenKernel.prepare(units.to(self._model.device), moments, self._features, self._model)
+        prepared = None if kernel is None else self._kernel
+        return forward_shard(self._model, rows, self._features, prepared, keep_positions=keep_positions)
 
-    def _loaded(self) -> Reference:
-        if self._model is None:
-            self._model = load_reference(self._settings)
-        return self._model
-
-    def _prepared(self, units: UnitFeatures, moments: PositionMoments) -> TokenKernel:
-        if self._kernel is None:
-            model = self._loaded()
-            self._kernel = TokenKernel.prepare(units.to(model.device), moments, self._features, model)
-        return self._kernel
+    @cached_property
+    def _model(self) -> Reference:
+        return load_reference(self._settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +169,17 @@ def _counted(jobs: Iterable[tuple[int, Rows]], size: Sizes) -> Iterator[tuple[in
 
 
 @contextmanager
-def ray_workers(
-    spec: ClusterSpec, model: ModelSettings, features: FeatureSettings, units: UnitFeatures
-) -> Iterator[RayWorkers]:
-    """Workers on a Ray cluster that run what `model` loads, for as long as the `with` block lasts."""
+def connected_workers(
+    spec: ClusterSpec | None, model: Reference, settings: BuildSettings, units: UnitFeatures, *, keep_passes: bool
+) -> Iterator[Workers]:
+    """Who runs the model, for as long as the `with` block lasts: this process, or workers on the cluster of `spec`.
+
+    Args:
+        keep_passes: what this process' model gives for the moments is used again for the shards.
+    """
+    if spec is None:
+        yield InProcess(model, settings.features, {} if keep_passes else None)
+        return
     with connected(spec) as cluster:
-        yield RayWorkers(cluster, cluster.actors(ModelActor, os.getcwd(), model, features), units.to("cpu"))
+        actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
+        yield RayWorkers(cluster, actors, units.to("cpu"))

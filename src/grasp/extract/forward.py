@@ -425,15 +425,9 @@ def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:
 
 def _join_positions(parts: list[Positions]) -> Positions:
     """Positions of all batches in order of row."""
-    row_P = np.concatenate([part.row_P for part in parts])
-    order = np.argsort(row_P, kind="stable")
-    return Positions(
-        hidden_PH=np.concatenate([part.hidden_PH for part in parts])[order],
-        index_PK=np.concatenate([part.index_PK for part in parts])[order],
-        value_PK=np.concatenate([part.value_PK for part in parts])[order],
-        row_P=row_P[order],
-        input_P=np.concatenate([part.input_P for part in parts])[order],
-    )
+    order = np.argsort(np.concatenate([part.row_P for part in parts]), kind="stable")
+    names = [field.name for field in fields(Positions)]
+    return Positions(**{name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names})
 
 
 def _in_order(parts: list[PooledFeatures], where: NDArray[np.int64]) -> PooledFeatures:

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from grasp.extract.corpus_moments import (
     unspool_moments,
     unspool_position_moments,
 )
-from grasp.extract.engine import InProcess, Workers, ray_workers
+from grasp.extract.engine import Workers, connected_workers
 from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.inputs import (
@@ -101,17 +100,19 @@ def build_artifact(
         model, fresh = load_model(settings, in_memory), not has_work(out)
         inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         settings = inputs.settings
-        work = out / "work" / _digest(identity(inputs))
+        made_of = identity(inputs)
+        work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
         given = given_moments(inputs, work, progress)
         if isinstance(model, ReferenceModel) and fresh:
             look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
-        with _workers(inputs, cluster) as workers:
+        once = reads_once(model, inputs.store, settings.features)
+        with connected_workers(cluster, model, settings, inputs.units, keep_passes=once) as workers:
             token = build_token_kernel(inputs, workers, work, progress, given)
             shards, pooled = run_model(inputs, token, workers, out, work, progress, given)
             kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
             writer = ArtifactWriter.open(
                 out,
-                identity=identity(inputs),
+                identity=made_of,
                 n_rows=inputs.store.n_rows,
                 shard_rows=settings.shard_rows,
                 arrays=array_specs(inputs, token, kernel),
@@ -146,15 +147,6 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     if reader.adapter is None and is_adapter(reader.path):
         reader = reader.model_copy(update={"adapter": "apart" if features.gradient else "folded"})
     return settings.model_copy(update={"train": train, "features": features, "model": reader})
-
-
-def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
-    """Who runs the model, for as long as a `with` block lasts."""
-    model, features = inputs.settings.model, inputs.settings.features
-    if cluster is None:
-        once = reads_once(inputs.model, inputs.store, features)
-        return nullcontext(InProcess(inputs.model, features, {} if once else None))
-    return ray_workers(cluster, model, features, inputs.units)
 
 
 def given_moments(inputs: Inputs, work: Path, progress: Progress) -> Given | None:
@@ -488,7 +480,3 @@ def announce(progress: Progress, store: Store, shards: int) -> None:
     """The forward pass over so many shards begins."""
     share = shards / store.n_shards
     progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
-
-
-def _digest(data: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -31,6 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.errors import ModelError, SettingsError
 from grasp.features.extract import Reference
+from grasp.features.moments import F64
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
 from grasp.models.gradients.layers import LayerSet, UntakenLayerError, choose_layers
@@ -38,7 +39,6 @@ from grasp.models.gradients.per_example import Example, PerExample
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
-F64 = NDArray[np.float64]
 COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
 
@@ -234,7 +234,7 @@ class SquareSums:
         return (self.square_K / self.count).astype(np.float32).astype(np.float64)
 
 
-def preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
+def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
     """What products of coordinates are multiplied by, (K,): n / (v + damping mean v), the mean over all parameters.
 
     A coordinate in which no gradient is ever other than 0 counts like any other, with v = 0.

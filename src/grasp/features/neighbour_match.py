@@ -74,7 +74,8 @@ def prepare_neighbours(
     spread = 2.0 * float(np.sum(whitener.map_HH * (moments.token.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
     map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
-    point_SX = _swapped(_points((hidden_SH.float() - mean_H) @ map_HH))
+    point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
+    point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)  # the other side of a product
     point_MX = _points((torch.from_numpy(moments.states.hidden_MH).to(device) - mean_H) @ map_HH)
     label_M = torch.from_numpy(moments.states.label_M).to(device)
     count = len(label_M)
@@ -137,8 +138,3 @@ def _points(white_PH: Tensor) -> Tensor:
     """(x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2."""
     half_P1 = -0.5 * white_PH.square().sum(dim=1, keepdim=True)
     return torch.cat([white_PH, half_P1, torch.ones_like(half_P1)], dim=1)
-
-
-def _swapped(point_PX: Tensor) -> Tensor:
-    """The last two coordinates, one for the other."""
-    return torch.cat([point_PX[:, :-2], point_PX[:, -1:], point_PX[:, -2:-1]], dim=1)

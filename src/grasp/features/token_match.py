@@ -123,7 +123,8 @@ def _coordinate_blocks(
         low, high = int(pair_offset[first]), int(pair_offset[last])
         begin, end = int(offset[low]), int(offset[high])
         chosen = order[begin:end]
-        present_CE = _present(units_V[by_units[first:last]], int(counts[first]))
+        places = torch.arange(int(counts[first]), device=index_SK.device)
+        present_CE = places < units_V[by_units[first:last]][:, None]
         unit_CE = torch.full_like(present_CE, n_units, dtype=torch.int64)
         unit_CE[present_CE] = pair[low:high] % n_units
         bag = (position[chosen], offset[low : high + 1] - begin, weight[chosen])
@@ -135,11 +136,6 @@ def _coordinate_blocks(
 def _offsets(count: Tensor) -> Tensor:
     """Where each of several runs begins, and where the last one ends."""
     return torch.cat([count.new_zeros(1), torch.cumsum(count, 0)])
-
-
-def _present(count_C: Tensor, width: int) -> Tensor:
-    """Boolean (C, width): the first `count` places of each line."""
-    return torch.arange(width, device=count_C.device) < count_C[:, None]
 
 
 def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:

@@ -204,7 +204,13 @@ def _load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dty
     how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with _quiet():
         model, report = _loaded(kind, "model.path", what, **where, **how)
-    _refuse_random_weights(name, model, report)
+    # transformers fills what it does not find with random numbers; as a reference that is no model at all
+    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if random:
+        raise ModelError(
+            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
+            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
+        )
     return model.to(dtype)
 
 
@@ -224,16 +230,6 @@ def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
                 f"{field}: no `{name}` on this disk{meant(name)}, and none can be had from a hub: {reason}"
             ) from err
         raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
-
-
-def _refuse_random_weights(name: str, model: nn.Module, report: Mapping[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers; as a reference that is no model at all."""
-    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if random:
-        raise ModelError(
-            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
-            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
-        )
 
 
 def _source(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:

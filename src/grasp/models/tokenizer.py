@@ -53,7 +53,10 @@ class HfTokenizer:
         if backend is None:
             text = json.dumps([type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())])
         else:
-            text = json.dumps(_rules(json.loads(backend.to_str())), sort_keys=True)
+            rules = json.loads(backend.to_str())
+            for name in ("padding", "truncation"):  # which a call may have left in it
+                rules.pop(name, None)
+            text = json.dumps(rules, sort_keys=True)
         return hashlib.blake2b(f"{self.eos_id} {text}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -128,11 +131,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-
-
-def _rules(backend: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json without the padding and truncation that a call may have left in it."""
-    return {key: value for key, value in backend.items() if key not in ("padding", "truncation")}
 
 
 # -------------------------------------------------------------------------------------------------------- conversations

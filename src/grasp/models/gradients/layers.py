@@ -5,7 +5,7 @@ norm. A weight that several modules use, a tied head say, is one block, and its 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -232,71 +232,60 @@ def _kind(module: nn.Module) -> Kind:
 
 
 def _blocks(model: ReferenceModel, chosen: set[str]) -> tuple[list[Block], list[tuple[nn.Module, int]]]:
-    """Blocks in the order of the modules."""
+    """Blocks in the order of the modules.
+
+    Parameters with the same owners go together; a weight that is tied goes without a bias.
+    """
     root = model.model
     canonical = {id(parameter): name for name, parameter in root.named_parameters()}
     owners: dict[str, list[tuple[str, nn.Module]]] = {}
     for module_name, module in root.named_modules():
-        own = {canonical[id(parameter)] for parameter in module.parameters(recurse=False)}
-        for name in own & chosen:
-            owners.setdefault(name, []).append((module_name, module))
+        for parameter in module.parameters(recurse=False):
+            if (name := canonical[id(parameter)]) in chosen:
+                owners.setdefault(name, []).append((module_name, module))
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name, own in owners.items():
+        together.setdefault(tuple(id(module) for _, module in own), []).append(name)
     blocks: list[Block] = []
     modules: list[tuple[nn.Module, int]] = []
-    for group in _groups(root, owners, canonical):
-        block, uses = _block(group, canonical)
+    for names in together.values():
+        uses = [module for _, module in owners[names[0]]]
+        block = _block(tuple(names), owners[names[0]], canonical)
         modules += [(module, len(blocks)) for module in uses]
         blocks.append(replace(block, head=uses == [model.head.linear]))
     return blocks, modules
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Chosen parameters that go into one block, and their owners."""
-
-    parameters: tuple[str, ...]
-    owners: tuple[tuple[str, nn.Module], ...]
-
-
-def _groups(
-    root: nn.Module, owners: dict[str, list[tuple[str, nn.Module]]], canonical: dict[int, str]
-) -> Iterable[_Group]:
-    """Parameters with the same owners go together; a weight that is tied goes without a bias."""
-    taken: set[str] = set()
-    for _, module in root.named_modules():
-        own = [canonical[id(parameter)] for parameter in module.parameters(recurse=False)]
-        together: dict[tuple[int, ...], list[str]] = {}
-        for name in own:
-            if name in owners and name not in taken:
-                together.setdefault(tuple(id(owner) for _, owner in owners[name]), []).append(name)
-                taken.add(name)
-        for names in together.values():
-            yield _Group(tuple(names), tuple(owners[names[0]]))
-
-
-def _block(group: _Group, canonical: dict[int, str]) -> tuple[Block, list[nn.Module]]:
-    modules = [module for _, module in group.owners]
-    kinds = tuple(_kind(module) for module in modules)
-    name = group.owners[0][0]
+def _block(names: tuple[str, ...], owners: Sequence[tuple[str, nn.Module]], canonical: dict[int, str]) -> Block:
+    """The block of the parameters `names`, which have the same owners."""
+    name, module = owners[0]
+    kinds = tuple(_kind(owner) for _, owner in owners)
+    own = list(module.named_parameters(recurse=False))
     if "vector" in kinds:
-        size = _vector_size(group, kinds)
-        return Block(name, kinds, 1, size, True, False, group.parameters), modules
-    has = {_role(modules[0], parameter, canonical) for parameter in group.parameters}
-    left, right = _shape(modules[0])
-    weight, bias = "weight" in has, "bias" in has
-    right = (right if weight else 0) + bias
-    transposed = isinstance(modules[0], Conv1D)
-    return Block(name, kinds, left, right, weight, bias, group.parameters, transposed), modules
-
-
-def _role(module: nn.Module, name: str, canonical: dict[int, str]) -> str:
-    own = {canonical[id(parameter)]: role for role, parameter in module.named_parameters(recurse=False)}
-    if own[name] not in ("weight", "bias"):
-        raise UntakenLayerError(
-            name,
-            f"{name}: a {type(module).__name__} with another parameter than weight and bias has no per-example form "
-            "here",
-        )
-    return own[name]
+        total = sum(parameter.numel() for _, parameter in own)
+        if len(owners) > 1:
+            why = f"{names[0]} is shared by {len(kinds)} modules that are no linear layers"
+            raise UntakenLayerError(names[0], why)
+        if total > MAX_VECTOR or list(module.children()):
+            raise UntakenLayerError(
+                name,
+                f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
+                "nor small, so it has no per-example form here",
+            )
+        size = sum(parameter.numel() for _, parameter in own if canonical[id(parameter)] in names)
+        return Block(name, kinds, 1, size, True, False, names)
+    roles = {canonical[id(parameter)]: role for role, parameter in own}
+    for parameter in names:
+        if roles[parameter] not in ("weight", "bias"):
+            raise UntakenLayerError(
+                parameter,
+                f"{parameter}: a {type(module).__name__} with another parameter than weight and bias has no "
+                "per-example form here",
+            )
+    has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
+    left, width = _shape(module)
+    right = (width if has_weight else 0) + has_bias
+    return Block(name, kinds, left, right, has_weight, has_bias, names, isinstance(module, Conv1D))
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
@@ -305,23 +294,3 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     assert isinstance(weight, nn.Parameter)
     rows, columns = weight.shape
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
-
-
-def _vector_size(group: _Group, kinds: tuple[Kind, ...]) -> int:
-    (name, module), *others = group.owners
-    size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    if others:
-        why = f"{group.parameters[0]} is shared by {len(kinds)} modules that are no linear layers"
-        raise UntakenLayerError(group.parameters[0], why)
-    if size > MAX_VECTOR or list(module.children()):
-        raise UntakenLayerError(
-            name,
-            f"{name} ({type(module).__name__}, {size:,} parameters of its own) is neither linear nor an embedding nor "
-            "small, so it has no per-example form here",
-        )
-    own = [parameter.numel() for key, parameter in module.named_parameters(recurse=False) if _named(group, name, key)]
-    return sum(own)
-
-
-def _named(group: _Group, module: str, key: str) -> bool:
-    return (f"{module}.{key}" if module else key) in group.parameters
