@@ -7,15 +7,9 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
-from grasp.predict.families import parse_family
-from grasp.predict.slices import LabelTable
-from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
+from tests.runs.environments import begin_environment, write_arrays
 
 TOPICS = ("games", "science", "travel", "art", None)
 # Text that would run, close an element, break a quote, template or shell, turn the line around, or dress as a colour.
@@ -88,24 +82,15 @@ def write_artifact(
         columns["topic"] = [topics[i] for i in topic]
         columns["format"] = [("page", "forum")[i % 2] for i in range(n_rows)]
     arrays = {name: array.astype("f4") for name, array in arrays.items()}
-    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     rows = pa.table(columns)
-    with ArtifactWriter.open(path, identity={}, n_rows=n_rows, shard_rows=64, arrays=specs, dtype="float32") as writer:
-        for k in range(writer.n_shards):
-            start, stop = writer.bounds(k)
-            part = {name: array[start:stop] for name, array in arrays.items()}
-            writer.write_shard(k, part, rows.slice(start, stop - start), {})
-        names = ("unit_id", "target", "prompt", "completion")
-        table = pa.table({name: [getattr(unit, name) for unit in all_units] for name in names})
-        settings = {"model": {"path": model}, "corpus": {"path": "corpus.parquet"}, "features": {"top_k": 64}}
-        manifest = {
-            "settings": settings,
-            "fingerprints": {"corpus": corpus},
-            "made_by": {"program": "grasp"},
-            "skipped": {"rows": {"counts": {"empty": 2}}},
-        }
-        writer.finish(manifest=manifest, moments={}, units=table)
-    return ArtifactReader.open(path)
+    settings = {"model": {"path": model}, "corpus": {"path": "corpus.parquet"}, "features": {"top_k": 64}}
+    manifest = {
+        "settings": settings,
+        "fingerprints": {"corpus": corpus},
+        "made_by": {"program": "grasp"},
+        "skipped": {"rows": {"counts": {"empty": 2}}},
+    }
+    return write_arrays(path, arrays, rows, all_units, 64, **manifest)
 
 
 def write_environment(
@@ -118,29 +103,8 @@ def write_environment(
     **info,
 ) -> Environment:
     """Utilities that follow the first target's best topic, with noise; `done` runs of them."""
-    rows, table = RowIndex.from_parquet(artifact.rows_path), LabelTable(artifact.rows_path)
-    spec = FamilyInfo(spec="mixture:topic", seed=3, purpose="evaluation")
-    labels = table.column("topic")
-    draw = {"n_rows": rows.n_rows, "labels": labels, "seed": spec.seed, "purpose": spec.purpose}
-    blocks = list(parse_family(spec.spec).draw(n_subsets, **draw))
-    targets = {
-        target: TargetInfo(
-            fingerprint=target_fingerprint([unit for unit in units(artifact.targets) if unit.target == target]),
-            loss_on="completion",
-            unit_ids=tuple(unit.unit_id for unit in units(artifact.targets) if unit.target == target),
-        )
-        for target in artifact.targets
-    }
-    fields = {"role": "dev", "recipe": "tiny", "seeds": seeds, "family": spec, "targets": targets} | info
-    fingerprint = artifact.manifest.fingerprints["corpus"]
-    made = EnvironmentInfo(
-        **{"corpus_fingerprint": fingerprint} | fields,
-        n_rows=rows.n_rows,
-        subset_ids=(),
-        masks_checksum="",
-        reference=False,
-    )
-    environment = Environment.create(path, made, blocks, rows)
+    given = units(artifact.targets)
+    environment, blocks = begin_environment(path, artifact, given, "mixture:topic", n_subsets, seeds=seeds, **info)
     relevance_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
     mean_BE = np.concatenate([block.weights_BN @ relevance_NE / block.sizes_B[:, None] for block in blocks])
     rng = np.random.default_rng(0)

@@ -1,6 +1,6 @@
 """An artifact on disk and environments over it in which what retraining gives is planted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import pyarrow as pa
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
+from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
@@ -40,7 +41,6 @@ def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "token", **se
         "residual_sketch": (rng.standard_normal((n_rows, 3)) + 0.5).astype("f4"),
         f"relevance_{kernel}": (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4"),
     }
-    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     rows = pa.table(
         {
             "row_id": [f"row-{i}" for i in range(n_rows)],
@@ -51,17 +51,45 @@ def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "token", **se
             "topic": [TOPICS[i] for i in topic],
         }
     )
-    columns = {
-        name: [getattr(unit, name) for unit in units()] for name in ("unit_id", "target", "prompt", "completion")
-    }
-    with ArtifactWriter.open(path, identity={}, n_rows=n_rows, shard_rows=7, arrays=specs, dtype="float32") as writer:
+    return write_arrays(path, arrays, rows, units(), 7, settings=settings, fingerprints={"corpus": FINGERPRINT})
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], rows: pa.Table, units: Sequence[Unit], shard_rows: int, **manifest
+) -> ArtifactReader:
+    """An artifact of these arrays, in float32, and of these rows."""
+    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
+    given = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
+    with ArtifactWriter.open(path, arrays=specs, **given) as writer:
         for k in range(writer.n_shards):
             start, stop = writer.bounds(k)
             part = {name: array[start:stop] for name, array in arrays.items()}
             writer.write_shard(k, part, rows.slice(start, stop - start), {})
-        manifest = {"settings": settings, "fingerprints": {"corpus": FINGERPRINT}}
-        writer.finish(manifest=manifest, moments={}, units=pa.table(columns))
+        names = ("unit_id", "target", "prompt", "completion")
+        table = pa.table({name: [getattr(unit, name) for unit in units] for name in names})
+        writer.finish(manifest=manifest, moments={}, units=table)
     return ArtifactReader.open(path)
+
+
+def begin_environment(
+    path: Path, artifact: ArtifactReader, units: Sequence[Unit], family: str, n_subsets: int, **info
+) -> tuple[Environment, list[SubsetBlock]]:
+    """Subsets of the family without a result, and their weights."""
+    rows, parsed = RowIndex.from_parquet(artifact.rows_path), parse_family(family)
+    labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
+    spec = FamilyInfo(spec=family, seed=3, purpose="evaluation")
+    blocks = list(parsed.draw(n_subsets, n_rows=rows.n_rows, labels=labels, seed=spec.seed, purpose=spec.purpose))
+    of_target = {target: [unit for unit in units if unit.target == target] for target in artifact.targets}
+    targets = {
+        target: TargetInfo(
+            fingerprint=target_fingerprint(own), loss_on="completion", unit_ids=tuple(unit.unit_id for unit in own)
+        )
+        for target, own in of_target.items()
+    }
+    fingerprint = artifact.manifest.fingerprints["corpus"]
+    fields = {"role": "dev", "recipe": "tiny", "family": spec, "targets": targets, "corpus_fingerprint": fingerprint}
+    made = EnvironmentInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
+    return Environment.create(path, made, blocks, rows), blocks
 
 
 def write_environment(
@@ -75,24 +103,7 @@ def write_environment(
     **info,
 ) -> Environment:
     """`utility(subset, seed, target)` is what retraining gave; all units of a target alike."""
-    rows = RowIndex.from_parquet(artifact.rows_path)
-    parsed = parse_family(family)
-    labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
-    spec = FamilyInfo(spec=family, seed=3, purpose="evaluation")
-    blocks = parsed.draw(n_subsets, n_rows=rows.n_rows, labels=labels, seed=spec.seed, purpose=spec.purpose)
-    targets = {
-        target: TargetInfo(
-            fingerprint=target_fingerprint([unit for unit in units() if unit.target == target]),
-            loss_on="completion",
-            unit_ids=names,
-        )
-        for target, names in UNITS.items()
-    }
-    fields = {"role": "dev", "recipe": "tiny", "seeds": seeds, "family": spec, "targets": targets} | info
-    made = EnvironmentInfo(
-        **fields, corpus_fingerprint=FINGERPRINT, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False
-    )
-    environment = Environment.create(path, made, blocks, rows)
+    environment, _ = begin_environment(path, artifact, units(), family, n_subsets, seeds=seeds, **info)
     for run in environment.pending():
         b = environment.subset_ids.index(run.subset_id)
         environment.write_run(run, np.array([utility(b, run.seed, target) for target, _ in environment.units]))
