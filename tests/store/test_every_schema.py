@@ -35,11 +35,8 @@ from grasp.runs.table import RunsInfo, RunTable
 from grasp.store.remote import publish
 from tests.artifact.artifact_world import World
 from tests.corpus.world import Words, settings_for, write_jsonl
+from tests.faults import Killed, raising
 from tests.runs.environments import write_artifact, write_environment
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the package may catch it."""
 
 
 @dataclass(frozen=True)
@@ -244,20 +241,6 @@ def no_flush(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def stopping(monkeypatch, nth: int, error: BaseException) -> Callable[[], int]:
-    """os.replace raises at its nth use, before it does anything; gives how often it was used."""
-    real, used = os.replace, [0]
-
-    def counted(*arguments, **named):
-        used[0] += 1
-        if used[0] == nth:
-            raise error
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(os, "replace", counted)
-    return lambda: used[0]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_killed_at_any_replace_it_goes_on_to_the_same_bytes(name, monkeypatch, tmp_path):
     case = CASES[name]
@@ -265,8 +248,7 @@ def test_killed_at_any_replace_it_goes_on_to_the_same_bytes(name, monkeypatch, t
     expected, value = contents(tmp_path / "store"), case.read(tmp_path / "store")
     for nth in range(1, 200):
         shutil.rmtree(tmp_path / "store")
-        with monkeypatch.context() as patch:
-            used = stopping(patch, nth, Killed())
+        with raising(monkeypatch, "replace", nth, Killed()) as used:
             try:
                 case.write(tmp_path / "store")
             except Killed:
@@ -276,7 +258,7 @@ def test_killed_at_any_replace_it_goes_on_to_the_same_bytes(name, monkeypatch, t
         case.write(tmp_path / "store")
         assert contents(tmp_path / "store") == expected
         assert str(case.read(tmp_path / "store")) == str(value)
-    assert used() == nth - 1 > 0
+    assert used[0] == nth - 1 > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -286,8 +268,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_part(name, monkeypatch, tmp_
     expected, said = contents(tmp_path / "store"), list[str]()
     for nth in range(1, 200):
         shutil.rmtree(tmp_path / "store")
-        with monkeypatch.context() as patch:
-            stopping(patch, nth, OSError(errno.ENOSPC, "No space left on device", "x"))
+        with raising(monkeypatch, "replace", nth, OSError(errno.ENOSPC, "No space left on device", "x")):
             try:
                 case.write(tmp_path / "store")
             except (GraspError, OSError) as err:
