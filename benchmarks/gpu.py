@@ -44,8 +44,8 @@ from grasp.models.tokenizer import train_tokenizer
 from grasp.predict.row_sums import MASK_ROWS, RowSums
 from grasp.predict.sweep_torch import masked_sums
 from grasp.predict.weights import PackedMasks
-from grasp.runs.recipe import named_recipe
 from grasp.settings import BuildSettings, build_settings
+from grasp.training.recipe import named_recipe
 
 UNITS, WIDTH = 640, 129
 TOLERANCE = {"arrays": 2e-3, "sums": 2e-6}  # those of tests/test_gpu.py

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from grasp.runs.recipe import TrainingRecipe, named_recipe
-from grasp.runs.train import Share, Trainer, batch_order, token_batches
+from grasp.training.recipe import TrainingRecipe, named_recipe
+from grasp.training.train import Share, Trainer, batch_order, token_batches
 from tests.models.toy import InMemoryRows
 
 WARM_UP = 5

@@ -16,7 +16,7 @@ from grasp.extract.local import build_artifact
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict import sweep_torch
 from grasp.predict.weights import PackedMasks
-from grasp.runs.train import train, train_stacked
+from grasp.training.train import train, train_stacked
 from tests.extract.world import world
 from tests.models.toy import RECIPE, corpus, units
 from tests.rounding import rounding

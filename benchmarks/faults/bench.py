@@ -31,8 +31,8 @@ from grasp.extract.merge import merge
 from grasp.report.atlas import write_atlas
 from grasp.runs.environment import Environment
 from grasp.runs.readers import import_runs
-from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, retrain_settings
+from grasp.training.retrain import retrain
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.extract.world import world, write_corpus
 

@@ -29,11 +29,11 @@ from grasp.extract.progress import Silent
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.methods import MethodRows, configured_methods, method_rows
-from grasp.runs.recipe import TrainingRecipe, named_recipe
-from grasp.runs.train import train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units
+from grasp.training.recipe import TrainingRecipe, named_recipe
+from grasp.training.train import train
 
 F64 = NDArray[np.float64]
 K, GRAM, RESAMPLES = 100, 13, 1000

@@ -23,12 +23,12 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.subset_tables import read_subsets
 from grasp.runs.environment import Environment
-from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.retrain import POLL_SECONDS, Worker
-from grasp.runs.retrain_plan import row_names
-from grasp.runs.train import Share, batch_order, label_weights, token_batches
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held
+from grasp.training.plan import row_names
+from grasp.training.recipe import TrainingRecipe
+from grasp.training.retrain import POLL_SECONDS, Worker
+from grasp.training.train import Share, batch_order, label_weights, token_batches
 
 NAME = "gpt2"
 

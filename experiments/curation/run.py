@@ -29,9 +29,9 @@ from grasp.extract.local import build_artifact
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import INFO
-from grasp.runs.retrain import RetrainStatus, retrain
-from grasp.runs.retrain_plan import fitted_lengths, resolved_recipe
 from grasp.settings import RetrainSettings, build_settings
+from grasp.training.plan import fitted_lengths, resolved_recipe
+from grasp.training.retrain import RetrainStatus, retrain
 
 
 class Experiment:

@@ -26,8 +26,8 @@ from grasp.choose.distil import distil
 from grasp.choose.scorer import Scorer
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
-from grasp.runs.retrain import retrain
 from grasp.seeds import stream
+from grasp.training.retrain import retrain
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
 LEARNED = {DISTILLED: 0.1, "distilled from half": 0.5}  # share of the rows that a scorer learns from

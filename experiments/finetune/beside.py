@@ -28,8 +28,8 @@ from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.learning import SubsetFeaturizer, learn_features, measures
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrain_plan import row_names
 from grasp.seeds import bootstrap_weights, stream
+from grasp.training.plan import row_names
 
 F64 = NDArray[np.float64]
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000

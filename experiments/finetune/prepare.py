@@ -14,9 +14,9 @@ from experiments.finetune.training import load_model, prepare_adapter, prepare_m
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.recipe import RECIPES
-from grasp.runs.train import train
 from grasp.settings import CorpusSettings
+from grasp.training.recipe import RECIPES
+from grasp.training.train import train
 
 
 def prepared(name: Name, data: Path, work: Path) -> tuple[LlamaForCausalLM, HfTokenizer]:

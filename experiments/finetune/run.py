@@ -41,9 +41,9 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo, run_bytes
 from grasp.runs.evaluate import target_fingerprint
-from grasp.runs.retrain_plan import row_names
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
+from grasp.training.plan import row_names
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1)

@@ -23,9 +23,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.retrain_plan import row_names
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
+from grasp.training.plan import row_names
 
 F64 = NDArray[np.float64]
 Rows = list[NDArray[np.int32]]

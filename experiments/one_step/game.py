@@ -29,9 +29,9 @@ from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.llama import StackedLlama
-from grasp.runs.recipe import TrainingRecipe
 from grasp.targets.units import UnitTokens
+from grasp.training.llama import StackedLlama
+from grasp.training.recipe import TrainingRecipe
 
 F64 = NDArray[np.float64]
 

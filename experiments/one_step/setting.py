@@ -19,13 +19,13 @@ from grasp.extract.local import build_artifact
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.llama import StackedLlama
-from grasp.runs.recipe import TrainingRecipe, named_recipe
-from grasp.runs.train import train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.targets.units import UnitTokens
+from grasp.training.llama import StackedLlama
+from grasp.training.recipe import TrainingRecipe, named_recipe
+from grasp.training.train import train
 
 PLAYERS = 16
 SUBSET = 8  # rows of a subset of fixed size

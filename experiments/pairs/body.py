@@ -34,8 +34,8 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
-from grasp.runs.retrain_plan import row_names
 from grasp.targets import load_units
+from grasp.training.plan import row_names
 
 F64 = NDArray[np.float64]
 Sequences = Sequence[tuple[NDArray[np.int32], int]]  # token ids, and the first that carries loss

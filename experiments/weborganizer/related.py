@@ -29,9 +29,9 @@ from grasp.extract.local import build_artifact
 from grasp.files import temporary_path, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate
-from grasp.runs.recipe import named_recipe
-from grasp.runs.train import train
 from grasp.settings import CorpusSettings, build_settings
+from grasp.training.recipe import named_recipe
+from grasp.training.train import train
 
 LABELS = ("topic", "format")
 TASK = "pages"

@@ -24,11 +24,11 @@ from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
-from grasp.runs.recipe import named_recipe
-from grasp.runs.train import train
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table
+from grasp.training.recipe import named_recipe
+from grasp.training.train import train
 
 TASKS = (
     "sciq",

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
 from grasp.errors import ModelError
-from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import Share, Trainer, batch_order, token_batches
+from grasp.training.recipe import TrainingRecipe
+from grasp.training.train import Share, Trainer, batch_order, token_batches
 from tests.extract.world import write_checkpoint
 
 

@@ -13,8 +13,8 @@ from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
 from grasp.runs.methods import method_predictions, scores
-from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import train
+from grasp.training.recipe import TrainingRecipe
+from grasp.training.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 TOPIC = np.arange(N_ROWS) % 3

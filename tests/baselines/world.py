@@ -18,8 +18,8 @@ from grasp.runs.contract import MethodInputs, MethodScores, Retrained
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
-from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, retrain_settings
+from grasp.training.retrain import retrain
 from tests.extract.world import TOPICS, texts, write_targets
 
 METHODS = [name for name, entry in methods().items() if entry.package == "grasp-attribution"]

@@ -27,7 +27,7 @@ from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.runs.environment import Environment
-from grasp.runs.retrain import RetrainStatus
+from grasp.training.retrain import RetrainStatus
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import write_targets

@@ -9,9 +9,9 @@ from experiments.contamination import plant
 from experiments.contamination.plant import CLEAN, NATURAL, folded, grams, own_text, passages
 from experiments.contamination.readme import lines
 from experiments.contamination.run import gram_overlap, make, recall, scores, table
-from grasp.runs.llama import LlamaShape
-from grasp.runs.recipe import named_recipe
 from grasp.targets import Unit
+from grasp.training.llama import LlamaShape
+from grasp.training.recipe import named_recipe
 from tests.extract.world import WORDS
 
 

@@ -22,10 +22,10 @@ from grasp.extract.local import build_artifact
 from grasp.predict.protocol import default_protocol, save_protocol
 from grasp.predict.relevance import UnitSelection
 from grasp.runs.environment import Environment
-from grasp.runs.llama import LlamaShape
-from grasp.runs.recipe import named_recipe
 from grasp.settings import build_settings
 from grasp.targets import Unit
+from grasp.training.llama import LlamaShape
+from grasp.training.recipe import named_recipe
 from tests.extract.world import WORDS, write_checkpoint, write_corpus
 from tests.models.toy import InMemoryRows
 from tests.rules import rule
@@ -198,7 +198,7 @@ def test_both_architectures_are_trained_on_what_either_chose(experiment):
 
 def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
     first = experiment.out.read_bytes()
-    monkeypatch.setattr("grasp.runs.retrain.train_stacked", None)
+    monkeypatch.setattr("grasp.training.retrain.train_stacked", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
     monkeypatch.setattr("experiments.curation.choices.select", None)
     Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)

@@ -16,9 +16,9 @@ from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError
 from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.runs.llama import LlamaShape, StackedLlama
-from grasp.runs.recipe import named_recipe
 from grasp.targets.units import UnitTokens
+from grasp.training.llama import LlamaShape, StackedLlama
+from grasp.training.recipe import named_recipe
 from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
 from tests.extract.world import texts, write_targets
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.runs.llama import LlamaShape
-from grasp.runs.recipe import TrainingRecipe
 from grasp.targets import UnitTokens
+from grasp.training.llama import LlamaShape
+from grasp.training.recipe import TrainingRecipe
 
 RECIPE = TrainingRecipe(
     name="toy",

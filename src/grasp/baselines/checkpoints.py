@@ -1,6 +1,6 @@
 """Checkpoints of one training run: where they are, which learning rate led to them, their Adam moments.
 
-`grasp retrain` and `grasp.runs.train.train` keep `checkpoint-<step>` directories with `model.safetensors`,
+`grasp retrain` and `grasp.training.train.train` keep `checkpoint-<step>` directories with `model.safetensors`,
 `optimizer.safetensors` and `training.json`, which holds the recipe. A checkpoint of the Hugging Face trainer has its
 learning rate in `trainer_state.json`; its moments are a pickle, which is not read. Written anew as
 `optimizer.safetensors`, with `NAME.exp_avg` and `NAME.exp_avg_sq` of every parameter, they are.
@@ -25,9 +25,9 @@ from grasp.errors import ModelError
 from grasp.files import entry_of
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.contract import MethodInputs
-from grasp.runs.llama import StackedLlama
-from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import OPTIMIZER, RECORD, WEIGHTS
+from grasp.training.llama import StackedLlama
+from grasp.training.recipe import TrainingRecipe
+from grasp.training.train import OPTIMIZER, RECORD, WEIGHTS
 
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"

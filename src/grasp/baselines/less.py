@@ -18,8 +18,8 @@ from grasp.errors import ModelError, SettingsError
 from grasp.models.gradients.layers import as_matrix
 from grasp.models.gradients.per_example import PerExample
 from grasp.runs.contract import MethodInputs
-from grasp.runs.train import RECORD
 from grasp.settings import refuse_idle
+from grasp.training.train import RECORD
 
 EPSILON = 1e-8
 

@@ -25,9 +25,9 @@ from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.runs.contract import Account, MethodInputs, Scores, Seconds
 from grasp.runs.predictions import Weighting
-from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import Trainer, train_stacked
 from grasp.settings import Settings, refuse_idle
+from grasp.training.recipe import TrainingRecipe
+from grasp.training.train import Trainer, train_stacked
 from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]

@@ -19,7 +19,7 @@ from rich.progress import (
 from grasp.text import duration_text, plain
 
 if TYPE_CHECKING:
-    from grasp.runs.retrain import RetrainStatus
+    from grasp.training.retrain import RetrainStatus
 
 LINE_SECONDS = 5.0
 WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage

@@ -15,7 +15,7 @@ from grasp.settings import RetrainSettings, retrain_settings, without_foreign_co
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
 
 if TYPE_CHECKING:
-    from grasp.runs.retrain import RetrainStatus
+    from grasp.training.retrain import RetrainStatus
 
 
 Place = Path | str
@@ -75,7 +75,7 @@ def retrain(
     Raises:
         GraspError: bad input, named, before anything is trained. No finished run is lost.
     """
-    from grasp.runs.retrain import retrain  # noqa: PLC0415 - brings torch
+    from grasp.training.retrain import retrain  # noqa: PLC0415 - brings torch
 
     data = plain_settings(settings)
     arguments = {

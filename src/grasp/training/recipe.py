@@ -15,8 +15,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from grasp.errors import ModelError
-from grasp.runs.llama import LlamaShape, Size
 from grasp.settings import Settings
+from grasp.training.llama import LlamaShape, Size
 
 
 class TrainingRecipe(Settings):

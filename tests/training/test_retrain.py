@@ -19,12 +19,12 @@ from grasp.corpus import RowStore
 from grasp.errors import CorpusError, EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs import retrain as module
 from grasp.runs.environment import Environment, Run
-from grasp.runs.retrain import Worker, retrain
-from grasp.runs.retrain_plan import resolved_recipe, row_names
-from grasp.runs.train import Trainer, train
 from grasp.settings import retrain_settings
+from grasp.training import retrain as module
+from grasp.training.plan import resolved_recipe, row_names
+from grasp.training.retrain import Worker, retrain
+from grasp.training.train import Trainer, train
 from grasp.yaml_files import read_yaml
 from tests.extract.test_chat_build import chat_settings
 
@@ -36,7 +36,7 @@ TOPICS = {
 CHILD = """
 import sys
 from pathlib import Path
-from grasp.runs.retrain import retrain
+from grasp.training.retrain import retrain
 from grasp.settings import retrain_settings
 from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
@@ -323,7 +323,7 @@ def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
 def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole, tmp_path):
     plain, out = settings(inputs, lease_seconds=0.5), tmp_path / "env"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["grasp.runs.retrain"])
+    context.set_forkserver_preload(["grasp.training.retrain"])
     rng = np.random.default_rng(0)
     killed = 0
     while killed < 20:

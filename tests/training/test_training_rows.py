@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.errors import ModelError, ShapeError
-from grasp.runs.train import Share, batch_order, label_weights, token_batches
+from grasp.training.train import Share, batch_order, label_weights, token_batches
 from tests.models.toy import InMemoryRows
 
 ROWS = InMemoryRows.from_rows([[i, i + 1, *range(i % 4)] for i in range(20)])
@@ -49,7 +49,7 @@ def test_seeds_give_different_orders():
 
 @pytest.mark.parametrize("window", [1, 9, 10_000])
 def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
-    monkeypatch.setattr("grasp.runs.train.WINDOW_ROWS", window)
+    monkeypatch.setattr("grasp.training.train.WINDOW_ROWS", window)
     kept = [np.arange(20) < 9, np.arange(20) > 4]
     orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in kept]
     batches = list(token_batches(ROWS, orders, steps=5, context=8, vocab_size=30))

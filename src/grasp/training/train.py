@@ -37,9 +37,9 @@ from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.llama import StackedLlama, head_loss
-from grasp.runs.recipe import TrainingRecipe
 from grasp.seeds import stream
+from grasp.training.llama import StackedLlama, head_loss
+from grasp.training.recipe import TrainingRecipe
 
 F64 = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ import torch
 
 from grasp.errors import ModelError, ShapeError
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.train import train, train_stacked
+from grasp.training.train import train, train_stacked
 from tests.models.toy import RECIPE, corpus, units
 from tests.rounding import rounding
 

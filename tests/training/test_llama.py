@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from grasp.errors import ModelError
-from grasp.runs.llama import LlamaShape, StackedLlama, head_loss, rms_norm, rotate, swiglu
+from grasp.training.llama import LlamaShape, StackedLlama, head_loss, rms_norm, rotate, swiglu
 from tests.rounding import rounding
 
 SHAPE = LlamaShape(vocab_size=40, hidden=16, intermediate=24, layers=2, heads=2, context=12)
@@ -124,10 +124,10 @@ def test_fused_pieces_equal_the_formula_and_its_gradient(fused, plain, inputs):
 )
 def test_head_loss_equals_cross_entropy_and_its_gradient(chunk, monkeypatch):
     for name, size in chunk.items():
-        monkeypatch.setattr(f"grasp.runs.llama.{name}", size)
+        monkeypatch.setattr(f"grasp.training.llama.{name}", size)
     if "CUDA_CHUNK_ELEMENTS" in chunk:  # the form that a GPU takes, on the CPU
-        monkeypatch.setattr("grasp.runs.llama.MIN_CUDA_POSITIONS", 2)
-        monkeypatch.setattr("grasp.runs.llama._in_cpu_cache", lambda device: False)
+        monkeypatch.setattr("grasp.training.llama.MIN_CUDA_POSITIONS", 2)
+        monkeypatch.setattr("grasp.training.llama._in_cpu_cache", lambda device: False)
     hidden, head = draw(2, 7, 4, dtype=torch.float32), draw(2, 5, 4, dtype=torch.float32)
     labels = torch.arange(14).reshape(2, 7) % 5
     weight = torch.tensor([[0.0, 1, 2, 0, 0.5, 1, 0], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]])

@@ -13,9 +13,9 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.recipe import RECIPES, TrainingRecipe, named_recipe
-from grasp.runs.train import train
 from grasp.settings import CorpusSettings
+from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
+from grasp.training.train import train
 from tests.models.toy import RECIPE, corpus, units
 from tests.rounding import rounding
 

@@ -22,13 +22,13 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
-from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
-from grasp.runs.train_command import ROWS, command_words, write_corpus
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import one_at_a_time
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text
+from grasp.training.command import ROWS, command_words, write_corpus
+from grasp.training.recipe import TrainingRecipe, named_recipe, recipe_of_command
 from grasp.yaml_files import validated, write_yaml
 
 PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another

@@ -32,7 +32,12 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.predict.interactions import geometry
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
-from grasp.runs.retrain_plan import (
+from grasp.settings import RetrainSettings
+from grasp.store.locks import held
+from grasp.targets.units import UnitTokens
+from grasp.text import duration_text
+from grasp.training.command import command_words, job_line, job_of, utility_by_command
+from grasp.training.plan import (
     checked_tokens,
     fitted_lengths,
     kept_steps,
@@ -42,12 +47,7 @@ from grasp.runs.retrain_plan import (
     row_names,
     tokenizer_of,
 )
-from grasp.runs.train import train, train_stacked
-from grasp.runs.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.settings import RetrainSettings
-from grasp.store.locks import held
-from grasp.targets.units import UnitTokens
-from grasp.text import duration_text
+from grasp.training.train import train, train_stacked
 
 POLL_SECONDS = 2.0
 TIMED_STEPS = 5
