@@ -214,7 +214,7 @@ def _unfinished(path: Path) -> Manifest:
         arrays={name: _begun(name, spec) for name, spec in record.arrays.items()},
         units=(),
         moments=(),
-        files={name: entry for files in shards.values() for name, entry in files.items()},
+        files={name: entry for files in shards.values() for name, entry in files.entries.items()},
         details={"identity": record.identity},
     )
 

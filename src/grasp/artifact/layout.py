@@ -83,6 +83,11 @@ def group_name(array: str, part: int) -> str:
     return array if part == 0 else f"{array}.{part}"
 
 
+def row_file(k: int) -> str:
+    """Row table of shard k, relative to the artifact."""
+    return f"shards/{k:05d}.parquet"
+
+
 def spool_part(k: int) -> str:
     """What shard k is called among features and in the work area."""
     return f"shard-{k:05d}"

@@ -23,6 +23,7 @@ from grasp.artifact.layout import (
     chunk_file,
     group_name,
     part_dir,
+    row_file,
     scale_file,
 )
 from grasp.errors import ArtifactError
@@ -160,7 +161,7 @@ class Manifest(JsonModel):
         groups = [group.name for entry in self.arrays.values() for group in entry.groups]
         names = {chunk_file(group, k).as_posix() for group in groups for k in shards}
         names |= {scale_file(group).as_posix() for group in groups}
-        names |= {(part_dir(0) / "shards" / f"{k:05d}.parquet").as_posix() for k in shards}
+        names |= {row_file(k) for k in shards}
         return names | {ROWS, *self.units, *self.moments}
 
 

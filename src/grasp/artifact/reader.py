@@ -25,7 +25,7 @@ from grasp.artifact.layout import (
     TOKENS,
     ShardGrid,
     chunk_file,
-    part_dir,
+    row_file,
     scale_file,
     spool_part,
 )
@@ -40,8 +40,9 @@ from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
 from grasp.files import Reads, kind_of
 from grasp.store.contents import read_table, read_tensors, readable
+from grasp.store.directory import Files
 from grasp.store.records import read_record
-from grasp.store.remote import Files, local_path, open_store, remote_url
+from grasp.store.remote import local_path, open_store, remote_url
 
 BUILT_WITH = {
     "pooled": "features.match: pooled, forward or all",
@@ -73,7 +74,7 @@ class ArtifactReader:
         self.where = files.where  # what the user calls it: the path, or the URL; for messages
         self.manifest = manifest
         self._files = files
-        self._tokens = Files(files.root, manifest.rows_kept, VERIFY, ArtifactError)
+        self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
         self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}  # by group: shard and array; a few blocks share it
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
 
@@ -264,7 +265,7 @@ class ArtifactReader:
             schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
         for k, where in self._by_shard(rows):
-            table = read_table(self._file(part_dir(0) / "shards" / f"{k:05d}.parquet"), VERIFY)
+            table = read_table(self._file(row_file(k)), VERIFY)
             tables.append(table.take(rows[where] - k * self.grid.shard_rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import BUILD, MANIFEST, ShardGrid, chunk_file, group_name, part_dir, scale_file
+from grasp.artifact.layout import BUILD, MANIFEST, ShardGrid, chunk_file, group_name, row_file, scale_file
 from grasp.artifact.manifest import ArrayDtype, BuildRecord, BuiltShards, ColumnGroup, SumEntry
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
@@ -154,13 +154,16 @@ class PartWriter(BuiltShards):
         start, stop = self.grid.bounds(k)
         if k in self.finished:
             raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
-        content = self._encode(arrays, stop - start, row_name)
-        files: dict[str, Content] = {
-            chunk_file(group_name(name, self._part), k).as_posix(): npy_bytes(stored)
-            for name, stored in content.items()
-        }
+        missing, unexpected = sorted(self.arrays.keys() - arrays), sorted(arrays.keys() - self.arrays)
+        if missing or unexpected:
+            raise ArtifactError(f"arrays of a shard: missing {missing}, unexpected {unexpected}")
+        files: dict[str, Content] = {}
+        for name, spec in self.arrays.items():
+            shape, scale_E = (stop - start, spec.width), self._scales[name]
+            stored = encode(name, arrays[name], shape=shape, scale_E=scale_E, dtype=self.dtype, row_name=row_name)
+            files[chunk_file(group_name(name, self._part), k).as_posix()] = npy_bytes(stored)
         if table is not None:
-            files[self._relative(k, ".parquet").as_posix()] = parquet_bytes(table)
+            files[row_file(k)] = parquet_bytes(table)
         arrays_of_sums = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
         for name, value in arrays_of_sums.items():
             if not np.isfinite(value).all():
@@ -177,41 +180,16 @@ class PartWriter(BuiltShards):
         """Totals over all shards, added in the order of the rows whatever order they were written in."""
         if len(self.parts) < self.grid.n_shards:
             raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
-        totals = self._sums_of(0)
-        for k in range(1, self.grid.n_shards):
-            part = self._sums_of(k)
-            if _shapes(part) != _shapes(totals):
+        totals: dict[str, NDArray[np.float64]] = {}
+        for k in range(self.grid.n_shards):
+            part = {name: entry.array() for name, entry in sorted(self.mark(f"{k:05d}").sums.items())}
+            if k > 0 and _shapes(part) != _shapes(totals):
                 raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(totals)}")
-            totals = {name: totals[name] + part[name] for name in totals}
+            totals = {name: totals[name] + value if k > 0 else value for name, value in part.items()}
         return totals
 
     def _scale_file(self, name: str) -> Path:
         return scale_file(group_name(name, self._part))
-
-    def _sums_of(self, k: int) -> dict[str, NDArray[np.float64]]:
-        mark = self.mark(f"{k:05d}")
-        return {name: mark.sums[name].array() for name in sorted(mark.sums)}
-
-    def _relative(self, k: int, suffix: str) -> Path:
-        return part_dir(self._part) / "shards" / f"{k:05d}{suffix}"
-
-    def _encode(
-        self, arrays: Mapping[str, NDArray[Any]], n: int, row_name: Callable[[int], str]
-    ) -> dict[str, NDArray[Any]]:
-        missing, unexpected = sorted(self.arrays.keys() - arrays), sorted(arrays.keys() - self.arrays)
-        if missing or unexpected:
-            raise ArtifactError(f"arrays of a shard: missing {missing}, unexpected {unexpected}")
-        return {
-            name: encode(
-                name,
-                arrays[name],
-                shape=(n, spec.width),
-                scale_E=self._scales[name],
-                dtype=self.dtype,
-                row_name=row_name,
-            )
-            for name, spec in self.arrays.items()
-        }
 
 
 def encode(

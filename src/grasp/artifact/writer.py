@@ -24,6 +24,7 @@ from grasp.artifact.layout import (
     ShardGrid,
     part_dir,
     part_file,
+    row_file,
 )
 from grasp.artifact.manifest import (
     SIGNED_MANIFEST,
@@ -141,7 +142,7 @@ class ArtifactWriter(PartWriter):
             raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
         contents = moment_bytes(moments, self.sums() if sums is None else sums)
         with out_of_space(f"{self.root}: not finished", self.progress):
-            assemble_rows([self.root / self._relative(k, ".parquet") for k in range(self.n_shards)], self.root / ROWS)
+            assemble_rows([self.root / row_file(k) for k in range(self.n_shards)], self.root / ROWS)
             write_whole(self.root / part_file("units", ".parquet", 0), parquet_bytes(units))
             write_whole(self.root / part_file("moments", ".safetensors", 0), contents)
             SIGNED_MANIFEST.write(self.root, self._manifest(given, units, gains or {}, rows_kept))

@@ -160,7 +160,8 @@ class Form:
         Raises:
             CorpusError: its columns hold something else than they promise, an unknown role among it.
         """
-        given = {name: _plain(values.get(name)) for name in self.columns}
+        found = {name: values.get(name) for name in self.columns}
+        given = {name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in found.items()}
         if self.kind == "template":
             return _pair(*(template.fill(given, where) for template in self.templates))
         if self.kind == "instruction":
@@ -254,10 +255,6 @@ def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | Non
 
 def _pair(prompt: str, completion: str) -> Content:
     return Content(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-
-
-def _plain(value: Any) -> Any:
-    return value.to_pylist() if isinstance(value, pa.Array) else value
 
 
 def _instruction(given: Mapping[str, Any], where: str) -> Conversation:

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -204,11 +205,7 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Documents of a source that is open, from position `start` to the limit that the settings give."""
-
-    def content(columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str, ...]:
-        return _content_columns(columns, settings, where)
-
-    for record in read_records(source, settings, content, start):
+    for record in read_records(source, settings, partial(_content_columns, settings), start):
         ids = _token_ids(record.values.get(settings.ids_column), settings.ids_column, record.where)
         said = form_of(record.values.keys(), settings, record.where).read(record.values, record.where)
         row_id, doc_id, labels = names_and_labels(record, settings)
@@ -231,9 +228,7 @@ def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) ->
 
 def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
     """Which column of the first record became what: text, turns or the columns of another form, ids, names."""
-    record = next(
-        read_records(source, settings, lambda columns, where: _content_columns(columns, settings, where), 0), None
-    )
+    record = next(read_records(source, settings, partial(_content_columns, settings), 0), None)
     if record is None:
         return {}
     form = form_of(record.values.keys(), settings, record.where)
@@ -245,7 +240,7 @@ def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
 
 
 def _content_columns(
-    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str
+    settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str
 ) -> tuple[str, ...]:
     """Columns that are no labels; they must be of their types, and an id column that was asked for must be there."""
     form, ids = form_of(columns.keys(), settings, where), settings.ids_column

@@ -25,9 +25,8 @@ from grasp.errors import CorpusError
 from grasp.files import UNSIGNED, FileEntry, discard, is_part, temporary_path
 from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
-from grasp.store.directory import Schema, Store
+from grasp.store.directory import Files, Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Signed
-from grasp.store.remote import Files
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
@@ -170,8 +169,9 @@ class ShardStore(ABC, Generic[S]):
             **reader,
             "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
         }
-        if not (directory / ROWS.plan).exists():
-            _refuse_foreign(directory)
+        foreign = directory.exists() and not (directory / ROWS.plan).exists()
+        if foreign and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
+            raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
         store = Store(directory, ROWS)
         store.begin(plan, replace=replace)
         if not (directory / SUMMARY).exists():
@@ -367,12 +367,6 @@ def _refuse_alike(names: Sequence[str]) -> None:
                 f"labels {other!r} and {name!r} differ only in case, and an expression cannot tell them apart; rename "
                 "or drop one of the columns"
             )
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """See that a store may be begun here."""
-    if directory.exists() and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
-        raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
 
 
 def _first_duplicate(store: Store[RowsMark]) -> tuple[str, list[int]] | None:

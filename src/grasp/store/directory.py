@@ -35,6 +35,46 @@ from grasp.store.records import R, Signed, dump_json, plain_json, read_record
 from grasp.text import parse_json
 
 M = TypeVar("M", bound=BaseModel)
+
+
+class Files:
+    """Files of one directory, by what was noted of them; each is compared with its checksum when first asked for."""
+
+    def __init__(
+        self, root: Path, entries: Mapping[str, FileEntry], again: str, mistake: type[GraspError] = ArtifactError
+    ) -> None:
+        self.root, self.entries = root, entries
+        self.where = str(root)  # what the user calls it: the path, or the URL
+        self._again, self._mistake = again, mistake
+        self._checked: set[str] = set()
+
+    def file(self, name: str) -> Path:
+        """Where a file lies on this machine, as it was written.
+
+        Raises:
+            GraspError: it is not listed, not there, or not what was written.
+        """
+        if name not in self.entries:
+            raise self._mistake(f"{self.where}: lists no {name}; {self._again}")
+        if name not in self._checked:
+            self._check(name, self.entries[name])
+            self._checked.add(name)
+        return self.root / name
+
+    def are_here(self) -> bool:
+        """Whether all lie there in their sizes; their bytes are not read."""
+        sizes = {self.root / name: entry.bytes for name, entry in self.entries.items()}
+        return all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items())
+
+    def _check(self, name: str, expected: FileEntry) -> None:
+        if what := self.fault(name, expected):
+            raise self._mistake(f"{self.root / name}: {what}; {self._again}")
+
+    def fault(self, name: str, expected: FileEntry) -> str | None:
+        """What is wrong with a file where it lies, in words; None: nothing."""
+        return fault(self.root, name, expected)
+
+
 Content = bytes | Callable[[Path], object]  # of a file: as it is, or what writes it
 
 
@@ -65,7 +105,6 @@ class Store(Generic[M]):
 
     def __init__(self, root: Path, schema: Schema[M]) -> None:
         self.root, self.schema = root, schema
-        self._checked: set[str] = set()
 
     def begin(self, identity: Mapping[str, Any], *, replace: bool = False) -> None:
         """Begin, or go on with the same work; what a kill left aside is removed.
@@ -103,15 +142,14 @@ class Store(Generic[M]):
             raise self.schema.mistake(f"{path}: damaged: {err}; {self.schema.again}") from err
 
     @cached_property
-    def parts(self) -> dict[str, Mapping[str, FileEntry]]:
+    def parts(self) -> dict[str, Files]:
         """Files of the parts that are whole, by name; one whose files are gone or cut is not, and is redone."""
         names = [path.stem for path in sorted(self.root.glob(self.schema.marks))]
-        found = {name: self.schema.files(self.mark(name)) for name in names}
-        return {name: files for name, files in found.items() if self._are_here(files)}
+        found = {name: self._files_of(self.schema.files(self.mark(name))) for name in names}
+        return {name: files for name, files in found.items() if files.are_here()}
 
-    def _are_here(self, files: Mapping[str, FileEntry]) -> bool:
-        sizes = {self.root / name: entry.bytes for name, entry in files.items()}
-        return all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items())
+    def _files_of(self, entries: Mapping[str, FileEntry]) -> Files:
+        return Files(self.root, entries, self.schema.again, self.schema.mistake)
 
     def mark(self, part: str) -> M:
         """What the mark of a part says.
@@ -149,15 +187,15 @@ class Store(Generic[M]):
                 for path in (mark, *(self.root / name for name in files)):  # the mark first: none without its files
                     path.unlink(missing_ok=True)
                 raise
-        self.parts[part] = entries
+        self.parts[part] = self._files_of(entries)
         return record
 
     def drop(self, part: str) -> None:
         """Remove a part, its mark first."""
         self._mark(part).unlink(missing_ok=True)
-        for name in (files := self.parts.pop(part, {})):
-            (self.root / name).unlink(missing_ok=True)
-        self._checked -= files.keys()
+        if part in self.parts:
+            for name in self.parts.pop(part).entries:
+                (self.root / name).unlink(missing_ok=True)
 
     def file(self, part: str, name: str = "") -> Path:
         """A file of a part, as it was written: its checksum is compared when it is first asked for.
@@ -168,18 +206,14 @@ class Store(Generic[M]):
         files = self.parts.get(part)
         if files is None:
             raise self.schema.mistake(f"{self.root}: has no {part}; {self.schema.again}")
-        name = name or next(iter(files))
-        if name not in self._checked:
-            whole(self.root, name, files[name], self.schema.again, self.schema.mistake)
-            self._checked.add(name)
-        return self.root / name
+        return files.file(name or next(iter(files.entries)))
 
     def entries(self) -> dict[str, FileEntry]:
         """Size and checksum of everything here, marks too, by path below the directory."""
         entries: dict[str, FileEntry] = {}
         for part, files in sorted(self.parts.items()):
             path = self._mark(part)
-            entries |= {**files, path.relative_to(self.root).as_posix(): entry_of(path)}
+            entries |= {**files.entries, path.relative_to(self.root).as_posix(): entry_of(path)}
         return entries
 
     def clear(self) -> None:
@@ -188,21 +222,9 @@ class Store(Generic[M]):
             for path in self.root.glob(pattern):
                 discard(path)
         self.__dict__.pop("parts", None)
-        self._checked.clear()
 
     def _mark(self, part: str) -> Path:
         return self.root / Path(self.schema.marks).parent / f"{part}.json"
-
-
-def whole(root: Path, name: str, expected: FileEntry, again: str, mistake: type[GraspError] = ArtifactError) -> Path:
-    """The file `name` below `root`, which is the one that was written.
-
-    Raises:
-        GraspError: `mistake`, where it is not; the message, which `again` ends, says what is wrong with it.
-    """
-    if what := fault(root, name, expected):
-        raise mistake(f"{root / name}: {what}; {again}")
-    return root / name
 
 
 def write_content(path: Path, content: Content) -> FileEntry:

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 import xxhash
 
-from grasp.errors import ArtifactError, GraspError, MissingExtraError
+from grasp.errors import ArtifactError, MissingExtraError
 from grasp.files import (
     FileEntry,
     checksum,
@@ -31,7 +31,7 @@ from grasp.files import (
     write_whole,
     written_aside,
 )
-from grasp.store.directory import whole
+from grasp.store.directory import Files
 from grasp.store.locks import one_at_a_time
 from grasp.store.records import R, Signed
 
@@ -59,36 +59,6 @@ def local_path(path: Path | str) -> Path:
     """The path on this machine that a `file:///...` URL means; any other path as it is."""
     found = _URL.fullmatch(str(path))
     return Path("/" + found[2]) if found is not None and found[1] in LOCAL and not Path(path).exists() else Path(path)
-
-
-class Files:
-    """The files of a complete store on this machine; each is compared with its checksum when it is first asked for."""
-
-    def __init__(self, root: Path, entries: Mapping[str, FileEntry], again: str, mistake: type[GraspError]) -> None:
-        self.root, self.entries = root, entries
-        self.where = str(root)  # what the user calls it: the path, or the URL
-        self._again, self._mistake = again, mistake
-        self._checked: set[str] = set()
-
-    def file(self, name: str) -> Path:
-        """Where a file lies on this machine, as it was written.
-
-        Raises:
-            GraspError: it is not listed, not there, or not what was written.
-        """
-        if name not in self.entries:
-            raise self._mistake(f"{self.where}: lists no {name}; {self._again}")
-        if name not in self._checked:
-            self._check(name, self.entries[name])
-            self._checked.add(name)
-        return self.root / name
-
-    def _check(self, name: str, expected: FileEntry) -> None:
-        whole(self.root, name, expected, self._again, self._mistake)
-
-    def fault(self, name: str, expected: FileEntry) -> str | None:
-        """What is wrong with a file where it lies, in words; None: nothing."""
-        return fault(self.root, name, expected)
 
 
 class RemoteFiles(Files):
