@@ -88,11 +88,10 @@ class PartWriter(BuiltShards):
         self._part = part
         self._scales = {name: spec.scale() for name, spec in arrays.items()}
         self._lock: DirectoryLock | None = None
-        self._owns_lock = False
 
-    def claim(self, lock: DirectoryLock, *, owns_lock: bool) -> None:
-        """Begin, or go on: the plan, then the scales."""
-        self._lock, self._owns_lock = lock, owns_lock
+    def claim(self, lock: DirectoryLock) -> None:
+        """Begin, or go on: the plan, then the scales. The lock is this writer's until it is closed."""
+        self._lock = lock
         plan = self.root / self.schema.plan
         if not plan.exists() and (plan.parent / MANIFEST).exists():
             raise ArtifactError(f"{self.root}: damaged: a {MANIFEST} but no {BUILD}; delete {self.root} to start again")
@@ -114,8 +113,8 @@ class PartWriter(BuiltShards):
         return self.grid.bounds(k)
 
     def close(self) -> None:
-        """Give the lock back, if it was taken here."""
-        if self._owns_lock and self._lock is not None:
+        """Give the lock back."""
+        if self._lock is not None:
             self._lock.release()
 
     def __enter__(self) -> Self:

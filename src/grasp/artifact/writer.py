@@ -65,7 +65,7 @@ class ArtifactWriter(PartWriter):
             identity: all that decides what the numbers will be (fingerprints, settings); JSON.
             arrays: name -> spec. Arrays whose name begins with `relevance_` have one column for each unit.
             dtype: `float16` or `float32`, of every array.
-            lock: taken on `path` beforehand (and kept after `close`); none: taken here.
+            lock: taken on `path` beforehand; none: taken here. `close` gives it back.
         Raises:
             ArtifactError: locked by another writer; another identity than the build in progress, every
                 differing field named.
@@ -74,7 +74,7 @@ class ArtifactWriter(PartWriter):
         writer = cls(path, 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
         _unit_columns(arrays)
         try:
-            writer.claim(lock or lock_artifact(path), owns_lock=lock is None)
+            writer.claim(lock or lock_artifact(path))
         except BaseException:
             writer.close()
             raise
@@ -266,11 +266,10 @@ class ArtifactExtension(PartWriter):
             else:
                 extension = cls(path, done, artifact.grid, arrays, dtype, key)
             extension._artifact, extension._units = artifact, units
-            extension.claim(held, owns_lock=lock is None)
+            extension.claim(held)
             return extension
         except BaseException:
-            if lock is None:
-                held.release()
+            held.release()
             raise
 
     @property
