@@ -1,6 +1,6 @@
 """What is in an artifact, and whether it is still what was written."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from grasp.artifact.manifest import (
 )
 from grasp.artifact.reader import why_not_open
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import FileEntry, differences, fault, is_signed, kind_of
+from grasp.files import FileEntry, differences, is_signed, kind_of
+from grasp.store.directory import Files
 from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
 from grasp.yaml_files import read_yaml
@@ -103,9 +104,8 @@ def verify(path: Path | str) -> VerifyReport:
         ArtifactError: there is no artifact, or one of another format version.
     """
     if (url := remote_url(path)) is not None:
-        manifest, files = open_store(url, SIGNED_MANIFEST)
-        problems, total = _compared(manifest.files, files.fault)
-        return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
+        _, files = open_store(url, SIGNED_MANIFEST)
+        return _report(url, files)
     path = local_path(path)
     complete = kind_of(path / MANIFEST) != "nothing"
     if not complete and not (path / BUILD).exists():
@@ -117,16 +117,14 @@ def verify(path: Path | str) -> VerifyReport:
         expected |= there.rows_kept
     if there and (path / RUN).exists() and _other_settings(path / RUN, there):
         before.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
-    problems, total = _compared(expected, lambda name, entry: fault(path, name, entry))
-    return VerifyReport(str(path), complete, len(expected), total, (*before, *problems))
+    return _report(str(path), Files(path, expected, ""), complete=complete, before=before)
 
 
-def _compared(
-    expected: Mapping[str, FileEntry], fault: Callable[[str, FileEntry], str | None]
-) -> tuple[list[Problem], int]:
-    """What is wrong with each file, and the bytes of all."""
-    faults = {name: fault(name, expected[name]) for name in sorted(expected)}
-    return [Problem(name, what) for name, what in faults.items() if what], sum(one.bytes for one in expected.values())
+def _report(path: str, files: Files, *, complete: bool = True, before: Sequence[Problem] = ()) -> VerifyReport:
+    """The files compared, after what was found before."""
+    total = sum(entry.bytes for entry in files.entries.values())
+    problems = (Problem(name, what) for name, what in files.verify().items())
+    return VerifyReport(path, complete, len(files.entries), total, (*before, *problems))
 
 
 def info(path: Path | str) -> ArtifactInfo:

@@ -74,6 +74,11 @@ class Files:
         """What is wrong with a file where it lies, in words; None: nothing."""
         return fault(self.root, name, expected)
 
+    def verify(self) -> dict[str, str]:
+        """What is wrong with each file that is not as it was written, by name; all are read."""
+        found = {name: self.fault(name, entry) for name, entry in sorted(self.entries.items())}
+        return {name: what for name, what in found.items() if what}
+
 
 Content = bytes | Callable[[Path], object]  # of a file: as it is, or what writes it
 
