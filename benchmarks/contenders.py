@@ -193,8 +193,8 @@ def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
 def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
         from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415
-        from grasp.runs.contract import MethodInputs  # noqa: PLC0415
-        from grasp.runs.methods import configured_methods, scores  # noqa: PLC0415
+        from grasp.methods.contract import MethodInputs  # noqa: PLC0415
+        from grasp.methods.registry import configured_methods, scores  # noqa: PLC0415
 
         artifact, out = ArtifactReader.open(job.artifact), job.out / "run"
         material = MethodInputs(artifact, batch_tokens=job.batch * job.length)
@@ -326,7 +326,7 @@ class Contender:
 
 
 TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.extract.local", "transformers.models.llama")
-METHODS = ("grasp.runs.methods", "grasp.runs.contract", *OWN)
+METHODS = ("grasp.methods.registry", "grasp.methods.contract", *OWN)
 CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),
     "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),

@@ -27,8 +27,8 @@ from grasp.corpus.store import RowStore
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.files import write_whole
+from grasp.methods.registry import MethodRows, configured_methods, method_rows
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.methods import MethodRows, configured_methods, method_rows
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units

@@ -18,8 +18,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.export import corpus_settings, kept_documents, proven_rows, write_documents
 from grasp.errors import SettingsError
 from grasp.files import write_whole
+from grasp.methods.contract import MethodInputs
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.contract import MethodInputs
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import one_at_a_time

@@ -42,8 +42,8 @@ from experiments.finetune.training import SHORT, load_model, train
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import BuildSource
+from grasp.methods.registry import configured_methods, method_rows
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.methods import configured_methods, method_rows
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

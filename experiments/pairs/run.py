@@ -37,8 +37,8 @@ from grasp.features.extract import row_passes
 from grasp.features.moments import Whitener
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
+from grasp.methods.contract import MethodInputs
 from grasp.predict.protocol import default_protocol
-from grasp.runs.contract import MethodInputs
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import stream

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grasp.baselines.bm25 import query_text, top_rows, words
 from grasp.errors import TargetError
-from grasp.runs.methods import scores
+from grasp.methods.registry import scores
 from grasp.targets.units import UnitSet
 from tests.baselines.world import N_ROWS, asked, cache, matrix
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.runs.methods import method_predictions, scores
+from grasp.methods.registry import method_predictions, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 

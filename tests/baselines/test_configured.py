@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError
-from grasp.runs.methods import configured_methods, method_named
+from grasp.methods.registry import configured_methods, method_named
 from tests.baselines.world import METHODS
 
 

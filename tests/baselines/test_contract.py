@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grasp.runs.contract import RowMethod, SubsetMethod
-from grasp.runs.methods import method_named, method_predictions, scores
+from grasp.methods.contract import RowMethod, SubsetMethod
+from grasp.methods.registry import method_named, method_predictions, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.

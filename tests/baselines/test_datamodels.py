@@ -8,9 +8,9 @@ import pytest
 
 from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
+from grasp.methods.contract import MethodInputs, Retrained
+from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
-from grasp.runs.contract import MethodInputs, Retrained
-from grasp.runs.methods import method_predictions
 from grasp.runs.metrics import spearman
 from tests.baselines.world import N_ROWS, asked, cache
 

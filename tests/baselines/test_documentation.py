@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.runs.methods import configured_methods, method_named
+from grasp.methods.registry import configured_methods, method_named
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,9 @@ from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, ro
 from grasp.baselines.less import adam_update, recorded_betas
 from grasp.baselines.trak import newton_map
 from grasp.errors import ModelError, SettingsError
+from grasp.methods.registry import scores
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.methods import scores
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 from tests.rounding import rounding

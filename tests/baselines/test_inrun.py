@@ -10,8 +10,8 @@ from grasp.baselines.inrun import STATE, InRun, _trainable
 from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
+from grasp.methods.registry import scores
 from grasp.models.gradients.per_example import Example
-from grasp.runs.methods import scores
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix

@@ -10,7 +10,7 @@ from grasp.baselines.hidden import hidden_at
 from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
-from grasp.runs.methods import scores
+from grasp.methods.registry import scores
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 

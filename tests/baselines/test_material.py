@@ -13,9 +13,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, SettingsError
+from grasp.methods.contract import MethodInputs
+from grasp.methods.registry import method_named, scores
 from grasp.models import checkpoint
-from grasp.runs.contract import MethodInputs
-from grasp.runs.methods import method_named, scores
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grasp.runs.methods import scores
+from grasp.methods.registry import scores
 from tests.baselines.world import N_ROWS, asked, cache, matrix
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from grasp.baselines.bm25 import query_text, words
 from grasp.errors import TargetError
-from grasp.runs.methods import scores
+from grasp.methods.registry import scores
 from tests.baselines.world import N_ROWS, asked, cache, matrix
 
 

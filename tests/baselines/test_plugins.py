@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.runs.methods import configured_methods, method_named, methods, scores
+from grasp.methods.registry import configured_methods, method_named, methods, scores
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from grasp.runs.methods import scores
+from grasp.methods.registry import scores
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, place_of, shared_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
+from grasp.methods.contract import Account, NoSettings, Seconds
+from grasp.methods.registry import method_named, scores
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.contract import Account, NoSettings, Seconds
-from grasp.runs.methods import method_named, scores
 from grasp.runs.predictions import read_row_scores
 from tests.baselines.test_contract import Clock, Killed
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix

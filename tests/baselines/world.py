@@ -13,11 +13,11 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build_artifact
+from grasp.methods.contract import MethodInputs, MethodScores, Retrained
+from grasp.methods.registry import ConfiguredMethod, configured_methods, methods
 from grasp.models.tokenizer import train_tokenizer
-from grasp.runs.contract import MethodInputs, MethodScores, Retrained
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
-from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
 from grasp.settings import build_settings, retrain_settings
 from grasp.training.retrain import retrain
 from tests.extract.world import TOPICS, texts, write_targets

@@ -27,8 +27,8 @@ from grasp.choose.scorer import SHAPES, SIGNED_CARD, Card, Quality, Scorer
 from grasp.corpus import RowStore
 from grasp.errors import GraspError
 from grasp.files import FileEntry
+from grasp.methods.contract import Account, NoSettings
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.contract import Account, NoSettings
 from grasp.runs.environment import Environment
 from grasp.runs.table import SIGNED_INFO as SIGNED_RUNS
 from grasp.runs.table import RunsInfo, RunTable

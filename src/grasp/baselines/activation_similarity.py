@@ -14,7 +14,7 @@ from pydantic import Field
 from grasp.baselines.hidden import pooled_hidden
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]

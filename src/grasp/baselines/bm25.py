@@ -18,7 +18,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
 from grasp.extras import require
-from grasp.runs.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import Unit
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from grasp.errors import ModelError
 from grasp.files import entry_of
+from grasp.methods.contract import MethodInputs
 from grasp.models.causal_lm import ReferenceModel
-from grasp.runs.contract import MethodInputs
 from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import OPTIMIZER, RECORD, WEIGHTS

@@ -36,10 +36,10 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.methods.contract import Account, MethodInputs
 from grasp.models.gradients.factors import Use, squared_norm
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.contract import Account, MethodInputs
 from grasp.settings import refuse_idle
 
 F64 = NDArray[np.float64]

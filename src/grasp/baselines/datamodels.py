@@ -16,9 +16,9 @@ from grasp.baselines.oracles import (
 )
 from grasp.errors import EnvironmentDataError
 from grasp.extras import require
+from grasp.methods.contract import Account, MethodInputs, SubsetMethod
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, MethodInputs, SubsetMethod
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
-from grasp.runs.contract import MethodInputs
+from grasp.methods.contract import MethodInputs
 
 
 class GradCosSettings(LayerSettings):

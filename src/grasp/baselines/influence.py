@@ -36,9 +36,9 @@ from grasp.baselines.gradients.session import (
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
+from grasp.methods.contract import Account, MethodInputs
 from grasp.models.gradients.layers import choose_layers
 from grasp.models.gradients.per_example import PerExample
-from grasp.runs.contract import Account, MethodInputs
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 

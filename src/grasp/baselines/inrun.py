@@ -21,9 +21,9 @@ from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, st
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
-from grasp.runs.contract import Account, MethodInputs, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 

@@ -18,7 +18,7 @@ from grasp.baselines.hidden import hidden_at
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import SettingsError, ShapeError
-from grasp.runs.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]

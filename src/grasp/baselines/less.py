@@ -15,9 +15,9 @@ from grasp.baselines.gradients.session import chosen_checkpoints
 from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
+from grasp.methods.contract import MethodInputs
 from grasp.models.gradients.layers import as_matrix
 from grasp.models.gradients.per_example import PerExample
-from grasp.runs.contract import MethodInputs
 from grasp.settings import refuse_idle
 from grasp.training.train import RECORD
 

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array, csr_array
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.corpus.store import RowShard
-from grasp.runs.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens
 

@@ -14,7 +14,7 @@ from grasp.baselines.bm25 import query_text, words
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
-from grasp.runs.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 
 

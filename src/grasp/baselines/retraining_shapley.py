@@ -19,11 +19,11 @@ from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_sha
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, MethodInputs, Scores, Seconds
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe

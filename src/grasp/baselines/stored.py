@@ -30,7 +30,7 @@ from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.files import UNSIGNED, FileEntry
-from grasp.runs.contract import Account, MethodInputs, MethodScores, RowMethod, Scores, Seconds
+from grasp.methods.contract import Account, MethodInputs, MethodScores, RowMethod, Scores, Seconds
 from grasp.settings import Settings
 from grasp.store.contents import npy_bytes
 from grasp.store.directory import Content, Schema, Store, write_content

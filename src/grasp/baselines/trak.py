@@ -21,8 +21,8 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_sec
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients.layers import LayerSet, choose_layers
-from grasp.runs.contract import Account, MethodInputs, Scores
 
 F64 = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account, MethodInputs, NoSettings, Scores
+from grasp.methods.contract import Account, MethodInputs, NoSettings, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.files import write_whole, written_aside
-from grasp.runs.contract import Seconds
+from grasp.methods.contract import Seconds
 
 SECONDS = "seconds.json"
 

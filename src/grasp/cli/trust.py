@@ -48,8 +48,8 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.runs.methods import method_named
-    from grasp.runs.methods import methods as installed
+    from grasp.methods.registry import method_named
+    from grasp.methods.registry import methods as installed
 
     if name is None:
         show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])

@@ -4,9 +4,8 @@ In: environments, or runs that somebody else made. Out: agreement of predictions
 intervals. To be read in this order (the verb evaluate is in `grasp.verbs`; `grasp.training` makes runs):
 
     environment  runs on disk: environment_files has what was trained on what, and the tables
-    evaluate     figures of predictions beside what retraining gave: ours come from joined, others' from predictions and
-                 methods; metrics are the figures
-    contract     what a published method is, and what it may look at
+    evaluate     figures of predictions beside what retraining gave: ours come from joined, others' from predictions or
+                 `grasp.methods`; metrics are the figures
     table        runs that somebody else made, as readers find them; imported makes them an environment of an artifact
     learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels
 """

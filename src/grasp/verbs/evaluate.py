@@ -13,18 +13,18 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.methods.contract import MethodInputs, Retrained
+from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
 from grasp.predict.interactions import geometry
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.contract import MethodInputs, Retrained
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
 from grasp.runs.joined import Joined, cost_of
-from grasp.runs.methods import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Predictions, read_predictions
 from grasp.text import listed

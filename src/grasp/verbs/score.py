@@ -17,6 +17,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.files import check_outputs
+from grasp.methods.registry import GRASP, ConfiguredMethod, configured_methods, method_rows
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_of, short_rows, write_ranked
 from grasp.predict.row_arrays import length_column, only_target, row_tokens
@@ -24,7 +25,6 @@ from grasp.predict.slices import LabelTable
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
-from grasp.runs.methods import GRASP, ConfiguredMethod, configured_methods, method_rows
 from grasp.runs.table import RunTable
 from grasp.text import listed
 from grasp.yaml_files import read_yaml

@@ -38,8 +38,8 @@ from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
+from grasp.methods.contract import Account, MethodInputs
 from grasp.models.gradients.layers import choose_layers
-from grasp.runs.contract import Account, MethodInputs
 
 F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)

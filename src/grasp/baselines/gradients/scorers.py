@@ -18,8 +18,8 @@ from grasp.baselines.gradients.store import FeatureStore, ready_seconds
 from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients.layers import Block
-from grasp.runs.contract import Account, MethodInputs, Scores
 
 F64 = NDArray[np.float64]
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
+from grasp.methods.contract import MethodInputs
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
-from grasp.runs.contract import MethodInputs
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

@@ -28,9 +28,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
+from grasp.methods.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.row_arrays import F32, Blocks
-from grasp.runs.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
@@ -85,7 +85,7 @@ class Entry:
         except (ImportError, AttributeError) as err:
             raise MissingExtraError(f"{where} cannot be imported: {err}; repair the package or uninstall it") from err
         if not (isinstance(kind, type) and issubclass(kind, Method)):
-            raise SettingsError(f"{where}: got {kind!r}, expected a class derived from grasp.runs.contract.Method")
+            raise SettingsError(f"{where}: got {kind!r}, expected a class derived from grasp.methods.contract.Method")
         return kind
 
 
