@@ -121,6 +121,7 @@ def sweep(job: Job) -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
     from grasp.predict.row_sums import RowSums  # noqa: PLC0415
+    from grasp.predict.weights import Weights  # noqa: PLC0415
 
     torch.set_num_threads(job.threads)
     n_rows = job.rows
@@ -130,9 +131,9 @@ def sweep(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, width in SWEEP_WIDTHS.items():
         values = rng.standard_normal((n_rows, width), dtype=np.float32)
-        own = RowSums.over(values)
-        own.sums(blocks[0])  # packs
-        seconds = min(sums.timed(own.sums, block) for block in blocks) * shape.subsets / shape.block
+        own, weights = RowSums.over(values), [Weights(block) for block in blocks]
+        own.sums(weights[0])
+        seconds = min(sums.timed(own.sums, block) for block in weights) * shape.subsets / shape.block
         plain = min(sums.timed(lambda block, values=values: sums.numpy_loop(values, block), block) for block in blocks)
         limit = shape.subsets * shape.size * width * 4 / bandwidth
         found[name] = {

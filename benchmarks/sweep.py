@@ -27,7 +27,7 @@ from scipy.sparse import csr_array
 
 from grasp.predict import sweep_torch
 from grasp.predict.row_sums import RowSums
-from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, Weights
+from grasp.predict.weights import PackedMasks, Weights
 
 STREAM_BYTES = 512 << 20
 PLAIN_SUBSETS = 200
@@ -54,8 +54,6 @@ def numpy_loop(values_NC: np.ndarray, block: csr_array) -> np.ndarray:
 def ways(values_NC: np.ndarray) -> dict[str, Callable[[csr_array], Any]]:
     """Everything that is compared; each takes one block."""
     whole = torch.from_numpy(values_NC)
-    one_panel = sweep_torch.PackedValues((whole,))
-    panels = sweep_torch.PackedValues.pack(values_NC)
 
     def torch_csr(block: csr_array) -> torch.Tensor:
         crow, col = torch.from_numpy(block.indptr), torch.from_numpy(block.indices)
@@ -68,8 +66,7 @@ def ways(values_NC: np.ndarray) -> dict[str, Callable[[csr_array], Any]]:
         "numpy loop": lambda block: numpy_loop(values_NC, block),
         "scipy csr @ dense": lambda block: block.astype(np.float32) @ values_NC,
         "torch sparse csr": torch_csr,
-        "torch embedding_bag, one panel": lambda block: sweep_torch.sums(one_panel, block),
-        f"torch embedding_bag, {len(panels.panels)} panels": lambda block: sweep_torch.sums(panels, block),
+        "torch embedding_bag": lambda block: sweep_torch.sums(values_NC, block),
     }
 
 
@@ -101,14 +98,15 @@ def compare(values_NC: np.ndarray, blocks: list[csr_array], n_subsets: int) -> d
 def run_all(values_NC: np.ndarray, blocks: list[csr_array], n_subsets: int) -> tuple[float, float]:
     """The package's own path over all subsets: seconds, and the largest error against float64."""
     sweep = RowSums.over(values_NC)
-    sweep.sums(blocks[0])
+    weights = [Weights(block) for block in blocks]
+    sweep.sums(weights[0])
     start = time.perf_counter()
     for turn in range(n_subsets // blocks[0].shape[0]):
-        sweep.sums(blocks[turn % len(blocks)])
+        sweep.sums(weights[turn % len(blocks)])
     seconds = time.perf_counter() - start
     exact = blocks[0] @ values_NC.astype(np.float64)
     bound = blocks[0] @ np.abs(values_NC.astype(np.float64))
-    return seconds, float((np.abs(sweep.sums(blocks[0]) - exact) / bound).max())
+    return seconds, float((np.abs(sweep.sums(weights[0]) - exact) / bound).max())
 
 
 def shapes(rng: np.random.Generator, args: argparse.Namespace) -> dict[str, Weights]:
@@ -120,12 +118,12 @@ def shapes(rng: np.random.Generator, args: argparse.Namespace) -> dict[str, Weig
         (np.ones(few.size), few.ravel(), np.arange(args.block + 1) * args.size), shape=(args.block, args.rows)
     )
     entries.sum_duplicates()
-    entries.data[:] = 1.0
+    entries.data[:] = -1.0
     share = (rng.random((args.block, SLICES)) < 0.5).astype(np.float64)
     return {
-        "half of the rows, bits": PackedMasks(dense, args.rows),
-        f"all but {args.size:,} rows": OmittedRows(entries),
-        f"unions of {SLICES} slices": SliceShares(share, rng.integers(0, SLICES, args.rows)),
+        "half of the rows, bits": Weights(PackedMasks(dense, args.rows)),
+        f"all but {args.size:,} rows": Weights(entries, base=1.0),
+        f"unions of {SLICES} slices": Weights.from_slices(rng.integers(0, SLICES, args.rows), SLICES).mixed(share),
     }
 
 
@@ -144,12 +142,13 @@ def time_shapes(
     return table
 
 
-def _head(weights: Any, n: int) -> Any:
-    if isinstance(weights, PackedMasks):
-        return PackedMasks(weights.bits_BN[:n], weights.n_rows)
-    if isinstance(weights, OmittedRows):
-        return OmittedRows(weights.omitted_BN[:n])
-    return SliceShares(weights.share_BG[:n], weights.codes_N)
+def _head(weights: Weights, n: int) -> Weights:
+    """The first n subsets."""
+    if weights.mix is not None:
+        return weights.mixed(weights.mix[:n])
+    if isinstance(weights.rows, PackedMasks):
+        return Weights(PackedMasks(weights.rows.bits_GN[:n], weights.rows.n_rows))
+    return Weights(weights.rows[:n], base=weights.base)
 
 
 def matmul_flops(args: argparse.Namespace) -> float:
@@ -162,10 +161,10 @@ def matmul_flops(args: argparse.Namespace) -> float:
 def at_trak_width(rng: np.random.Generator, blocks: list[csr_array], args: argparse.Namespace) -> dict[str, float]:
     """Seconds for all subsets at 640 floats a row: as a plain NumPy loop, and through `RowSums`."""
     values = rng.standard_normal((args.rows, TRAK_WIDTH), dtype=np.float32)
-    sweep = RowSums.over(values)
-    sweep.sums(blocks[0])
+    sweep, weights = RowSums.over(values), [Weights(block) for block in blocks]
+    sweep.sums(weights[0])
     plain = min(timed(lambda block: numpy_loop(values, block), block) for block in blocks[:3])
-    own = min(timed(sweep.sums, block) for block in blocks[:3])
+    own = min(timed(sweep.sums, block) for block in weights[:3])
     return {"numpy_s": plain * args.subsets / PLAIN_SUBSETS, "sweep_s": own * args.subsets / args.block}
 
 

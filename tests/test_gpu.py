@@ -9,17 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build_artifact
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict import sweep_torch
-from grasp.predict.weights import PackedMasks
 from grasp.training.train import train, train_stacked
 from tests.extract.world import world
 from tests.models.toy import RECIPE, corpus, units
-from tests.rounding import rounding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -51,23 +47,6 @@ def test_low_precision_stays_close():
     low = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cuda").model.unit_losses(units())
     full = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cpu").model.unit_losses(units())
     np.testing.assert_allclose(low, full, atol=0.05)
-
-
-def test_sums_on_a_gpu_are_those_of_a_cpu():
-    """Masks and gathered rows: 2e-6 of the sum of absolute values, as everywhere."""
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((9001, 33)).astype(np.float32)
-    keep = rng.random((40, 9001)) < 0.5
-    masks, entries = PackedMasks(np.packbits(keep, axis=1), 9001), csr_array(keep * rng.random(keep.shape))
-    for got, weights, terms in (
-        (sweep_torch.masked_sums(masks, 0, values, 4096, "cuda"), keep.astype(float), 4096),
-        (
-            sweep_torch.sums(sweep_torch.PackedValues.pack(values, "cuda"), entries),
-            entries.toarray(),
-            sweep_torch.PIECE,
-        ),
-    ):
-        assert (abs(got - weights @ values) <= rounding(terms) * (weights @ abs(values.astype(float)))).all()
 
 
 def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):

@@ -15,7 +15,6 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol, save_protocol
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
-from grasp.predict.weights import SliceShares
 from grasp.report.findings import ReportRequest, findings
 from grasp.report.serve import Ask, answered
 from grasp.text import several
@@ -104,7 +103,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     predictor = Predictor.from_artifact(artifact, protocol)
     formula = SliceFormula.from_predictor(predictor, predictor.sums(slices.each))
     f_G = np.array([float(name != "life") for name in slices.names])
-    shares = SliceShares(f_G[None], slices.codes_N)
+    shares = slices.weights(f_G[None])
     found = {"shares of slices": predictor.change(shares)[0, 0]}
     if formula is None:  # rows bear on one another
         assert protocol.interacts

@@ -23,7 +23,7 @@ import torch
 
 from experiments.table import AVERAGE, ceilings
 from grasp.predict.row_sums import RowSums
-from grasp.predict.weights import PackedMasks
+from grasp.predict.weights import PackedMasks, Weights
 
 SUBSETS = 100_000
 BLOCK, ROUNDS = 512, 3
@@ -32,9 +32,9 @@ HEADINGS = ("method", *SHOWN.values(), "floats a row", "build CPU s", "sweep, sc
 STANDINGS = ("predictor", "oracle-selected", "supervised oracle")
 
 
-def halves(n_rows: int, rng: np.random.Generator) -> PackedMasks:
+def halves(n_rows: int, rng: np.random.Generator) -> Weights:
     """A block of random halves of the rows, (B, N)."""
-    return PackedMasks(np.packbits(rng.random((BLOCK, n_rows)) < 0.5, axis=1), n_rows)
+    return Weights(PackedMasks(np.packbits(rng.random((BLOCK, n_rows)) < 0.5, axis=1), n_rows))
 
 
 def sweep_seconds(width: int, n_rows: int) -> float:

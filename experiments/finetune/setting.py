@@ -33,6 +33,7 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
+from grasp.predict.weights import Weights
 from grasp.runs.environment_files import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
@@ -244,7 +245,7 @@ def draw_subsets(
         draw = stream(0, "finetune", "seen", b)
         seen = draw.permutation(rows)[:size] if nested else draw.choice(rows, size=size, replace=False)
         weights_BN[b, seen] = 1.0
-    return SubsetBlock(kept.subset_ids, csr_array(weights_BN))
+    return SubsetBlock(kept.subset_ids, Weights(csr_array(weights_BN)))
 
 
 def row_order(seed: int, n_rows: int) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from grasp.geometry import mixture as quadratic
 from grasp.predict.label_slices import label_slices
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Exposure
+from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Exposure, Weights
 from tests.choose.world import World, predictor_of, protocol
 from tests.rounding import rounding
 
@@ -42,7 +42,7 @@ def proposed(got) -> np.ndarray:
 def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
     """What the predictor says of mixtures as weighted subsets, (B, T)."""
     weights_BN = (source.n_rows * np.asarray(p_BG) / slices.rows_G)[:, slices.codes_N]
-    return predictor_of(source, chosen, list(targets)).change(csr_array(weights_BN))
+    return predictor_of(source, chosen, list(targets)).change(Weights(csr_array(weights_BN)))
 
 
 @pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])

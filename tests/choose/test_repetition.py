@@ -10,12 +10,9 @@ from grasp.choose.repetition import Training
 from grasp.predict.predictor import SubsetSums
 from grasp.predict.weights import (
     REPEAT_WORTH,
-    EachSlice,
     Exposure,
-    OmittedRows,
     PackedMasks,
-    SliceShares,
-    weight_sums,
+    Weights,
 )
 
 
@@ -56,13 +53,21 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
         times_B1 = rows_B1 / dense_BN.sum(axis=1, keepdims=True)
         check_forms(exposure, dense_BN, share_BG, codes_N, exposure(dense_BN * times_B1) / exposure(times_B1))
     plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
-    plain = PackedMasks(np.packbits(plain_BN.astype(bool), axis=1), 12), csr_array(plain_BN), EachSlice(codes_N, 3)
+    plain = (
+        Weights(PackedMasks(np.packbits(plain_BN.astype(bool), axis=1), 12)),
+        Weights(csr_array(plain_BN)),
+        Weights.from_slices(codes_N, 3),
+    )
     for weights in plain:
         assert Exposure(3.0).weigh(weights) is weights
 
 
 def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
-    for weights in (SliceShares(share_BG, codes_N), csr_array(dense_BN), OmittedRows(csr_array(1.0 - dense_BN))):
+    for weights in (
+        Weights.from_slices(codes_N, 3).mixed(share_BG),
+        Weights(csr_array(dense_BN)),
+        Weights(csr_array(dense_BN - 1.0), base=1.0),
+    ):
         counted = exposure.weigh(weights)
         assert type(counted) is type(weights)
         found_BN = (counted if isinstance(counted, csr_array) else counted.csr()).toarray()
@@ -80,10 +85,10 @@ def test_what_is_left_of_rows_that_are_repeated():
 
 def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
-    weights = csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]]))
+    weights = Weights(csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]])))
     exposure, kept_B = Exposure(), np.array([2.0, 4.0, 3.0])
-    counted_B = weight_sums(exposure.weigh(weights))[0]
-    worth_B = SubsetSums(4, weight_sums(weights)[0], kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
+    counted_B = exposure.weigh(weights).sums
+    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])
     assert 0.98 < want < 1

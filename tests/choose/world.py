@@ -11,6 +11,7 @@ from scipy.sparse import csr_array
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.weights import Weights
 from tests.predict.source import FakeSource
 from tests.rules import rule
 
@@ -79,7 +80,7 @@ def changes(source, chosen, subsets, targets) -> np.ndarray:
     masks = np.zeros((len(subsets), source.n_rows))
     for b, rows in enumerate(subsets):
         masks[b, list(rows)] = 1.0
-    return predictor_of(source, chosen, list(targets)).change(csr_array(masks))
+    return predictor_of(source, chosen, list(targets)).change(Weights(csr_array(masks)))
 
 
 def best_subset(source, chosen, size, rows=None, *, allowed=lambda subset: True):

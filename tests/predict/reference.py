@@ -6,6 +6,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from grasp.geometry.sums import SketchSums, SketchTotals, SubsetMass, subset_relevance
+from grasp.predict.weights import Weights
 
 
 def dot(a, b):
@@ -53,7 +54,7 @@ def summed(weights_BN, sketch_ND):
     norm_N = (sketch_ND**2).sum(axis=1)
     sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
     totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
-    return sums, totals, SubsetMass.from_weights(csr_array(dense_BN))
+    return sums, totals, SubsetMass.from_weights(Weights(csr_array(dense_BN)))
 
 
 def components(weights_BN, sketch_ND, mean_D):
@@ -68,7 +69,11 @@ def additive(relevance_NE, weights_BN):
     """The package's A: sum_{i in S} w_i a_ie, (B, E). Source: eq:additive-utility, eq:method-additive."""
     relevance_NE = np.asarray(relevance_NE, dtype=np.float64)
     return subset_relevance(
-        weights_BN @ relevance_NE, relevance_NE.sum(axis=0), SubsetMass.from_weights(weights_BN), "retained", "count"
+        weights_BN @ relevance_NE,
+        relevance_NE.sum(axis=0),
+        SubsetMass.from_weights(Weights(weights_BN)),
+        "retained",
+        "count",
     )
 
 

@@ -14,7 +14,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import default_protocol
-from grasp.predict.weights import ANY_TEXT, EachSlice, Exposure, SliceShares
+from grasp.predict.weights import ANY_TEXT, Exposure, Weights
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
@@ -22,6 +22,7 @@ from tests.rules import rule
 
 TOPICS = [["a", "b", "c", None][i % 4] for i in range(40)]
 CODES = np.arange(40) % 4
+EACH = Weights.from_slices(CODES, 4)
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "residual.self": 0.2}
 seeds = st.integers(0, 10_000)
 
@@ -36,7 +37,7 @@ def protocol(**changes):
 
 def plain_subsets(n=6):
     (block,) = parse_family("bernoulli:0.4").draw(n, n_rows=40, seed=5, purpose="evaluation")
-    return block.weights_BN
+    return block.weights
 
 
 def slow_effects(source, chosen, target, task_standard="mean_relevance"):
@@ -60,15 +61,16 @@ def slow_effects(source, chosen, target, task_standard="mean_relevance"):
 def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(task):
     source, chosen = FakeSource(), protocol(standardize={"task": task})
     predictor = Predictor.from_artifact(source, chosen, per_unit=True)
-    weights = plain_subsets() * 2.0
-    weights.data *= np.random.default_rng(0).random(weights.nnz)
+    entries_BN = plain_subsets().csr() * 2.0
+    entries_BN.data *= np.random.default_rng(0).random(entries_BN.nnz)
+    weights = Weights(entries_BN)
     sums = predictor.sums(weights)
     change_BT, change_BE = predictor.change_of(sums), predictor.unit_change(weights, sums)
     first = 0
     for t, target in enumerate(source.targets):
         task_N, unit_NE = slow_effects(source, chosen, target, task)
         np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, rtol=0, atol=rounding(40, task_N))
-        dense_BN = weights.toarray()
+        dense_BN = entries_BN.toarray()
         kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
         counted_BN = Exposure()(dense_BN * kept_B1 / dense_BN.sum(axis=1, keepdims=True)) / kept_B1
         taken_B = ANY_TEXT * (1 - counted_BN.sum(axis=1))
@@ -100,7 +102,7 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
     unit_BE = predictor.unit_level.whole_C + predictor.unit_change(weights, sums)
     first = 0
     for t, target in enumerate(source.targets):
-        want_B, want_BE = slow_levels(source, chosen, weights.toarray(), family_BN, target)
+        want_B, want_BE = slow_levels(source, chosen, weights.csr().toarray(), family_BN, target)
         found_BE = unit_BE[:, first : first + want_BE.shape[1]]
         np.testing.assert_allclose(task_BT[:, t], want_B, rtol=0, atol=rounding(40, want_BE))
         np.testing.assert_allclose(found_BE, want_BE, rtol=0, atol=rounding(40, want_BE))
@@ -140,7 +142,7 @@ def slow_levels(source, chosen, weights_BN, family_BN, target):
 def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, weighting):
     chosen = InteractionProtocol(**plain_settings(components=components, side=side, weighting=weighting))
     predictor = Predictor.from_artifact(FakeSource(), chosen, per_unit=True, components=True)
-    everything = csr_array(np.ones((1, 40)))
+    everything = Weights(csr_array(np.ones((1, 40))))
     sums = predictor.sums(everything)
     close = rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(predictor.change_of(sums), 0.0, atol=close)
@@ -165,7 +167,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     weights_BN = np.ones((2, 40))
     weights_BN[0, rows], weights_BN[1, rows] = 0.0, 2.0
     p, m_T = len(rows) / 40, predictor.effect_NT[rows].mean(axis=0)
-    change_BT = predictor.change(csr_array(weights_BN))
+    change_BT = predictor.change(Weights(csr_array(weights_BN)))
     close = rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(change_BT[0], -p / (1 - p) * m_T, rtol=0, atol=close * max(1.0, p / (1 - p)))
     once, twice = 1 / (1 + p), float(Exposure()(2 / (1 + p)))
@@ -173,7 +175,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     np.testing.assert_allclose(change_BT[1], want_T, rtol=0, atol=2 * close)
     np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0.1, atol=0.03)
     longer = Predictor.from_artifact(FakeSource(), default_protocol(), exposure=Exposure(2.0))
-    left = longer.change(csr_array(weights_BN)) - change_BT
+    left = longer.change(Weights(csr_array(weights_BN))) - change_BT
     once = Exposure(2.0)(1 / (1 - p)) * (1 - p)
     np.testing.assert_allclose(
         left[0], (once - 1) * (change_BT[0] + ANY_TEXT), rtol=0, atol=close * max(1.0, p / (1 - p))
@@ -199,7 +201,7 @@ def test_additive_retained_is_a_constant_minus_omitted(weighting):
         Predictor.from_artifact(source, protocol(side=side, weighting=weighting)).change(weights)
         for side in ("retained", "omitted")
     )
-    share_B = weights.sum(axis=1) / 40
+    share_B = weights.sums / 40
     ratio_B = np.ones(6) if weighting == "count" else (1 - share_B) / share_B
     np.testing.assert_allclose(kept, ratio_B[:, None] * left, rtol=0, atol=rounding(40, kept))
 
@@ -232,13 +234,13 @@ def test_the_additive_road_reads_no_sketch_and_relevance_once():
 def test_shares_of_slices_are_weights_of_their_rows(components):
     predictor = Predictor.from_artifact(FakeSource(), protocol(components=components))
     share_BG = np.random.default_rng(0).random((5, 4)) * 2
-    by_slice, close = predictor.change(SliceShares(share_BG, CODES)), rounding(40, predictor.effect_NT)
-    np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), rtol=0, atol=close)
-    slices = predictor.sums(EachSlice(CODES, 4))
+    by_slice, close = predictor.change(EACH.mixed(share_BG)), rounding(40, predictor.effect_NT)
+    np.testing.assert_allclose(by_slice, predictor.change(Weights(csr_array(share_BG[:, CODES]))), rtol=0, atol=close)
+    slices = predictor.sums(EACH)
     dropped = predictor.change_of(predictor.reweighted(slices, 0.0))
-    np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), rtol=0, atol=close)
+    np.testing.assert_allclose(dropped, predictor.change(EACH.mixed(1.0 - np.eye(4))), rtol=0, atol=close)
     doubled = predictor.change_of(predictor.reweighted(slices, 2.0))
-    np.testing.assert_allclose(doubled, predictor.change(SliceShares(1.0 + np.eye(4), CODES)), rtol=0, atol=close)
+    np.testing.assert_allclose(doubled, predictor.change(EACH.mixed(1.0 + np.eye(4))), rtol=0, atol=close)
 
 
 def test_what_does_not_vary_contributes_nothing_and_is_named():
@@ -344,7 +346,7 @@ def test_omitted_scores_rank_as_retained_ones_only_without_geometry():
         side: subset_relevance(
             block.weights_BN @ relevance_NE,
             relevance_NE.sum(axis=0),
-            SubsetMass.from_weights(block.weights_BN),
+            SubsetMass.from_weights(block.weights),
             side,
             "count",
         )[:, 0]

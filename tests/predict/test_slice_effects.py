@@ -18,7 +18,6 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
-from grasp.predict.weights import SliceShares
 from tests.predict.source import FakeSource, counted
 from tests.rules import rule
 
@@ -50,7 +49,7 @@ def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, si
     predictor, effects, low_GT, high_GT = worth(FakeSource(), protocol(**options))
     identity_GG = np.eye(len(SLICES.names))
     for step, found_GT in ((-1.0, effects.dropped_GT), (1.0, effects.doubled_GT)):
-        asked = predictor.change(SliceShares(1.0 + step * identity_GG, SLICES.codes_N))
+        asked = predictor.change(SLICES.weights(1.0 + step * identity_GG))
         np.testing.assert_allclose(found_GT, asked, atol=1e-5)
     mean_GT = np.stack([predictor.effect_NT[SLICES.codes_N == g].mean(axis=0) for g in range(len(SLICES.names))])
     np.testing.assert_allclose(effects.effect_GT, mean_GT, atol=1e-6)

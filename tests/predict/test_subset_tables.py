@@ -12,6 +12,7 @@ from grasp.errors import ShapeError, SubsetError
 from grasp.predict.blocks import SubsetBlock, WeightedRows, one_subset, stack
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.predict.weights import Weights
 
 IDS = [f"doc-{i:03d}" for i in range(30)]
 INDEX = RowIndex.from_ids(IDS)
@@ -159,7 +160,7 @@ def test_blocks_refuse_what_is_not_a_subset():
     with pytest.raises(ShapeError, match=r"subset 's': \(1,\) weights for \(2,\) rows"):
         stack([WeightedRows("s", np.array([1, 2]), np.array([1.0]))], 3)
     with pytest.raises(ShapeError, match="2 subset_ids for weights of shape"):
-        SubsetBlock(("a", "b"), csr_array((1, 3)))
+        SubsetBlock(("a", "b"), Weights(csr_array((1, 3))))
 
 
 def test_row_index_reads_a_parquet_in_order(tmp_path):

@@ -9,6 +9,7 @@ from grasp.errors import ShapeError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
+from grasp.predict.weights import Weights
 from grasp.verbs.predict import prediction_table
 from tests.predict.source import FakeSource
 from tests.rules import rule
@@ -48,6 +49,6 @@ def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are(tmp
 
 
 def test_subsets_of_another_corpus_are_refused():
-    three = SubsetBlock(("s",), csr_array(np.ones((1, 3))))
+    three = SubsetBlock(("s",), Weights(csr_array(np.ones((1, 3)))))
     with pytest.raises(ShapeError, match="subsets over 3 rows for an artifact of 40"):
         prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read()

@@ -12,16 +12,13 @@ from grasp.predict import blocks as blocks_module
 from grasp.predict.blocks import MissingRows, SubsetBlock, WeightedRows, in_blocks
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.weights import (
-    OmittedRows,
-    PackedMasks,
-    SliceShares,
-    as_csr,
-    is_plain,
-    sizes,
-    squared,
-    weight_sums,
-)
+from grasp.predict.weights import PackedMasks, Weights
+
+
+def form(weights: Weights) -> str:
+    if isinstance(weights.rows, PackedMasks):
+        return "bits"
+    return "omitted" if weights.base else "entries"
 
 
 def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
@@ -30,12 +27,14 @@ def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
     mask = rng.random((n_subsets, n_rows)) < 0.6
     gone = (rng.random((n_subsets, n_rows)) < 0.2) * rng.choice([1.0, 0.3, -1.0], (n_subsets, n_rows))
     share, codes = rng.choice([0.0, 1.0, 0.25], (n_subsets, 3)), rng.integers(0, 3, n_rows)
+    slices = Weights.from_slices(codes, 3)
     return [
-        (csr_array(mask * 1.0), mask * 1.0),
-        (PackedMasks(np.packbits(mask, axis=1), n_rows), mask * 1.0),
-        (OmittedRows(csr_array(gone)), 1.0 - gone),
-        (SliceShares(share, codes), share[:, codes]),
-        (SliceShares((share > 0) * 1.0, codes), (share[:, codes] > 0) * 1.0),
+        (Weights(csr_array(mask * 1.0)), mask * 1.0),
+        (Weights(PackedMasks(np.packbits(mask, axis=1), n_rows)), mask * 1.0),
+        (Weights(csr_array(-gone), base=1.0), 1.0 - gone),
+        (slices.mixed(share), share[:, codes]),
+        (slices.mixed(share > 0), (share[:, codes] > 0) * 1.0),
+        (slices, np.eye(3)[:, codes]),
     ]
 
 
@@ -44,16 +43,19 @@ def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
 def test_all_forms_mean_their_matrix(seed, n_rows):
     for weights, matrix in forms(seed, n_rows=n_rows):
         assert weights.shape == matrix.shape
-        as_entries = as_csr(weights)
+        as_entries = weights.csr()
         np.testing.assert_allclose(as_entries.toarray(), matrix, atol=1e-15)
         assert (as_entries.data != 0).all()
-        np.testing.assert_array_equal(sizes(weights), (as_entries.toarray() != 0).sum(axis=1))
-        np.testing.assert_allclose(as_csr(squared(weights)).toarray(), matrix**2, atol=1e-15)
-        kept, changed = weight_sums(weights)
-        np.testing.assert_allclose(kept, matrix.sum(axis=1), atol=1e-12)
+        np.testing.assert_array_equal(weights.sizes, (as_entries.toarray() != 0).sum(axis=1))
+        np.testing.assert_allclose(weights.mapped(np.square).csr().toarray(), matrix**2, atol=1e-15)
+        np.testing.assert_allclose(weights.sums, matrix.sum(axis=1), atol=1e-12)
+        changed = weights.total(lambda weight: np.abs(1.0 - weight))
         np.testing.assert_allclose(changed, abs(1.0 - matrix).sum(axis=1), atol=1e-12)
-        if is_plain(weights):
+        if weights.is_plain:
             np.testing.assert_array_equal(matrix, matrix**2)
+        powers = np.arange(1.0, len(matrix) + 1)
+        raised = weights.mapped(lambda weight, power: weight**power, powers)
+        np.testing.assert_allclose(raised.csr().toarray(), matrix ** powers[:, None], atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["uniform:0.5", "uniform:0.97", "mixture:topic", "bernoulli:0.3"])
@@ -61,10 +63,10 @@ def test_the_form_changes_no_draw(monkeypatch, family):
     labels = [("games", "science")[i % 2] for i in range(500)]
     draw = {"n_rows": 500, "labels": labels, "seed": 3, "purpose": "test"}
     plain = [block.weights_BN for block in parse_family(family).draw(9, **draw)]
-    assert all(isinstance(block.weights, csr_array) for block in parse_family(family).draw(9, **draw))
+    assert all(form(block.weights) == "entries" for block in parse_family(family).draw(9, **draw))
     monkeypatch.setattr(blocks_module, "PACKED_ROWS", 40)
     found = list(parse_family(family).draw(9, **draw))
-    assert {type(block.weights) for block in found} & {OmittedRows, PackedMasks}
+    assert {form(block.weights) for block in found} & {"omitted", "bits"}
     together = np.concatenate([block.weights_BN.toarray() for block in found])
     np.testing.assert_array_equal(together, np.concatenate([matrix.toarray() for matrix in plain]))
     assert [name for block in found for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
@@ -73,8 +75,7 @@ def test_the_form_changes_no_draw(monkeypatch, family):
 def test_groups_take_a_number_a_value():
     labels = [("games", "science", "art")[i % 3] for i in range(90)]
     (block,) = parse_family("groups:topic").draw(40, n_rows=90, labels=labels, seed=0, purpose="test")
-    assert isinstance(block.weights, SliceShares)
-    assert block.weights.share_BG.shape == (40, 3)
+    assert block.weights.mix.shape == (40, 3)
     whole_values = block.weights_BN.toarray()[:, :3]
     np.testing.assert_array_equal(block.weights_BN.toarray(), np.tile(whole_values, 30))
     assert ((whole_values.sum(axis=1) > 0) & (whole_values.sum(axis=1) < 3)).all()
@@ -85,8 +86,8 @@ def test_rows_left_out_of_a_large_corpus_are_all_that_is_kept(tmp_path):
     lines = pa.table({"subset_id": ["a", "b", "b"], "row_id": ["row-7", "row-1", "row-999"]})
     pq.write_table(lines, tmp_path / "omitted.parquet")
     (block,) = read_subsets(tmp_path / "omitted.parquet", RowIndex.from_ids(names), side="omitted")
-    assert isinstance(block.weights, OmittedRows)
-    assert block.weights.omitted_BN.nnz == 3
+    assert form(block.weights) == "omitted"
+    assert block.weights.rows.nnz == 3
     assert block.sizes_B.tolist() == [999, 998]
     assert np.flatnonzero(block.weights_BN.toarray()[1] == 0).tolist() == [1, 999]
 
@@ -109,15 +110,14 @@ def test_blocks_have_one_form_and_keep_the_order(monkeypatch):
         ("not so many",),
         ("weighted",),
     ]
-    kinds = [csr_array, PackedMasks, OmittedRows, PackedMasks, csr_array]
-    assert [type(block.weights) for block in found] == kinds
+    assert [form(block.weights) for block in found] == ["entries", "bits", "omitted", "bits", "entries"]
     assert [int(block.sizes_B[0]) for block in found] == [3, 60, 98, 50, 99]
 
 
 def test_entries_given_twice_are_one_row():
     twice = csr_array((np.array([1.0, 0.5, 0.0, 2.0]), np.array([4, 4, 1, 0]), np.array([0, 3, 4])), shape=(2, 5))
-    block = SubsetBlock(("a", "b"), twice)
+    block = SubsetBlock(("a", "b"), Weights(twice))
     assert block.sizes_B.tolist() == [1, 1]
     assert block.weights_BN.toarray().tolist() == twice.toarray().tolist()
-    assert squared(block.weights).toarray()[0, 4] == 1.5**2
+    assert block.weights.mapped(np.square).csr().toarray()[0, 4] == 1.5**2
     assert twice.nnz == 4, "what was given is left as it is"

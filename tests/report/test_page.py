@@ -22,7 +22,6 @@ from grasp.extract.local import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol
 from grasp.predict.ranking import SHORT
-from grasp.predict.weights import SliceShares
 from grasp.report import payload
 from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render
@@ -211,12 +210,12 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     if interactions:
         assert changes == [[None, None]] * 5
     else:
-        np.testing.assert_allclose(changes, predictor.change(SliceShares(share_BG, slices.codes_N)), atol=1e-9)
+        np.testing.assert_allclose(changes, predictor.change(slices.weights(share_BG)), atol=1e-9)
     held_B = np.isin(percent_BG, payload.PLACES).all(axis=1)
     held_B[-1] = True
-    exact_BT = predictor.change(SliceShares(percent_BG / 100, slices.codes_N))
+    exact_BT = predictor.change(slices.weights(percent_BG / 100))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
-    nats = learn(predictor, artifact, environment).predict(SliceShares(percent_BG / 100, slices.codes_N))
+    nats = learn(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
     half_BT = nats.high_BT - nats.nats_BT
     held_BG = np.isin(percent_BG, payload.PLACES)
     for b, (one, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):

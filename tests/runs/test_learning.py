@@ -18,7 +18,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import SliceShares
+from grasp.predict.weights import Weights
 from grasp.runs.covariance import WITHIN
 from grasp.runs.imported import row_weights, runs_beside
 from grasp.runs.learning import SubsetFeaturizer, learn, learning_curve
@@ -205,13 +205,13 @@ def test_shares_and_times_become_weights_of_rows(artifact):
     column = LabelTable(artifact.rows_path).column("topic")
     runs, share_RG = imported(tuple(f"train_{name}" for name in TOPICS))  # a common beginning may be left off
     (block,), said = row_weights(runs, artifact)
-    dense_RN = block.weights.share_BG[:, column.codes_N]
+    dense_RN = block.weights.mix[:, column.codes_N]
     per_topic = np.stack([dense_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
     np.testing.assert_allclose(per_topic / dense_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
     assert said == []
     twice, _ = imported(weights="times")
     (block,), _ = row_weights(twice, artifact)
-    np.testing.assert_allclose(block.weights.share_BG[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
+    np.testing.assert_allclose(block.weights.mix[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
 
 
 def test_runs_of_documents_and_of_expressions(artifact):
@@ -307,7 +307,7 @@ def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole
     known = SubsetFeaturizer.from_predictor(predictor, artifact, ("topic",))
     column = LabelTable(artifact.rows_path).column("topic")
     weight_BG = np.array([[2.0, 0.5, 1.0], [1.0, 0.0, 3.0]])
-    mixtures = SliceShares(weight_BG, column.codes_N)
+    mixtures = Weights.from_slices(column.codes_N, weight_BG.shape[1]).mixed(weight_BG)
     whole = known.features(mixtures)
     np.testing.assert_allclose(whole.within_BT, 0.0, atol=1e-6)
     np.testing.assert_allclose(whole.relevance_BT, predictor.change(mixtures), atol=1e-6)
@@ -315,7 +315,7 @@ def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole
     for g in range(3):  # the better half of each topic
         rows = np.flatnonzero(column.codes_N == g)
         best_N[rows[np.argsort(-predictor.effect_NT[rows, 0])[: len(rows) // 2]]] = 1.0
-    chosen = csr_array(best_N[None])
+    chosen = Weights(csr_array(best_N[None]))
     own = known.features(chosen)
     assert own.within_BT[0, 0] > 0
     np.testing.assert_allclose(own.relevance_BT, predictor.change(chosen) - (1 - within) * own.within_BT, atol=1e-6)

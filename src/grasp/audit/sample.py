@@ -35,7 +35,6 @@ from grasp.models.checkpoint import REPOSITORY
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
 from grasp.predict.relevance import UnitSelection, counted
 from grasp.predict.row_arrays import F32, F64
-from grasp.predict.weights import as_csr
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.metrics import MIN_SUBSETS
@@ -175,7 +174,7 @@ def environment_subsets(
         EnvironmentDataError: it is not the artifact's, or fewer than 3 of its subsets have rows in the sample.
     """
     blocks = Joined.from_environment(environment, artifact).blocks
-    weight_BN = np.concatenate([as_csr(block.weights_BN)[:, row_index].toarray() for block in blocks])[:subsets]
+    weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
         raise EnvironmentDataError(

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.climb import climb
@@ -28,7 +29,6 @@ from grasp.predict.label_slices import label_slices
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import weight_sums
 from grasp.results import Result
 from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
@@ -291,9 +291,10 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     column = LabelTable(artifact.rows_path).column(environment.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    codes_GN = slices.each.csr()
+    n_rows = len(slices.codes_N)
+    slice_NG = csr_array((np.ones(n_rows), slices.codes_N, np.arange(n_rows + 1)), shape=(n_rows, len(slices.slices)))
     share_RG = np.concatenate(
-        [(block.weights_BN @ codes_GN.T).toarray() / weight_sums(block.weights)[0][:, None] for block in blocks]
+        [(block.weights_BN @ slice_NG).toarray() / block.weights.sums[:, None] for block in blocks]
     )
     runs = environment.subset_ids
     utility_RST = environment.task_utilities(environment.targets)

@@ -260,8 +260,8 @@ def curve_of(aim: SelectionObjective, row_index: I64, places: Sequence[int], eff
     cuts = np.concatenate([[0], places])
     parts = [np.sort(row_index[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
-    weights_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
-    sums = aim.predictor.sums(weights_BN).cumulated()
+    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
+    sums = aim.predictor.sums(Weights(rows_BN)).cumulated()
     tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
     last_B = (aim.effect_N if effect_N is None else effect_N)[row_index[np.asarray(places) - 1]]
     columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))

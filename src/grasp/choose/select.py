@@ -240,7 +240,7 @@ def _worth_by_runs(aim: SelectionObjective, pool: _Pool, limits: Limits, worth_M
     def kept(mask_BM: NDArray[np.bool_]) -> Weights:
         mask_BN = pool.spread(mask_BM)
         at = np.nonzero(mask_BN)
-        return csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows))
+        return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows)))
 
     def value(mask_BM: NDArray[np.bool_]) -> F64:
         return aim.learned(kept(mask_BM))

@@ -24,7 +24,7 @@ from grasp.predict.protocol import ScoringProtocol, kernel_weights
 from grasp.predict.relevance import ColumnSpread, Kernel, UnitSelection
 from grasp.predict.row_arrays import F64
 from grasp.predict.sketches import Sketch
-from grasp.predict.weights import Exposure, Weights, sizes, weight_sums
+from grasp.predict.weights import Exposure, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class InteractionPredictor(Predictor):
     def sums(self, weights: Weights, halves: Collection[str] | None = None) -> InteractionSums:
         """Sums of one block of subsets."""
         chosen = self.sketches if halves is None else halves
-        retained_B, omitted_B = weight_sums(weights)
+        mass = SubsetMass.from_weights(weights)
         effect_BT = self.task.effects.sums(weights)
         normed = {half: sketch.normed_sums(weights) for half, sketch in self.sketches.items() if half in chosen}
-        return _sums(self.n_rows, retained_B, sizes(weights).astype(np.float64), omitted_B, effect_BT, normed)
+        return _sums(self.n_rows, mass.retained_B, weights.sizes.astype(np.float64), mass.omitted_B, effect_BT, normed)
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
         """The corpus with the rows of each subset at another weight: 0 drops them, 2 doubles them.

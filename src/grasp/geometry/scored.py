@@ -10,7 +10,6 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
@@ -25,6 +24,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import RowMoments
 from grasp.predict.row_arrays import F64
+from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined, cost_of
 from grasp.runs.predictions import Predictions, Weighting
@@ -206,20 +206,20 @@ class Scored(Joined):
             return {}
         halves = sorted({name.split(".")[0] for name in names})
         known = sampled_moments(
-            self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting)
+            self._shuffled_block(block.weights, halves, binding.side, binding.weighting)
             for block in self._family.blocks(self.source.n_rows)
         )
-        own = [self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting) for block in self.blocks]
+        own = [self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks]
         values = {name: np.concatenate([part[name] for part in own]) for name in own[0]}
         return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
 
     def _shuffled_block(
-        self, weights_BN: csr_array, halves: Sequence[str], side: Side, weighting: Weighting
+        self, weights: Weights, halves: Sequence[str], side: Side, weighting: Weighting
     ) -> dict[str, F64]:
-        own_BN = weights_BN.toarray()
+        own_BN = weights.csr().toarray()
         if side == "omitted":
             own_BN = 1.0 - own_BN
-        own_BN = own_BN * SubsetMass.from_weights(weights_BN).factor(side, weighting)[:, None]
+        own_BN = own_BN * SubsetMass.from_weights(weights).factor(side, weighting)[:, None]
         out: dict[str, F64] = {}
         for half in halves:
             sketch_ND, pairs = self._sketch(half)

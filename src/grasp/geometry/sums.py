@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from grasp.predict.blocks import Side
 from grasp.predict.predictor import inverse
-from grasp.predict.weights import Weights, weight_sums
+from grasp.predict.weights import Weights
 from grasp.runs.predictions import Weighting
 
 F64 = NDArray[np.float64]
@@ -69,7 +69,7 @@ class SubsetMass:
     @classmethod
     def from_weights(cls, weights: Weights) -> Self:
         """The sums of weights of each subset of a block."""
-        return cls(*weight_sums(weights), weights.shape[1])
+        return cls(weights.sums, weights.total(lambda weight: np.abs(1.0 - weight)), weights.shape[1])
 
     @classmethod
     def plain(cls, retained_B: F64, n_rows: int) -> Self:

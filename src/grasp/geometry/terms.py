@@ -46,7 +46,7 @@ from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments
 from grasp.predict.row_arrays import F32, F64, Blocks, cached, label_column
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.sketches import Sketch
-from grasp.predict.weights import Weights, is_plain, squared
+from grasp.predict.weights import Weights
 
 BLOCK_ROWS = 8_192
 
@@ -109,7 +109,7 @@ class NormedSketch(Sketch):
     def normed_sums(self, weights: Weights) -> SketchSums:
         """Sums over B subsets."""
         both_BC = self.held.sums(weights)
-        square_B = both_BC[:, -1] if is_plain(weights) else self.held.sums(squared(weights))[:, -1]
+        square_B = both_BC[:, -1] if weights.is_plain else self.held.sums(weights.mapped(np.square))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError, SubsetError
-from grasp.predict.weights import OmittedRows, PackedMasks, Weights, as_csr, canonical, sizes
+from grasp.predict.weights import PackedMasks, Weights
 
 Side = Literal["retained", "omitted"]
 
@@ -33,8 +33,7 @@ class SubsetBlock:
 
     Attributes:
         subset_ids: names of the B subsets, in the order of the rows of `weights_BN`.
-        weights: (B, N), finite and >= 0, each row with a positive sum; in the form that suits their shape. Entries of a
-            csr_array that name a row twice are added up, as scipy has it.
+        weights: (B, N), finite and >= 0, each row with a positive sum.
     """
 
     subset_ids: tuple[str, ...]
@@ -43,18 +42,16 @@ class SubsetBlock:
     def __post_init__(self) -> None:
         if self.weights.shape[0] != len(self.subset_ids):
             raise ShapeError(f"block: {len(self.subset_ids)} subset_ids for weights of shape {self.weights.shape}")
-        if isinstance(self.weights, csr_array):
-            object.__setattr__(self, "weights", canonical(self.weights))
 
     @property
     def weights_BN(self) -> csr_array:  # noqa: N802 - a shape suffix
         """(B, N) float64 without stored zeros; made anew at every use where the block has another form."""
-        return as_csr(self.weights)
+        return self.weights.csr()
 
     @property
     def sizes_B(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
         """Rows with a weight above zero, per subset."""
-        return sizes(self.weights)
+        return self.weights.sizes
 
     @property
     def n_rows(self) -> int:
@@ -79,22 +76,9 @@ class MissingRows:
     row_index: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class _MaskedRows:
-    """One subset as bits, one a row: an eighth of a byte where an index would be eight."""
-
-    subset_id: str
-    bits_N: NDArray[np.uint8]
-
-
-_Compacted = WeightedRows | MissingRows | _MaskedRows
-
-
 def stack(subsets: Sequence[WeightedRows], n_rows: int) -> SubsetBlock:
     """One block of entries out of single subsets; refuses weights that are not finite, negative, or all zero."""
-    weights_BN = _entries(subsets, [_checked_weights(item) for item in subsets], n_rows)
-    weights_BN.eliminate_zeros()
-    return _block(subsets, weights_BN)
+    return _stacked([(item.subset_id, item) for item in subsets], n_rows)
 
 
 def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block: int) -> Iterator[SubsetBlock]:
@@ -104,16 +88,16 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
     """
     if block < 1:
         raise SubsetError(f"block: got {block}, expected at least 1 subset in a block")
-    pending: list[_Compacted] = []
+    pending: list[tuple[str, _Compact]] = []
     entries = 0
     for item in subsets:
-        compacted = _compacted(item, n_rows)
-        size = _size(compacted)
-        other = bool(pending) and type(pending[0]) is not type(compacted)
+        own = _compact(item, n_rows)
+        size = len(own) // 12 if isinstance(own, np.ndarray) else len(own.row_index)
+        other = bool(pending) and type(pending[0][1]) is not type(own)
         if pending and (other or len(pending) == block or entries + size > MAX_BLOCK_ENTRIES):
             yield _stacked(pending, n_rows)
             pending, entries = [], 0
-        pending.append(compacted)
+        pending.append((item.subset_id, own))
         entries += size
     if pending:
         yield _stacked(pending, n_rows)
@@ -125,50 +109,38 @@ def one_subset(subset_id: str, mask_N: NDArray[np.bool_], weights: NDArray[np.fl
     return next(in_blocks([kept], len(mask_N), 1))
 
 
-def _compacted(item: WeightedRows | MissingRows, n_rows: int) -> _Compacted:
+_Compact = WeightedRows | MissingRows | NDArray[np.uint8]  # entries of either side, or a bit a row
+
+
+def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
     """The subset in the form that its share of the corpus suggests."""
+    named = len(item.row_index)
     if isinstance(item, MissingRows):
-        missing = len(item.row_index)
-        if missing < n_rows * OMITTED_SHARE:
+        if named < n_rows * OMITTED_SHARE:
             return item
-        mask_N = np.ones(n_rows, dtype=np.bool_)
-        mask_N[item.row_index] = False
-        return _compacted(WeightedRows(item.subset_id, np.flatnonzero(mask_N)), n_rows)
-    kept = len(item.row_index)
-    if item.weights is not None or kept <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
+        return _compact(WeightedRows(item.subset_id, np.flatnonzero(~_mask(item.row_index, n_rows))), n_rows)
+    if item.weights is not None or named <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
         return item
     mask_N = _mask(item.row_index, n_rows)
-    if n_rows - kept < n_rows * OMITTED_SHARE:
+    if n_rows - named < n_rows * OMITTED_SHARE:
         return MissingRows(item.subset_id, np.flatnonzero(~mask_N))
-    return _MaskedRows(item.subset_id, np.packbits(mask_N))
+    return np.packbits(mask_N)
 
 
-def _stacked(items: Sequence[_Compacted], n_rows: int) -> SubsetBlock:
+def _stacked(named: Sequence[tuple[str, _Compact]], n_rows: int) -> SubsetBlock:
     """One block out of subsets of one form."""
-    masked = [item for item in items if isinstance(item, _MaskedRows)]
-    if masked:
-        return _block(masked, PackedMasks(np.stack([item.bits_N for item in masked]), n_rows))
-    missing = [item for item in items if isinstance(item, MissingRows)]
-    if missing:
-        return _block(missing, OmittedRows(_entries(missing, [np.ones(len(m.row_index)) for m in missing], n_rows)))
-    return stack([item for item in items if isinstance(item, WeightedRows)], n_rows)
-
-
-def _block(items: Sequence[_Compacted], weights: Weights) -> SubsetBlock:
-    return SubsetBlock(tuple(item.subset_id for item in items), weights)
-
-
-def _entries(
-    items: Sequence[WeightedRows | MissingRows], values: Sequence[NDArray[np.float64]], n_rows: int
-) -> csr_array:
-    indptr = np.concatenate([[0], np.cumsum([len(item.row_index) for item in items])])
-    indices = np.concatenate([item.row_index for item in items])
-    return csr_array((np.concatenate(values), indices, indptr), shape=(len(items), n_rows))
-
-
-def _size(item: _Compacted) -> int:
-    """Memory, in entries of 12 bytes."""
-    return len(item.bits_N) // 12 if isinstance(item, _MaskedRows) else len(item.row_index)
+    ids, items = tuple(name for name, _ in named), [item for _, item in named]
+    bits = [item for item in items if isinstance(item, np.ndarray)]
+    if bits:
+        return SubsetBlock(ids, Weights(PackedMasks(np.stack(bits), n_rows)))
+    lines = [item for item in items if not isinstance(item, np.ndarray)]
+    values = [
+        _checked_weights(item) if isinstance(item, WeightedRows) else -np.ones(len(item.row_index)) for item in lines
+    ]
+    indptr = np.concatenate([[0], np.cumsum([len(item.row_index) for item in lines])])
+    entries = np.concatenate(values), np.concatenate([item.row_index for item in lines]), indptr
+    base = 1.0 if isinstance(lines[0], MissingRows) else 0.0
+    return SubsetBlock(ids, Weights(csr_array(entries, shape=(len(lines), n_rows)), base=base))
 
 
 def _mask(row_index: NDArray[np.int64], n_rows: int) -> NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from grasp.errors import SubsetError
 from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
 from grasp.predict.labels import Label, LabelColumn
-from grasp.predict.weights import SliceShares
+from grasp.predict.weights import Weights
 from grasp.seeds import stream
 
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups", "dirichlet"]
@@ -79,12 +79,13 @@ class Family:
         self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
     ) -> Iterator[SubsetBlock]:
         """Whole values: a number for each of them is all that a subset takes."""
+        values = Weights.from_slices(column.codes_N, len(column.values))
         draw = _union if self.kind == "groups" else _mixture
         for first in range(0, n_subsets, block):
             last = min(first + block, n_subsets)
             drawn = [draw(stream(seed, "family", purpose, b), column.counts) for b in range(first, last)]
             names = tuple(_name(purpose, b) for b in range(first, last))
-            yield SubsetBlock(names, SliceShares(np.stack(drawn), column.codes_N))
+            yield SubsetBlock(names, values.mixed(np.stack(drawn)))
 
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str

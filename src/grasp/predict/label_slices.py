@@ -23,8 +23,8 @@ from grasp.predict.labels import Label, LabelColumn, equals, none_of
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64
-from grasp.predict.row_sums import BlockSums
-from grasp.predict.weights import EachSlice, Exposure, SliceShares
+from grasp.predict.row_sums import sums_over
+from grasp.predict.weights import Exposure, Weights
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
@@ -46,7 +46,7 @@ class Slice:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LabelSlices:
     """The slices of one label, largest first as far as they are single values; every row is in one of them."""
 
@@ -74,14 +74,14 @@ class LabelSlices:
         """The label of every row, with the values that share a slice merged into one."""
         return LabelColumn(self.label, self.names, self.codes_N)
 
-    @property
-    def each(self) -> EachSlice:
+    @functools.cached_property
+    def each(self) -> Weights:
         """The slices as subsets, (G, N)."""
-        return EachSlice(self.codes_N, len(self.slices))
+        return Weights.from_slices(self.codes_N, len(self.slices))
 
-    def weights(self, share_BG: NDArray[np.float64]) -> SliceShares:
+    def weights(self, share_BG: NDArray[np.float64]) -> Weights:
         """(B, N) weights of subsets that give every row of a slice the weight of the slice."""
-        return SliceShares(np.asarray(share_BG, dtype=np.float64), self.codes_N)
+        return self.each.mixed(share_BG)
 
 
 def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices:
@@ -204,12 +204,10 @@ def dropped_intervals(
 def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> F64:
     """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    sums = BlockSums(slices.each)
     out_GE = np.zeros((len(slices.slices), len(columns_E)))
     for kernel, share_E in predictor.unit_shares.items():
-        part_GE = np.zeros_like(out_GE)
-        for start, block in relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel)):
-            part_GE += sums.product(start, block)
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        (part_GE,) = sums_over(blocks, [slices.each], len(columns_E))
         out_GE += part_GE * share_E
     return out_GE
 

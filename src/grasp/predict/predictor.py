@@ -34,7 +34,7 @@ from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments, UnitSelect
 from grasp.predict.row_arrays import F32, F64, cached, checked_targets
 from grasp.predict.row_sums import RowSums
 from grasp.predict.sketches import Sketch
-from grasp.predict.weights import ANY_TEXT, Exposure, Weights, sizes, weight_sums
+from grasp.predict.weights import ANY_TEXT, Exposure, Weights
 
 EFFECT_SIZE = "effect size"
 REPETITION = "repetition"  # beside the kernels, as a part of a change
@@ -216,12 +216,12 @@ class Predictor:
             halves: sketches that are summed; None: all that the predictor was made with.
         """
         counted = self.counted(weights)
-        weight_B = weight_sums(weights)[0]
+        weight_B = weights.sums
         return SubsetSums(
             self.n_rows,
             weight_B,
-            sizes(weights).astype(np.float64),
-            weight_B if counted is weights else weight_sums(counted)[0],
+            weights.sizes.astype(np.float64),
+            weight_B if counted is weights else counted.sums,
             self.task.effects.sums(counted),
             {half: one.sums(counted) for half, one in self.sketches.items() if halves is None or half in halves},
         )

@@ -1,17 +1,14 @@
-"""How much each row counts in each subset, in the form that takes least memory:
+"""How much each row of the corpus counts in each subset: one matrix of subsets x rows, which is never dense.
 
-    csr_array      few rows of each: 12 bytes an entry
-    OmittedRows    nearly all rows of each: entries for what is missing
-    PackedMasks    a good part of a large corpus: one bit a row
-    SliceShares    whole slices: one number a slice, whatever N
-    EachSlice      one slice each
+    w = base + mix @ rows
 
-All of them mean the same matrix of weights w_i of the retained side. What is summed over subsets takes each form as
-it is (`grasp.predict.row_sums`); `as_csr` is for everyone else.
-Shape letters: B subsets, N rows of the corpus, G slices.
+`rows` is sparse, a subset a line, or packed bits where subsets keep a good part of a large corpus. A `base` of 1 names
+subsets by what they leave out; a `mix` gives every row of a slice the weight of the slice, whatever N.
+Shape letters: B subsets, N rows of the corpus, G lines of `rows`: slices, or the subsets themselves.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -27,141 +24,114 @@ _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 
 @dataclass(frozen=True, slots=True)
-class OmittedRows:
-    """Subsets named by what they leave out: every row has the weight 1, less its entry in `omitted_BN`."""
-
-    omitted_BN: csr_array
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.omitted_BN.shape
-
-    def csr(self) -> csr_array:
-        """The weights one by one, without those that are 0."""
-        weights_N, rows, values = np.ones(self.shape[1]), [], []
-        for b in range(self.shape[0]):
-            own = slice(self.omitted_BN.indptr[b], self.omitted_BN.indptr[b + 1])
-            changed = self.omitted_BN.indices[own]
-            weights_N[changed] -= self.omitted_BN.data[own]
-            rows.append(np.flatnonzero(weights_N))
-            values.append(weights_N[rows[-1]])
-            weights_N[changed] = 1.0
-        return _joined(rows, values, self.shape)
-
-    def sizes(self) -> NDArray[np.int64]:
-        gone_BN = csr_array((self.omitted_BN.data == 1.0, self.omitted_BN.indices, self.omitted_BN.indptr), self.shape)
-        return self.shape[1] - np.asarray(gone_BN.sum(axis=1), dtype=np.int64).ravel()
-
-    def squared(self) -> Self:
-        """w^2 = 1 - (2 o - o^2)."""
-        square_BN = self.omitted_BN.copy()
-        square_BN.data = square_BN.data * (2.0 - square_BN.data)
-        return type(self)(square_BN)
-
-    def sums(self) -> tuple[F64, F64]:
-        return self.shape[1] - _row_sums(self.omitted_BN), _row_sums(abs(self.omitted_BN))
-
-
-@dataclass(frozen=True, slots=True)
 class PackedMasks:
-    """Weights 0 and 1, eight rows a byte, first row in the highest bit; (B, ceil(N / 8)) uint8."""
+    """Weights 0 and 1, eight rows a byte, first row in the highest bit; (G, ceil(N / 8)) uint8."""
 
-    bits_BN: NDArray[np.uint8]
+    bits_GN: NDArray[np.uint8]
     n_rows: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.bits_BN), self.n_rows
+        return len(self.bits_GN), self.n_rows
 
-    def csr(self) -> csr_array:
-        rows = [np.flatnonzero(np.unpackbits(bits, count=self.n_rows)) for bits in self.bits_BN]
-        return _joined(rows, [np.ones(len(row)) for row in rows], self.shape)
-
-    def sizes(self) -> NDArray[np.int64]:
-        return self.sums()[0].astype(np.int64)
-
-    def squared(self) -> Self:
-        return self
-
-    def sums(self) -> tuple[F64, F64]:
-        kept_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.bits_BN], dtype=np.float64)
-        return kept_B, self.n_rows - kept_B
-
-    def columns(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """(B, stop - start) zeros and ones of the rows [start, stop)."""
+    def __getitem__(self, columns: tuple[slice, slice]) -> NDArray[np.uint8]:
+        """(G, stop - start) zeros and ones of `[:, start:stop]`."""
+        start, stop = columns[1].start, columns[1].stop
         first = start // 8
-        part = np.unpackbits(self.bits_BN[:, first : -(-stop // 8)], axis=1)
+        part = np.unpackbits(self.bits_GN[:, first : -(-stop // 8)], axis=1)
         return part[:, start - 8 * first : stop - 8 * first]
 
 
 @dataclass(frozen=True, slots=True)
-class SliceShares:
-    """Every row of slice g has the weight of the slice: w_i = share_g(i)."""
+class Weights:
+    """Weights w_i >= 0 of the retained side, (B, N).
 
-    share_BG: F64
-    codes_N: NDArray[np.integer]  # slice of each row; blocks of one question share the array itself
+    Attributes:
+        rows: entries named twice are added up, as scipy has it; bits go without `base` and `mix`.
+        mix: None: `rows` are the subsets. Else every row of the corpus is in one line of `rows`, with the entry 1, and
+            there is no `base`.
+        base: 0, or 1: what a row counts that has no entry.
+    """
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.share_BG), len(self.codes_N)
+    rows: csr_array | csc_array | PackedMasks
+    mix: F64 | None = None  # (B, G)
+    base: float = 0.0
 
-    def csr(self) -> csr_array:
-        rows, values = [], []
-        for share_G in self.share_BG:
-            weights_N = share_G[self.codes_N]
-            rows.append(np.flatnonzero(weights_N))
-            values.append(weights_N[rows[-1]])
-        return _joined(rows, values, self.shape)
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, csr_array):
+            object.__setattr__(self, "rows", _canonical(self.rows))
 
-    def sizes(self) -> NDArray[np.int64]:
-        return (self.share_BG > 0) @ self._rows_G
+    @classmethod
+    def from_slices(cls, codes_N: NDArray[np.integer], n_slices: int) -> Self:
+        """The slices as subsets, from the slice of each row; `mixed` gives others of the same slices."""
+        n_rows = len(codes_N)
+        one_each = np.ones(n_rows), codes_N, np.arange(n_rows + 1)
+        return cls(csc_array(one_each, shape=(n_slices, n_rows)), np.eye(n_slices))
 
-    def squared(self) -> Self:
-        return type(self)(self.share_BG**2, self.codes_N)
-
-    def sums(self) -> tuple[F64, F64]:
-        return self.share_BG @ self._rows_G, np.abs(1.0 - self.share_BG) @ self._rows_G
-
-    @property
-    def slices(self) -> "EachSlice":
-        """The slices, whose sums give those of any shares."""
-        return EachSlice(self.codes_N, self.share_BG.shape[1])
-
-    @property
-    def _rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
-        return np.bincount(self.codes_N, minlength=self.share_BG.shape[1]).astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class EachSlice:
-    """One subset a slice, (G, N): 1 where a row is in the slice."""
-
-    codes_N: NDArray[np.integer]  # slice of each row
-    n_slices: int
+    def mixed(self, share_BG: Any) -> Self:
+        """Subsets that give every row of a slice the weight of the slice."""
+        return replace(self, mix=np.asarray(share_BG, dtype=np.float64))
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.n_slices, len(self.codes_N)
+        return (self.rows.shape[0] if self.mix is None else len(self.mix)), self.rows.shape[1]
+
+    def mapped(self, function: Callable[..., Any], *given_B: F64) -> Self:
+        """function(w, what is given of the subset) in place of w; 0 stays 0, and where `base` is 1, 1 stays 1."""
+        if isinstance(self.rows, PackedMasks):
+            return self
+        if self.mix is not None:
+            return replace(self, mix=function(self.mix, *(value_B[:, None] for value_B in given_B)))
+        lines = self.rows.tocsr()
+        of_entries = (np.repeat(value_B, np.diff(lines.indptr)) for value_B in given_B)
+        values = function(self.base + lines.data, *of_entries) - self.base
+        return replace(self, rows=csr_array((values, lines.indices, lines.indptr), lines.shape))
+
+    def total(self, function: Callable[[F64], F64]) -> F64:
+        """Sum of function(w_i) over the rows of the corpus, (B,)."""
+        n_rows, outside = self.shape[1], function(np.asarray(self.base))
+        if isinstance(self.rows, PackedMasks):
+            kept_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.rows.bits_GN], dtype=np.float64)
+            return np.asarray(outside * (n_rows - kept_B) + function(np.asarray(1.0)) * kept_B)
+        if self.mix is not None:
+            return np.asarray(function(self.mix) @ self.rows.sum(axis=1))
+        lines = self.rows.tocsr()
+        change = csr_array((function(self.base + lines.data) - outside, lines.indices, lines.indptr), lines.shape)
+        return np.asarray(n_rows * outside + change.sum(axis=1), dtype=np.float64)
+
+    @property
+    def sums(self) -> F64:
+        """Sum of w_i, (B,)."""
+        return self.total(lambda weight: weight)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Rows with a weight above zero, (B,)."""
+        return self.total(np.sign).astype(np.int64)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all weights are 0 or 1, so that they are their own squares."""
+        if isinstance(self.rows, PackedMasks):
+            return True
+        return bool(np.isin(self.base + self.rows.data if self.mix is None else self.mix, (0.0, 1.0)).all())
 
     def csr(self) -> csr_array:
-        order, rows_G = grouped(self.codes_N, self.n_slices)
-        return csr_array((np.ones(len(order)), order, np.concatenate([[0], np.cumsum(rows_G)])), self.shape)
-
-    def sizes(self) -> NDArray[np.int64]:
-        return np.bincount(self.codes_N, minlength=self.n_slices).astype(np.int64)
-
-    def squared(self) -> Self:
-        return self
-
-    def sums(self) -> tuple[F64, F64]:
-        rows_G = self.sizes().astype(np.float64)
-        return rows_G, len(self.codes_N) - rows_G
-
-    def product(self, start: int, values_nC: F64) -> F64:
-        """(G, C) sums of the rows [start, start + n)."""
-        n_rows = len(values_nC)
-        parts = np.ones(n_rows), self.codes_N[start : start + n_rows], np.arange(n_rows + 1)
-        return np.asarray(csc_array(parts, shape=(self.n_slices, n_rows)) @ values_nC)
+        """The (B, N) matrix without stored zeros, for who needs it whole; 12 bytes an entry."""
+        if isinstance(self.rows, csr_array) and self.mix is None and not self.base:
+            return self.rows
+        found, values = [], []
+        for b in range(self.shape[0]):
+            if isinstance(self.rows, PackedMasks):
+                weight_N = np.unpackbits(self.rows.bits_GN[b], count=self.shape[1]).astype(np.float64)
+            elif self.mix is not None:
+                weight_N = self.rows.T @ self.mix[b]
+            else:
+                weight_N = self.base + self.rows[[b]].toarray()[0]
+            found.append(np.flatnonzero(weight_N))
+            values.append(weight_N[found[-1]])
+        indptr = np.concatenate([[0], np.cumsum([len(row) for row in found])])
+        return csr_array((np.concatenate(values), np.concatenate(found), indptr), shape=self.shape)
 
 
 def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -172,10 +142,6 @@ def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int
 
 def _seen(x: F64) -> F64:
     return np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
-
-
-Compact = OmittedRows | PackedMasks | SliceShares | EachSlice
-Weights = csr_array | Compact
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,72 +171,20 @@ class Exposure:
 
     def weigh(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
-        if is_plain(weights):
+        if weights.is_plain:
             return weights
-        times_B = self.base(sizes(weights), weights.shape[1]) / weight_sums(weights)[0]
-        if isinstance(weights, SliceShares):
-            return SliceShares(self.relative(weights.share_BG, times_B[:, None]), weights.codes_N)
-        if isinstance(weights, OmittedRows):
-            gone_BN = weights.omitted_BN.copy()
-            gone_BN.data = 1.0 - self.relative(1.0 - gone_BN.data, np.repeat(times_B, np.diff(gone_BN.indptr)))
-            return OmittedRows(gone_BN)
-        assert isinstance(weights, csr_array)
-        own_BN = weights.copy()
-        own_BN.data = self.relative(own_BN.data, np.repeat(times_B, np.diff(own_BN.indptr)))
-        return own_BN
+        return weights.mapped(self.relative, self.base(weights.sizes, weights.shape[1]) / weights.sums)
 
     def relative(self, weight: Any, times: Any) -> F64:
         """What the weight w counts against the weight 1, of which a row is seen `times`; elementwise."""
         return np.asarray(self(weight * times) / self(times))
 
 
-def as_csr(weights: Weights) -> csr_array:
-    """The (B, N) matrix of weights, without stored zeros where it is made here; 12 bytes an entry."""
-    return weights if isinstance(weights, csr_array) else weights.csr()
-
-
-def canonical(weights_BN: csr_array) -> csr_array:
-    """The same matrix with one entry for a row and none for 0: what `sizes` and `squared` count on."""
+def _canonical(weights_BN: csr_array) -> csr_array:
+    """The same matrix with one entry for a row and none for 0."""
     if weights_BN.has_canonical_format and weights_BN.data.all():
         return weights_BN
     own_BN = weights_BN.copy()
     own_BN.sum_duplicates()
     own_BN.eliminate_zeros()
     return own_BN
-
-
-def squared(weights: Weights) -> Weights:
-    """Weights w_i^2 in the same form."""
-    return weights.power(2) if isinstance(weights, csr_array) else weights.squared()
-
-
-def is_plain(weights: Weights) -> bool:
-    """Whether all weights are 0 or 1, so that they are their own squares."""
-    if isinstance(weights, PackedMasks | EachSlice):
-        return True
-    if isinstance(weights, SliceShares):
-        return bool(np.isin(weights.share_BG, (0.0, 1.0)).all())
-    return bool(np.all((weights.omitted_BN if isinstance(weights, OmittedRows) else weights).data == 1.0))
-
-
-def sizes(weights: Weights) -> NDArray[np.int64]:
-    """Rows with a weight above zero, (B,)."""
-    return np.diff(weights.indptr).astype(np.int64) if isinstance(weights, csr_array) else weights.sizes()
-
-
-def weight_sums(weights: Weights) -> tuple[F64, F64]:
-    """Sum of w_i, and sum over the corpus of |1 - w_i|, (B,) each."""
-    if not isinstance(weights, csr_array):
-        return weights.sums()
-    outside = abs(1.0 - weights.data) - 1.0
-    change = csr_array((outside, weights.indices, weights.indptr), shape=weights.shape)
-    return _row_sums(weights), weights.shape[1] + _row_sums(change)
-
-
-def _joined(rows: list[NDArray[np.int64]], values: list[F64], shape: tuple[int, int]) -> csr_array:
-    indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    return csr_array((np.concatenate(values), np.concatenate(rows), indptr), shape=shape)
-
-
-def _row_sums(matrix_BN: csr_array) -> F64:
-    return np.asarray(matrix_BN.sum(axis=1), dtype=np.float64).ravel()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grasp.predict.label_slices import LabelSlices, SliceFormula
-from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, SliceShares
+from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Weights
 from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -68,7 +68,7 @@ def _priced(label: LabelFindings, presets: Sequence[Sequence[float]]) -> dict[st
     return {"priced": _placed(label.slices, [{"change": _short(change_T)} for change_T in change_BT])}
 
 
-def _settings(slices: LabelSlices, presets: Sequence[Sequence[float]]) -> SliceShares:
+def _settings(slices: LabelSlices, presets: Sequence[Sequence[float]]) -> Weights:
     """Weights with one slider moved, at PLACES, then those of the presets."""
     n_slices = len(slices.slices)
     moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)

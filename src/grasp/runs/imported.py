@@ -20,7 +20,7 @@ from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import SliceShares
+from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
@@ -163,7 +163,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
     unseen = [name for name, code in code_of.items() if code not in place]
     said = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
-    return [SubsetBlock(runs.runs, SliceShares(factor_RG, column.codes_N))], said
+    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], said
 
 
 def _matched(runs: RunTable, code_of: Mapping[str, int]) -> list[int]:

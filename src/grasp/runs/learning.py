@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
@@ -19,7 +20,7 @@ from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.row_sums import RowSums
 from grasp.predict.slices import LabelTable
-from grasp.predict.weights import EachSlice, SliceShares, Weights, weight_sums
+from grasp.predict.weights import Weights
 from grasp.runs.covariance import WITHIN, SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -111,20 +112,21 @@ class SubsetFeaturizer:
         kernels = tuple(
             Kernel.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names
         )
-        each = slices[0].each if slices else EachSlice(np.zeros(predictor.n_rows, dtype=np.int32), 1)
-        rows_G1 = each.sizes()[:, None]
+        codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
+        each = slices[0].each if slices else Weights.from_slices(codes_N, 1)
+        rows_G1 = each.sizes[:, None]
         effect_GT = predictor.task.effects.sums(each) / rows_G1
         kernel_GTM = np.stack([one.sums(each) / rows_G1 for one in kernels], axis=2)
         sketch = [part.sums(each) for half, part in predictor.sketches.items() if half != "product"]
         sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
         within = 1.0 if "gradient" in names else WITHIN
-        return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD, within)
+        return cls(predictor, held, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within)
 
     def features(self, weights: Weights) -> SubsetFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1, counted = weight_sums(weights)[0][:, None], self.predictor.counted(weights)
-        counted_B1 = weight_sums(counted)[0][:, None]
+        mass_B1, counted = weights.sums[:, None], self.predictor.counted(weights)
+        counted_B1 = counted.sums[:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
         sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]
         in_slice_BG = self.indicators[0].sums(counted) if self.indicators else counted_B1
@@ -171,7 +173,7 @@ class SubsetFeaturizer:
 
     def corpus(self) -> SubsetFeatures:
         """Of the corpus itself."""
-        return self.features(SliceShares(np.ones((1, 1)), np.zeros(self.predictor.n_rows, dtype=np.int32)))
+        return self.features(Weights(csr_array((1, self.predictor.n_rows)), base=1.0))
 
 
 @dataclass(frozen=True, slots=True)

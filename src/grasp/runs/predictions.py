@@ -26,9 +26,8 @@ from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import inverse
 from grasp.predict.relevance import counted
-from grasp.predict.row_sums import BlockSums
+from grasp.predict.row_sums import sums_over
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import weight_sums
 from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
@@ -134,19 +133,17 @@ class RowScores:
         if wrong or not held:
             found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
             raise EnvironmentDataError(f"{self.method}: scores {self.n_rows} rows, {found}")
-        sums = [BlockSums(block.weights) for block in held]
-        sum_BE = [np.zeros((len(block.subset_ids), len(self.columns))) for block in held]
-        for start, scores_NE in self.blocks:
-            self._check_block(start, scores_NE)
-            wide_NE = counted(scores_NE.astype(np.float64), negative)
-            for place, one in enumerate(sums):
-                sum_BE[place] += one.product(start, wide_NE)
+        counted_blocks = (
+            (start, counted(self._checked(start, scores_NE).astype(np.float64), negative))
+            for start, scores_NE in self.blocks
+        )
+        sum_BE = sums_over(counted_blocks, [block.weights for block in held], len(self.columns))
         if weighting == "mean":
-            masses = [weight_sums(block.weights)[0] for block in held]
+            masses = [block.weights.sums for block in held]
             sum_BE = [inverse(mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
         return _split(self.method, ids, self.columns, np.concatenate(sum_BE))
 
-    def _check_block(self, start: int, scores_NE: NDArray[Any]) -> None:
+    def _checked(self, start: int, scores_NE: NDArray[Any]) -> NDArray[Any]:
         bad = np.argwhere(~(np.abs(scores_NE.astype(np.float64)) <= LARGEST))
         if len(bad):
             row, (target, unit) = bad[0, 0], self.columns[bad[0, 1]]
@@ -155,6 +152,7 @@ class RowScores:
                 f"{scores_NE[row, bad[0, 1]]} ({len(bad)} such in this block); scores must be finite, and at most "
                 f"{LARGEST:g}"
             )
+        return scores_NE
 
 
 def read_predictions(
