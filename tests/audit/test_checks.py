@@ -20,7 +20,6 @@ from grasp.geometry import checks as sketch_checks
 from grasp.geometry import measures as geometric
 from grasp.geometry.sketched import RANKS, Kernels
 from grasp.predict.protocol import default_protocol
-from grasp.predict.weights import as_csr
 from grasp.runs.joined import Joined
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
@@ -366,7 +365,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Joined.from_environment(env, art).blocks])
+    masks = np.concatenate([block.weights_BN.toarray() for block in Joined.from_environment(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):
