@@ -70,7 +70,7 @@ def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
     ):
         counted = exposure.weigh(weights)
         assert type(counted) is type(weights)
-        found_BN = (counted if isinstance(counted, csr_array) else counted.csr()).toarray()
+        found_BN = counted.csr().toarray()
         np.testing.assert_allclose(found_BN, want_BN, atol=1e-12)
 
 
