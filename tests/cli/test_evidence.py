@@ -429,7 +429,7 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "facts,sums"], "target: got ['facts', 'sums']; environment and artifact have ['facts']"),
+        (["--target", "facts,sums"], "target: got ['facts', 'sums']; runs and artifact have ['facts']"),
         (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
         (["--development", "elsewhere"], "development, family: no meaning without controls"),

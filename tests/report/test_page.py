@@ -228,7 +228,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
 
 def test_everything_that_was_given_is_shown(parsed):
     text = " ".join(parsed.text.split())
-    assert "Environment env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
+    assert "Runs in env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
     says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>")
     says(text, f"rows of {SHORT} tokens and more")
@@ -245,7 +245,7 @@ def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
     artifact = write_artifact(tmp_path / "art", labels=False, sketches=False, text=[""])
     text = said(artifact)
     says(text, "no label column", "--by LABEL", "keeps no text of its rows", "--set corpus.snippet_chars=240")
-    says(text, "No environment was given", "grasp retrain", "--runs", "One checkpoint was built.")
+    says(text, "No runs were given", "grasp retrain", "--runs", "One checkpoint was built.")
     says(text, "No selection was given.", "No mixture was given.")
 
 
@@ -260,7 +260,7 @@ def test_a_held_out_environment_gives_figures_and_no_intervals(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     environment = write_environment(tmp_path / "env", artifact, role="held-out")
     text = said(artifact, environment=environment)
-    assert "Environment env (held-out)" in text
+    assert "Runs in env (held-out)" in text
     assert "No intervals in nats: " in text
 
 
@@ -271,7 +271,7 @@ def test_an_unfinished_environment_is_used_as_far_as_it_goes(tmp_path):
         artifact, environment=environment, partial=True
     )
     text = said(artifact, environment=environment, partial=True)
-    assert "No intervals in nats: the environment is unfinished." in text
+    assert "No intervals in nats: the runs are unfinished." in text
 
 
 def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):

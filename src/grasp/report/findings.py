@@ -234,8 +234,8 @@ NO_TRENDS = Missing(
     "One checkpoint was built.",
     "Build earlier checkpoints of the model on the same corpus, and name the artifacts, oldest first, with --previous.",
 )
-NO_ENVIRONMENT = Missing(
-    "No environment was given, so nothing here says how far predictions agree with retraining.",
+NO_RUNS = Missing(
+    "No runs were given, so nothing here says how far predictions agree with retraining.",
     "Retrain on some subsets with grasp retrain, and name the directory with --runs.",
 )
 NO_SELECTION = Missing(
@@ -298,13 +298,13 @@ def _label(
 def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> OutcomePredictor | Missing:
     """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
     if request.environment is None:
-        return NO_ENVIRONMENT
+        return NO_RUNS
     if request.partial and request.environment.pending():
-        return Missing("No intervals in nats: the environment is unfinished.", "They come with its last run.")
+        return Missing("No intervals in nats: the runs are unfinished.", "They come with the last of them.")
     try:
         return learn(predictor, artifact, request.environment)
     except (ProtocolLeakError, EnvironmentDataError) as err:
-        return Missing(f"No intervals in nats: {err}.", "A finished development environment gives them.")
+        return Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
 
 
 def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
@@ -338,7 +338,7 @@ def _retraining(
 ) -> Retraining | Missing:
     environment = request.environment
     if environment is None:
-        return NO_ENVIRONMENT
+        return NO_RUNS
     run = environment.path / "run.yaml"
     return Retraining(
         agreement(artifact, environment, protocol, targets=targets, partial=request.partial),

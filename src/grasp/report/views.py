@@ -88,9 +88,9 @@ def fidelity(retraining: Retraining, nats: OutcomePredictor | Missing, curve: Le
     metrics = {row.target: row for row in own.targets}
     return {
         "head": plain(
-            f"Environment {report.environment} ({retraining.role}): recipe {report.recipe}, {report.family}, "
+            f"Runs in {report.environment} ({retraining.role}): recipe {report.recipe}, {report.family}, "
             f"{report.n_subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry, if the "
-            "protocol has any, is standardised by the environment's own family."
+            "protocol has any, is standardised by the runs' own family."
         ),
         "unfinished": _unfinished(known),
         "protocol": name(known.protocol),

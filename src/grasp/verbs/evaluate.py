@@ -241,9 +241,7 @@ def _checked_targets(joined: Joined, targets: Sequence[str] | None) -> tuple[str
     have = tuple(joined.renamed.values())
     unknown = [name for name in targets or () if name not in have]
     if unknown or targets == []:
-        raise EnvironmentDataError(
-            f"target: got {list(targets or ())}; environment and artifact have {list(have)} in common"
-        )
+        raise EnvironmentDataError(f"target: got {list(targets or ())}; runs and artifact have {list(have)} in common")
     return tuple(targets) if targets is not None else have
 
 
