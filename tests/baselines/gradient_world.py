@@ -61,28 +61,3 @@ def autograd(model: ReferenceModel, example: Example, output: str = "loss") -> d
 
 def flat(gradients: dict[str, torch.Tensor], names: list[str] | None = None) -> torch.Tensor:
     return torch.cat([gradients[name].flatten() for name in names or gradients])
-
-
-def parameter_gradients(layers, held: list[torch.Tensor], example: int, modules: dict) -> dict[str, torch.Tensor]:
-    """The engine's matrices of one example in the shape of the parameters."""
-    found: dict[str, torch.Tensor] = {}
-    for block, matrices in zip(layers.blocks, held, strict=True):
-        matrix = matrices[example]
-        if "vector" in block.kinds:
-            begin = 0
-            for name in block.parameters:
-                shape = modules[name].shape
-                found[name] = matrix[0, begin : begin + shape.numel()].view(shape)
-                begin += shape.numel()
-            continue
-        weight = matrix[:, :-1] if block.bias else matrix
-        for name in block.parameters:
-            if name.endswith("bias"):
-                found[name] = matrix[:, -1]
-            else:
-                found[name] = weight.T if modules[name].shape != weight.shape or _is_conv(modules, name) else weight
-    return found
-
-
-def _is_conv(modules: dict, name: str) -> bool:
-    return getattr(modules[name], "transposed", False)

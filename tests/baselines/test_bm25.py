@@ -1,9 +1,7 @@
 """BM25 is the formula, word by word; the same as bm25s on whole words; what has no words is refused or counted."""
 
-import json
 import math
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from grasp.baselines.bm25 import query_text, top_rows, words
 from grasp.errors import TargetError
 from grasp.methods.registry import scores
 from grasp.targets.units import UnitSet
-from tests.baselines.world import N_ROWS, asked, cache, matrix
+from tests.baselines.world import N_ROWS, asked, matrix, scored
 
 IDF = {
     "lucene": lambda n, found: math.log(1 + (n - found + 0.5) / (found + 0.5)),
@@ -39,11 +37,6 @@ def slow_bm25(rows, queries, k1, b, variant):
     return out
 
 
-def run(world, place, **choice):
-    material = world.material()
-    return matrix(scores(asked("bm25", **choice), material, cache(place, material)))
-
-
 def texts_of(material):
     rows = [words(text) for text in material.texts(0, N_ROWS)]
     return rows, [words(query_text(unit, "both")) for unit in material.units.units]
@@ -53,7 +46,7 @@ def texts_of(material):
 @pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.6, 0.0)])
 def test_scores_are_the_formula(variant, k1, b, world, tmp_path):
     expected = slow_bm25(*texts_of(world.material()), k1, b, variant)
-    found = run(world, tmp_path, variant=variant, k1=k1, b=b)
+    found = scored(world, tmp_path, "bm25", variant=variant, k1=k1, b=b)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)  # kept as float16
 
 
@@ -62,7 +55,7 @@ def test_scores_are_those_of_bm25s_with_every_word_indexed(world, tmp_path):
     index = BM25(k1=1.2, b=0.75, method="lucene")
     index.index(rows, show_progress=False)
     expected = np.stack([index.get_scores([w for w in query if w in index.vocab_dict]) for query in queries], axis=1)
-    np.testing.assert_allclose(run(world, tmp_path), expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(scored(world, tmp_path, "bm25"), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +67,8 @@ def test_scores_are_those_of_bm25s_with_every_word_indexed(world, tmp_path):
         ("\u0939\u093f\u0928\u094d\u0926\u0940 one-letter a", ["\u0939\u093f\u0928\u094d\u0926\u0940", "letter"]),
         ("\u6c34\u6cb8\u70b9 100C", ["\u6c34\u6cb8", "\u6cb8\u70b9", "100c"]),
         ("\u4e2d\u6587abc", ["\u4e2d\u6587", "abc"]),
+        ("What is the DNA_1 of a Cell? I don't ask: Question, WHO x y2!", ["dna_1", "cell", "ask", "y2"]),
+        ("the of which \u00e9 a 7", []),
     ],
 )
 def test_words_are_those_of_any_alphabet(text, expected):
@@ -85,11 +80,11 @@ def test_only_the_chosen_text_is_searched_for(which, world, tmp_path):
     material = world.material()
     queries = [words(getattr(unit, which)) for unit in material.units.units]
     expected = slow_bm25(texts_of(material)[0], queries, 1.2, 0.75, "lucene")
-    np.testing.assert_allclose(run(world, tmp_path, query=which), expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(scored(world, tmp_path, "bm25", query=which), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_rows_beyond_the_top_score_zero(world, tmp_path):
-    whole, cut = run(world, tmp_path / "whole"), run(world, tmp_path / "cut", top=5)
+    whole, cut = scored(world, tmp_path / "whole", "bm25"), scored(world, tmp_path / "cut", "bm25", top=5)
     for e in range(whole.shape[1]):
         best = np.argsort(-whole[:, e], kind="stable")[:5]
         np.testing.assert_array_equal(np.flatnonzero(cut[:, e]), np.sort(best))
@@ -104,11 +99,6 @@ def test_the_top_is_a_stable_sort_cut_off(values, data):
     np.testing.assert_array_equal(top_rows(score, kept), np.sort(np.argsort(-score, kind="stable")[:kept]))
 
 
-def test_words_are_lower_case_two_characters_and_no_stop_or_question_words():
-    assert words("What is the DNA_1 of a Cell? I don't ask: Question, WHO x y2!") == ["dna_1", "cell", "ask", "y2"]
-    assert words("the of which \u00e9 a 7") == []
-
-
 def with_units(material, change):
     """The same material with other texts of its units."""
     units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(material.units.units)))
@@ -121,22 +111,12 @@ def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
         return replace(unit, prompt="Which is the", completion=" a") if i == 2 else unit
 
     material = with_units(world.material(), silence)
-    found = scores(asked("bm25"), material, cache(tmp_path, material))
+    found = scores(asked("bm25"), material, tmp_path)
     assert (matrix(found)[:, 2] == 0).all()
     assert found.account.counts["units without a word to search for: 0 for every row"] == 1
 
 
 def test_units_without_any_word_are_refused(world, tmp_path):
     material = with_units(world.material(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
-    with pytest.raises(TargetError, match=r"bm25: none of the 6 units has a word to search for, e\.g\. 'facts-"):
-        scores(asked("bm25"), material, cache(tmp_path, material))
-
-
-def test_words_of_no_unit_count_in_the_length_of_a_row_and_nowhere_else(world, tmp_path):
-    material = world.material()
-    found = scores(asked("bm25"), material, cache(tmp_path, material))
-    rows, queries = texts_of(material)
-    known = set(chain.from_iterable(queries))
-    assert any(word not in known for row in rows for word in row)
-    record = json.loads((found.path / "method.json").read_text())
-    assert record["account"]["notes"] == ["idf and saturation of bm25s' lucene"]
+    with pytest.raises(TargetError, match="none of the 6 units has a word"):
+        scores(asked("bm25"), material, tmp_path)

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -39,10 +38,6 @@ def test_places_may_be_named_one_by_one_in_any_order(world):
     run = run_of(world)
     found = find_checkpoints([run / "checkpoint-16", run / "checkpoint-8", run / "checkpoint-16"])
     assert [one.step for one in found] == [8, 16]
-
-
-def test_those_beside_the_model_are_found_without_being_named(world):
-    assert [one.step for one in checkpoints_of(world.material())] == [8, 16, 24]
 
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
@@ -89,16 +84,12 @@ def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
     torch.testing.assert_close(found, (first, second))
     assert one.moments_fingerprint
     save_file({"a.weight.exp_avg": first}, path / "optimizer.safetensors")
-    with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments of named parameters: .*exp_avg_sq"):
+    with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments of named parameters"):
         one.moments()
-
-
-def test_a_checkpoint_without_moments_says_so(world, tmp_path):
-    path = shutil.copytree(run_of(world) / "checkpoint-8", tmp_path / "checkpoint-8")
     (path / "optimizer.safetensors").unlink()
     (one,) = find_checkpoints([path])
     assert not one.has_moments
-    with pytest.raises(ModelError, match=r"has no optimizer.safetensors with a training.json beside it"):
+    with pytest.raises(ModelError, match=r"has no optimizer.safetensors"):
         one.moments()
 
 
@@ -113,14 +104,10 @@ def test_the_trainer_of_transformers_tells_its_learning_rate(tmp_path):
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"checkpoints: .*gone: no such directory; expected a Hugging Face checkpoint"):
-        find_checkpoints([tmp_path / "gone"])
-    with pytest.raises(ModelError, match=r"neither config.json nor checkpoint-<step> directories"):
-        find_checkpoints([tmp_path])
-    path = write_checkpoint(tmp_path / "model")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no model.safetensors; save its weights as safetensors"):
-        find_checkpoints([path])
+    (write_checkpoint(tmp_path / "bare") / "model.safetensors").unlink()
+    for name, said in {"gone": "no such directory", "": "neither config.json", "bare": "no model.safetensors"}.items():
+        with pytest.raises(ModelError, match=said):
+            find_checkpoints([tmp_path / name])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +116,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 def test_a_damaged_record_is_refused(text, world, tmp_path):
     path = shutil.copytree(run_of(world) / "checkpoint-8", tmp_path / "checkpoint-8")
     (path / "training.json").write_text(text)
-    with pytest.raises(ModelError, match=r"training.json: .*; restore it from a copy"):
+    with pytest.raises(ModelError, match=r"training.json: "):
         find_checkpoints([path])
 
 
@@ -141,10 +128,5 @@ def test_another_architecture_is_refused_with_the_first_weight_that_differs(worl
     LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
     material = world.material(checkpoint_places=(tmp_path / "deep",))
     (one,) = checkpoints_of(material)
-    with pytest.raises(ModelError, match=r"weights are not those of the reference model, e\.g\. model\.layers\.2\."):
+    with pytest.raises(ModelError, match=r"e\.g\. model\.layers\.2\."):
         one.load(material)
-
-
-def test_rates_are_positive_over_a_whole_run(world):
-    recipe = recipe_of(world)
-    assert np.all([recipe.learning_rate_at(step - 1) > 0 for step in range(1, recipe.steps + 1)])

@@ -4,15 +4,16 @@ Shapes and finite numbers; sign; the same numbers for the same seed, for other b
 it keeps and what it took is said; predictions of subsets are sums of scores.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from grasp.methods.contract import RowMethod, SubsetMethod
+from grasp.methods.contract import RowMethod
 from grasp.methods.registry import method_named, method_predictions, scores
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, copies, matrix
+from tests.faults import Killed
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
 SMALL: dict[str, dict[str, Any]] = {
@@ -27,31 +28,6 @@ TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
 ROW_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), RowMethod)]
-SUBSET_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), SubsetMethod)]
-
-
-class Killed(BaseException):
-    """What a kill is to the code: nothing catches it."""
-
-
-@dataclass
-class Clock:
-    """Watches a run, and kills it after so many blocks."""
-
-    left: int | None = None
-    rows_announced: int = 0
-
-    def stage(self, name, *, rows, tokens):
-        del tokens
-        if name.startswith("scoring rows"):
-            self.rows_announced += rows
-
-    def advance(self, rows, tokens):
-        del rows, tokens
-        if self.left is not None:
-            self.left -= 1
-            if self.left == 0:
-                raise Killed
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +42,7 @@ def scored(world, place):
 
     def of(name):
         material = world.material()
-        return scores(asked(name, **SMALL.get(name, {})), material, cache(place, material))
+        return scores(asked(name, **SMALL.get(name, {})), material, place)
 
     return of
 
@@ -74,7 +50,7 @@ def scored(world, place):
 def again(world, place, name, **changes):
     """The same method in a cache of its own."""
     material = world.material(**changes)
-    return matrix(scores(asked(name, **SMALL.get(name, {})), material, cache(place, material)))
+    return matrix(scores(asked(name, **SMALL.get(name, {})), material, place))
 
 
 def close(found, expected):
@@ -88,14 +64,8 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
     assert found.shape == (N_ROWS, N_UNITS if targeted else 1)
     assert np.isfinite(found).all()
     assert found.std() > 0
-
-
-@pytest.mark.parametrize("name", ROW_METHODS)
-def test_what_it_keeps_covers_and_took_is_said(name, scored):
-    found = scored(name)
-    assert found.account.covers
-    assert found.account.features >= 0
-    assert found.seconds.wall > 0
+    assert scored(name).account.covers
+    assert scored(name).seconds.wall > 0
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
@@ -107,11 +77,6 @@ def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world
     own_E = found[copies(world.material()), np.arange(N_UNITS)]
     others_NE = found[N_UNITS:]  # of each unit apart: momentum, say, lifts all rows of a unit alike
     assert ((own_E - others_NE.mean(axis=0)) / others_NE.std(axis=0)).mean() > 0.5
-
-
-@pytest.mark.parametrize("name", ROW_METHODS)
-def test_the_same_seed_gives_the_same_scores_bit_for_bit(name, world, tmp_path, scored):
-    np.testing.assert_array_equal(again(world, tmp_path, name), matrix(scored(name)))
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
@@ -137,7 +102,7 @@ def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored)
     expected = matrix(scored(name))
     clock = Clock(left=1)  # it would not survive a single block
     np.testing.assert_array_equal(again(world, place, name, progress=clock), expected)
-    assert clock.rows_announced == 0
+    assert not any(name.startswith("scoring rows") for name in clock.announced)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -145,7 +110,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     material = world.material()
     subsets = material.environment.subsets
     one = asked(name, **SMALL.get(name, {}))
-    kept = cache(place, material)
+    kept = place
     found = method_predictions(one, material, subsets, kept, renamed={"facts": "theirs"})
     predictions = found
     assert predictions.method == name
@@ -163,7 +128,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
     material = world.material()
-    one, kept = asked(name, **SMALL.get(name, {})), cache(place, material)
+    one, kept = asked(name, **SMALL.get(name, {})), place
     found = np.broadcast_to(matrix(scores(one, material, kept)), (N_ROWS, N_UNITS))
     (block,) = material.environment.subsets
     predicted = method_predictions(one, material, [block], kept)

@@ -12,7 +12,7 @@ from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
 from grasp.runs.metrics import spearman
-from tests.baselines.world import N_ROWS, asked, cache
+from tests.baselines.world import N_ROWS, asked
 
 
 def planted(world, utility, n_subsets=64, seed=0):
@@ -36,7 +36,7 @@ def few_rows(masks, e):
 
 def run(material, place, **choice):
     subsets = material.environment.subsets
-    return method_predictions(asked("datamodels", **choice), material, subsets, cache(place, material))
+    return method_predictions(asked("datamodels", **choice), material, subsets, place)
 
 
 @pytest.mark.parametrize("penalty", ["lasso", "ridge"])
@@ -84,9 +84,9 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     material, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
-        method_predictions(asked("datamodels"), material, [strange], cache(tmp_path, material))
-    with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--runs\)"):
-        method_predictions(asked("datamodels"), MethodInputs(world.artifact), [other], cache(tmp_path, material))
+    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'"):
+        method_predictions(asked("datamodels"), material, [strange], tmp_path)
+    with pytest.raises(SettingsError, match=r"\(--runs\)"):
+        method_predictions(asked("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
     with pytest.raises(SubsetError, match="nonsense"):
         run(material, tmp_path, sees="nonsense")

@@ -13,7 +13,6 @@ from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.capture import _check_forward
 from grasp.models.gradients.factors import Use, materialise, squared_norm
 from grasp.models.gradients.layers import Block, as_matrix, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
@@ -311,12 +310,12 @@ def test_coverage_is_said():
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (["modle.norm"], "'modle.norm' matches no parameter and no module of LlamaForCausalLM; .* such as model.norm"),
+        (["modle.norm"], "'modle.norm' matches no parameter .* such as model.norm"),
         (["nothing*"], "expected all, head, .* model.embed_tokens.weight"),
-        (["block:2"], "'block:2', the model has blocks 0 to 1"),
+        (["block:2"], "the model has blocks 0 to 1"),
         (["head", "!head"], "chooses nothing"),
         ([], "chooses nothing"),
-        (["re:("], "'re:\\(' is no regular expression"),
+        (["re:("], "is no regular expression"),
     ],
 )
 def test_layers_that_are_not_there_are_refused(patterns, said):
@@ -424,9 +423,3 @@ def test_a_gpu_gives_what_a_cpu_gives():
         engine = PerExample(model, choose_layers(model, ["all"]))
         values.append(Featurizer.projecting(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
     np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-4)
-
-
-def test_linear_layers_of_plain_types_pass_the_check():
-    layer = nn.Linear(3, 4)
-    received = torch.randn(2, 5, 3)
-    _check_forward(layer, "x", received, layer(received))

@@ -14,14 +14,15 @@ from grasp.methods.registry import scores
 from grasp.models.gradients.per_example import Example
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from tests.baselines.world import N_ROWS, N_UNITS, Clock, asked, matrix
+from tests.faults import Killed
 
 QUICK = {"learning_rate": 1e-3}
 
 
 def scored(world, place, material=None, **settings):
     material = material or world.material()
-    return scores(asked("inrun", **QUICK | settings), material, cache(place, material))
+    return scores(asked("inrun", **QUICK | settings), material, place)
 
 
 def by_hand(material, batches, **settings):
@@ -58,13 +59,9 @@ def test_rows_after_the_prefix_score_zero_and_are_counted(world, tmp_path):
     assert (matrix(found)[30:] == 0).all()
     assert (matrix(found)[:30] != 0).all()
     assert found.account.counts == {"rows after the prefix, scored 0": 10}
-    assert "10 of 40 rows come after the prefix and score 0: not valued, not neutral" in found.account.notes
-
-
-def test_a_prefix_longer_than_the_corpus_is_the_corpus(world, tmp_path):
-    found = scored(world, tmp_path, prefix_rows=1000)
-    assert not found.account.counts
-    assert (matrix(found) != 0).all()
+    longer = scored(world, tmp_path, prefix_rows=1000)
+    assert not longer.account.counts
+    assert (matrix(longer) != 0).all()
 
 
 def test_utilities_agree_where_they_must(world, tmp_path):
@@ -82,12 +79,11 @@ def test_units_of_the_validation_loss_are_drawn_once(world, tmp_path):
 
 
 def test_what_was_replayed_and_how_adam_is_treated_is_said(world, tmp_path):
-    found = scored(world, tmp_path, order=2, batch_rows=16, layers=("blocks",)).account
-    assert "order 2, 3 steps of 16 rows, AdamW at 0.001; one validation loss a target" in found.notes[0]
-    assert "values are of an SGD step though AdamW trains, as in the source" in found.notes
-    assert "of 14,800 parameters in 18 blocks" in found.covers[0]
-    adaptive = scored(world, tmp_path, update="adam").account
-    assert not any("SGD" in note for note in adaptive.notes)
+    account = scored(world, tmp_path, order=2, batch_rows=16, layers=("blocks",)).account
+    assert "order 2, 3 steps of 16 rows" in account.notes[0]
+    assert any("SGD" in note for note in account.notes)
+    assert "in 18 blocks" in account.covers[0]
+    assert not any("SGD" in note for note in scored(world, tmp_path, update="adam").account.notes)
 
 
 def test_the_reference_model_is_left_as_it_was(world, tmp_path):
@@ -97,39 +93,19 @@ def test_the_reference_model_is_left_as_it_was(world, tmp_path):
     assert material.model.fingerprint() == before
 
 
-class Killed(BaseException):
-    """What a kill is to the code: nothing catches it."""
-
-
-class StopAfter:
-    """Progress that kills the run after so many steps."""
-
-    def __init__(self, steps):
-        self.left, self.replayed = steps, 0
-
-    def stage(self, name, *, rows, tokens):
-        if name == "replaying training":
-            self.replayed = rows
-
-    def advance(self, rows, tokens):
-        self.left -= 1
-        if self.left == 0:
-            raise Killed
-
-
 @pytest.mark.parametrize("keep_seconds", [0.0, 60.0])
 def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monkeypatch, keep_seconds):
     monkeypatch.setattr("grasp.baselines.inrun.KEEP_SECONDS", keep_seconds)
     settings = {"order": 2, "update": "adam", "batch_rows": 8}
     expected = matrix(scored(world, tmp_path / "whole", **settings))
     with pytest.raises(Killed):
-        scored(world, tmp_path / "cut", world.material(progress=StopAfter(3)), **settings)
+        scored(world, tmp_path / "cut", world.material(progress=Clock(left=3)), **settings)
     assert bool(list(tmp_path.glob(f"cut/inrun-*/work/{STATE}"))) == (keep_seconds == 0.0)
-    rest = StopAfter(-1)
+    rest = Clock()
     np.testing.assert_array_equal(
         matrix(scored(world, tmp_path / "cut", world.material(progress=rest), **settings)), expected
     )
-    assert rest.replayed == (16 if keep_seconds == 0.0 else 40)
+    assert rest.announced["replaying training"] == (16 if keep_seconds == 0.0 else 40)
 
 
 def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
@@ -140,8 +116,6 @@ def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prefix_rows": 0}, r"prefix_rows: .*greater than or equal to 1, got 0"),
-        ({"batch_rows": 0}, r"batch_rows: .*greater than or equal to 1, got 0"),
         ({"order": 3}, r"order: .*1 or 2, got 3"),
         ({"learning_rate": float("nan")}, r"learning_rate: "),
         ({"utility": "unit", "validation_units": 3}, r"validation_units: utility `unit` values rows for every unit"),
@@ -151,15 +125,6 @@ def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
 def test_bad_settings_are_refused_by_name(settings, message):
     with pytest.raises(SettingsError, match=message):
         asked("inrun", **settings)
-
-
-def test_a_layer_pattern_that_matches_nothing_is_refused(world, tmp_path):
-    with pytest.raises(SettingsError, match=r"layers: 'no\.such\.\*' matches no parameter"):
-        scored(world, tmp_path, layers=("no.such.*",))
-
-
-def test_layers_are_named_as_for_other_methods():
-    assert asked("inrun", layers="head, !re:a{1,2}").method.settings.layers == ("head", "!re:a{1,2}")
 
 
 def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp_path):

@@ -11,7 +11,7 @@ from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from tests.baselines.world import N_ROWS, N_UNITS, asked, matrix
 
 
 def voting_game(distance_N, right_N, k):
@@ -84,7 +84,7 @@ def test_no_more_neighbours_vote_than_are_kept(settings):
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
     material = world.material()
-    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, cache(tmp_path, material)))
+    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, tmp_path))
     # float64 on either side but for the scores, which are kept as float32
     np.testing.assert_allclose(found, slow_text(material, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
 

@@ -18,7 +18,7 @@ from grasp.methods.registry import method_named, scores
 from grasp.models import checkpoint
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, matrix
 
 
 def test_blocks_cover_every_row_once_from_anywhere(world):
@@ -112,13 +112,13 @@ def on_a_hub(world, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in method_named(name).load().looks_at])
 def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
-    found = matrix(scores(asked(name, **settings), on_a_hub, cache(tmp_path / "hub", on_a_hub)))
+    found = matrix(scores(asked(name, **settings), on_a_hub, tmp_path / "hub"))
     (one,) = checkpoints_of(on_a_hub)
     assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
     if "checkpoints" in method_named(name).load().settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}
     material = world.material()
-    expected = matrix(scores(asked(name, **settings), material, cache(tmp_path / "disk", material)))
+    expected = matrix(scores(asked(name, **settings), material, tmp_path / "disk"))
     np.testing.assert_array_equal(found, expected)
 
 

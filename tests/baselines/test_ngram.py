@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, asked, cache, matrix
+from tests.baselines.world import N_ROWS, asked, matrix
 
 
 def utility(rows, unit, weight_N, order, uniform, vocabulary):
@@ -29,7 +29,7 @@ def utility(rows, unit, weight_N, order, uniform, vocabulary):
 @pytest.mark.parametrize("order", [1, 3])
 def test_scores_are_the_derivative_of_the_refitted_model(order, world, tmp_path):
     material = world.material()
-    found = matrix(scores(asked("ngram", order=order, uniform=0.1), material, cache(tmp_path, material)))
+    found = matrix(scores(asked("ngram", order=order, uniform=0.1), material, tmp_path))
     shard = material.rows(0, N_ROWS)
     rows = [shard.ids(i).tolist() for i in range(N_ROWS)]
     vocabulary = material.artifact.manifest.details["vocab_size"]

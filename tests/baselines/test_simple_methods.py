@@ -5,19 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
-
-
-def run(world, place, name, **choice):
-    material = world.material()
-    return matrix(scores(asked(name, **choice), material, cache(place, material)))
+from tests.baselines.world import N_ROWS, N_UNITS, scored
 
 
 @pytest.mark.parametrize(("prefer", "sign"), [("low", -1), ("high", 1)])
 def test_loss_is_the_row_table_s_loss(prefer, sign, world, tmp_path):
     table = pq.read_table(world.artifact.rows_path)
-    found = run(world, tmp_path, "loss", prefer=prefer)
+    found = scored(world, tmp_path, "loss", prefer=prefer)
     np.testing.assert_allclose(found[:, 0], sign * table["loss"].to_numpy(), rtol=1e-6)
 
 
@@ -25,12 +19,12 @@ def test_loss_is_the_row_table_s_loss(prefer, sign, world, tmp_path):
 def test_length_is_the_number_of_tokens(prefer, sign, world, tmp_path):
     table = pq.read_table(world.artifact.rows_path)
     np.testing.assert_array_equal(
-        run(world, tmp_path, "length", prefer=prefer)[:, 0], sign * table["n_tokens"].to_numpy()
+        scored(world, tmp_path, "length", prefer=prefer)[:, 0], sign * table["n_tokens"].to_numpy()
     )
 
 
 def test_random_numbers_are_another_draw_for_another_seed(world, tmp_path):
-    first, second = (run(world, tmp_path, "random", seed=seed)[:, 0] for seed in (0, 1))
+    first, second = (scored(world, tmp_path, "random", seed=seed)[:, 0] for seed in (0, 1))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.4
     assert first.std() == pytest.approx(1.0, abs=0.4)
 
@@ -54,7 +48,7 @@ def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_to
         for e, unit in enumerate(unit_EH - mean_H):
             expected[i, e] = row @ unit / np.linalg.norm(row) / np.linalg.norm(unit)
     choice = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
-    np.testing.assert_allclose(run(world, tmp_path, "activation_similarity", **choice), expected, atol=2e-5)
+    np.testing.assert_allclose(scored(world, tmp_path, "activation_similarity", **choice), expected, atol=2e-5)
 
 
 def slow_mean(model, ids, first, spec):

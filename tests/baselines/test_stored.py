@@ -18,8 +18,10 @@ from grasp.methods.contract import Account, NoSettings, Seconds
 from grasp.methods.registry import method_named, scores
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.predictions import read_row_scores
-from tests.baselines.test_contract import Clock, Killed
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, matrix
+from tests.faults import Killed
+
+NAN, INF = float("nan"), float("inf")
 
 
 class Fake(BlockMethod[NoSettings]):
@@ -66,7 +68,7 @@ def kind(**attributes):
 
 def test_parts_are_added_up(world, tmp_path):
     method, material = kind(n_parts=3)(), world.material()
-    found = method.scores(material, cache(tmp_path, material))
+    found = method.scores(material, tmp_path)
     np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
     assert found.account == FakeScorer(method, 0).account()
 
@@ -76,9 +78,9 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
     first, second = kind(n_parts=3)(), kind(n_parts=3)()
     material = world.material(progress=Clock(left=kill))
     with pytest.raises(Killed):
-        first.scores(material, cache(tmp_path, material))
+        first.scores(material, tmp_path)
     material = world.material()
-    found = second.scores(material, cache(tmp_path, material))
+    found = second.scores(material, tmp_path)
     np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
     blocks = [(part, *bounds) for part in range(3) for bounds in material.blocks()]
     assert first.asked + second.asked == blocks
@@ -99,27 +101,22 @@ def test_another_type_of_the_model_is_advised_only_where_it_may_help(looks_at, d
     material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
     method = kind(spoil={(19, 4): np.nan}, looks_at=frozenset(looks_at))()
     with pytest.raises(ModelError, match=f"a number that float32 holds; {advice}$"):
-        method.scores(material, cache(tmp_path, material))
+        method.scores(material, tmp_path)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_score_that_is_no_number_is_refused_with_row_and_unit(bad, world, tmp_path):
-    material = world.material()
-    unit = material.units.units[4].unit_id
-    with pytest.raises(ModelError, match=rf"score of row 19 for unit '{unit}' is {bad} \(1 such in this block\)"):
-        kind(spoil={(19, 4): bad})().scores(material, cache(tmp_path, material))
-
-
-def test_a_score_that_overflows_its_type_is_refused(world, tmp_path):
-    material = world.material()
-    with pytest.raises(ModelError, match=r"is 70000\.0 .* expected a number that float16 holds"):
-        kind(spoil={(2, 0): 7e4}, dtype="float16")().scores(material, cache(tmp_path, material))
-
-
-def test_scores_of_another_shape_are_refused(world, tmp_path):
-    material = world.material()
-    with pytest.raises(ShapeError, match=r"rows 0 to 16: got shape \(16, 2\), expected \(16, 6\) or \(16, 1\)"):
-        kind(shape=(16, 2))().scores(material, cache(tmp_path, material))
+@pytest.mark.parametrize(
+    ("attributes", "error", "said"),
+    [
+        *(({"spoil": {(19, 4): bad}}, ModelError, f"row 19 for unit 'facts-4' is {bad}") for bad in (NAN, INF, -INF)),
+        ({"spoil": {(2, 0): 7e4}, "dtype": "float16"}, ModelError, "70000.0 .* expected a number that float16 holds"),
+        ({"shape": (16, 2)}, ShapeError, r"rows 0 to 16: got shape \(16, 2\)"),
+        ({"n_parts": 0}, ModelError, "got 0 passes over the rows"),
+    ],
+)
+def test_what_is_no_score_is_refused_and_not_kept(attributes, error, said, world, tmp_path):
+    with pytest.raises(error, match=said):
+        kind(**attributes)().scores(world.material(), tmp_path)
+    assert not list(tmp_path.glob("fake-*/method.json"))
 
 
 def test_what_decides_the_numbers_decides_the_name(world):
@@ -174,14 +171,6 @@ def test_what_an_artifact_was_made_with_decides_the_name(name, world):
     assert (identity(method, other(material, max_length=9)) != expected) == ("tokens" in looks_at)
 
 
-def test_the_losses_of_another_model_are_not_handed_out(world, tmp_path):
-    material = world.material()
-    asked("loss").method.scores(material, cache(tmp_path, material))
-    material = other(material, fingerprints={"model": "f" * 32})
-    asked("loss").method.scores(material, cache(tmp_path, material))
-    assert len(list(tmp_path.glob("loss-*"))) == 2
-
-
 def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tmp_path):
     run = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "run")
 
@@ -201,9 +190,6 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
     assert with_moments[1] == other_moments[1] == without[1]
 
 
-MODELS = ("model", "tokenizer", "corpus")
-
-
 def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
     material = world.material()
     places = [
@@ -221,13 +207,6 @@ def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
     assert area.parent == shared_of(tmp_path, material, 1)
 
 
-def test_a_method_without_a_pass_over_the_rows_stores_nothing(world, tmp_path):
-    material = world.material()
-    with pytest.raises(ModelError, match="Fake: got 0 passes over the rows, expected at least 1"):
-        kind(n_parts=0)().scores(material, cache(tmp_path, material))
-    assert not list(tmp_path.glob("fake-*/method.json"))
-
-
 def test_two_processes_do_not_compute_the_same(world, tmp_path):
     material, method = world.material(), kind()()
     place = place_of(tmp_path, identity(method, material))
@@ -235,28 +214,28 @@ def test_two_processes_do_not_compute_the_same(world, tmp_path):
     with (place / LOCK).open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(ArtifactError, match=r"locked by another process; .*: wait for it or stop it"):
-            method.scores(material, cache(tmp_path, material))
+            method.scores(material, tmp_path)
     assert method.asked == []
 
 
 def test_a_damaged_result_is_refused(world, tmp_path):
     material = world.material()
-    found = kind()().scores(material, cache(tmp_path, material))
+    found = kind()().scores(material, tmp_path)
     (found.path / "scores.npy").write_bytes(b"no array")
     with pytest.raises(SettingsError, match=r"fake-.*/scores.npy: truncated: .*; delete its directory"):
-        kind()().scores(material, cache(tmp_path, material))
+        kind()().scores(material, tmp_path)
 
 
 def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
     (tmp_path / "file").write_text("")
     material = world.material()
     with pytest.raises(SettingsError, match=r"scores cannot be kept here .* name another place with --cache"):
-        kind()().scores(material, cache(tmp_path / "file", material))
+        kind()().scores(material, tmp_path / "file")
 
 
 def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):
     material = world.material()
-    found = scores(asked("bm25"), material, cache(tmp_path, material))
+    found = scores(asked("bm25"), material, tmp_path)
     read = read_row_scores(found.path / "scores.npy", RowIndex.from_parquet(material.artifact.rows_path))
     assert read.columns == tuple((unit.target, unit.unit_id) for unit in material.units.units)
     np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(found))

@@ -4,7 +4,8 @@ The first rows of the corpus are the units themselves: row 3 is the prompt and t
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build_artifact
 from grasp.methods.contract import MethodInputs, MethodScores, Retrained
-from grasp.methods.registry import ConfiguredMethod, configured_methods, methods
+from grasp.methods.registry import ConfiguredMethod, configured_methods, methods, scores
 from grasp.models.tokenizer import train_tokenizer
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.settings import build_settings, retrain_settings
 from grasp.training.retrain import retrain
 from tests.extract.world import TOPICS, texts, write_targets
+from tests.faults import Killed
 
 METHODS = [name for name, entry in methods().items() if entry.package == "grasp-attribution"]
 N_ROWS = 40
@@ -109,6 +111,25 @@ def copies(material: MethodInputs) -> np.ndarray:
     return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in material.units.units])
 
 
-def cache(place: Path, material: MethodInputs) -> Path:
-    del material
-    return place
+def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
+    """All scores of one method with these settings, computed or found at the place, float64."""
+    return matrix(scores(asked(name, **settings), world.material(), place))
+
+
+@dataclass
+class Clock:
+    """Watches a run, and kills it after so many blocks; rows that its stages announced."""
+
+    left: int | None = None
+    announced: Counter[str] = field(default_factory=Counter)
+
+    def stage(self, name: str, *, rows: int, tokens: int) -> None:
+        del tokens
+        self.announced[name.partition(",")[0]] += rows
+
+    def advance(self, rows: int, tokens: int) -> None:
+        del rows, tokens
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
