@@ -66,17 +66,20 @@ def explain(
     protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> Explanation | Pictured:
-    """What every token of a row adds to its effect on a target: the mean over its units, or one of them.
+    """Why does a row count for a target? Shows what each of its words adds.
 
-    The model is run again on the row and on the units. To explain many rows make one `Explainer`. An image has no
-    tokens: the trusted images that it bears on most are beside it, and no model is run.
+    With `unit` the answer's words as well, and which word of the row bears on which of the answer; without it the
+    questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
+    the trusted images that it bears on most.
+
+    In Python make one `Explainer` for many rows.
 
     Args:
-        target: None: the only one.
-        row: row_id.
-        unit: unit_id: one unit of the target; the result then has the answer's tokens, and pairs.
-        match: one kernel in the place of the protocol's.
-        protocol: None: the one that ships.
+        target: target that is asked about. Default: the only one.
+        row: row to explain, by its row_id.
+        unit: one question of the target, by its unit_id.
+        match: by one kernel: gradient, token, input, neighbour, shift, tilt or pooled.
+        protocol: protocol to predict with. Default: the one that ships.
         own: settings of the user: code that the artifact was built with is run only if they name it as well.
     Raises:
         SettingsError: no such row.

@@ -4,6 +4,7 @@ A command is grouped by what people come for; its rarer options stand under MORE
 uses are explained below it, half a line each. Help is plain text, the same on a terminal and in a pipe.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import grasp
+from grasp.declared import REQUIRED, Declaration, declared, signed
 
 GROUPS = {
     "Start": ("demo", "build", "merge", "info", "verify", "fit-head"),
@@ -112,18 +114,86 @@ app = typer.Typer(
 
 F = TypeVar("F", bound=Callable[..., None])
 
+# How arguments of verbs are written on a command line, where it is not --name, and FILE, N, X or NAME by its kind.
+FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "oracles": "--oracle"}
+METAVARS = {
+    name: metavar
+    for metavar, names in {
+        "EXPR": "drop keep where exclude_where",
+        "EXPR:NUMBER": "weight",
+        "LABEL": "by label clean truth",
+        "ID": "unit row",
+        "AMOUNT": "budget",
+        "[VALUE:]AMOUNT": "floor cap",
+        "SHARE": "distance false_positives delta",
+        "TIMES": "max_repeat",
+        "N": "train_tokens",
+        "RULE": "documents",
+        "DIR": "runs development checkpoints cache model",
+        "ART": "previous",
+    }.items()
+    for name in names.split()
+}
+BY_KIND = {"str": "NAME", "int": "N", "float": "X", "bool": None, "Path": "FILE"}
+LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "port": 0, "count": 1, "resamples": 10}
 
-def command(*examples: str, also: str = "", name: str | None = None, group: typer.Typer = app) -> Callable[[F], F]:
+
+def command(
+    *examples: str,
+    also: str = "",
+    name: str | None = None,
+    group: typer.Typer = app,
+    verb: str | None = None,
+    seldom: str = "",
+) -> Callable[[F], F]:
     """Register a function as a command, by default of its own name.
 
     Args:
         examples: command lines that its help shows.
         also: what stands below them.
+        verb: module of the verb of the function's name. What it declares are options of the command, which are given to
+            the function as keywords; those that the function has itself take the place of the verb's.
+        seldom: options of the verb that stand under MORE.
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b keeps the lines as they are
     epilog = "\n".join(["\b", "Examples:" if len(examples) > 1 else "Example:", *lines, also])
-    return group.command(name, cls=Command, epilog=epilog)
+    registered = group.command(name, cls=Command, epilog=epilog)
+
+    def made(function: F) -> F:
+        if verb is not None:
+            _take(function, declared(verb, function.__name__), seldom.split())
+        return registered(function)
+
+    return made
+
+
+def _take(function: Callable[..., None], verb: Declaration, seldom: list[str]) -> None:
+    """Give a function of keywords the options of a verb, and its words where it has none of its own."""
+    flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in verb.arguments}
+
+    def with_flags(text: str) -> str:
+        return re.sub("`([^`]+)`", lambda word: flags.get(word[1], word[1]), text)
+
+    options = {}
+    for name, argument in verb.arguments.items():
+        metavar = METAVARS.get(name, BY_KIND[argument.kind.__name__])
+        options[name] = (
+            argument.annotation,
+            (rare if name in seldom else option)(
+                f"{flags[name]} {metavar or ''}{'S' * argument.in_commas}".strip(),
+                with_flags(argument.about[:1].upper() + argument.about[1:]) + " Repeatable." * argument.repeatable,
+                ...
+                if argument.default is REQUIRED
+                else list(argument.default)
+                if argument.repeatable
+                else argument.default,
+                min=LEAST.get(name),
+            ),
+        )
+    own = inspect.signature(function).parameters.values()
+    mine = {each.name: (each.annotation, each.default) for each in own if each.kind is not each.VAR_KEYWORD}
+    signed(function, options | mine, function.__doc__ or with_flags(verb.about))
 
 
 def option(spelling: str, help: str, default: Any = ..., **more: Any) -> Any:

@@ -65,6 +65,18 @@ def check_outputs(
             print(f"note: {flag} replaces {plain(path)}", file=sys.stderr)
 
 
+READS = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}  # of what else is read: "--protocol reads"
+
+
+def reads(asked: Mapping[str, Any]) -> dict[str, files.Reads]:
+    """What a command reads: the paths among the arguments of its verb, as `check_outputs` takes them."""
+    found = {name: value if isinstance(value, list) else [value] for name, value in asked.items() if name != "cache"}
+    return {
+        READS.get(name, f"--{name.replace('_', '-')} reads"): [one for one in values if isinstance(one, Path)]
+        for name, values in found.items()
+    }
+
+
 def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:
     """Print a result, or write its table to `out` and print the rest.
 

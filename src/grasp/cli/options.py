@@ -154,18 +154,6 @@ def asked_names(flag: str, text: str | None) -> list[str] | None:
     return chosen
 
 
-def distinct_names(flag: str, text: str | None) -> list[str] | None:
-    """A comma-separated list in which nothing is named twice.
-
-    Raises:
-        SettingsError: something is.
-    """
-    found = names(text) or []
-    if twice := sorted({name for name in found if found.count(name) > 1}):
-        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; name each once")
-    return names(text)
-
-
 def names(text: str | None) -> list[str] | None:
     """A comma-separated list; a name with a comma in it stands in double quotes, as in CSV."""
     return None if text is None else list(listed(text))

@@ -7,7 +7,6 @@ a page of another site can ask nothing (its Host, or the browser's word on where
 """
 
 import functools
-import inspect
 import json
 import socket
 import threading
@@ -21,6 +20,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import Explainer
 from grasp.choose.select import select
+from grasp.declared import declared, signed
 from grasp.errors import GraspError, SettingsError
 from grasp.extract.pictures import Pictured
 from grasp.extras import require
@@ -32,7 +32,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import json_text, plain, printable
-from grasp.verbs.predict import parse_weights, predict
+from grasp.verbs.predict import predict
 from grasp.verbs.score import score
 
 if TYPE_CHECKING:
@@ -44,10 +44,20 @@ if TYPE_CHECKING:
 
 
 Answer = dict[str, Any]
-Count = Annotated[int, Field(ge=0, le=1000)]
 
 MOST_LINES = 1000  # of an answer
+Count = Annotated[int, Field(ge=0, le=MOST_LINES)]
 LISTS = ("weight", "floor", "cap")  # arguments that may be given several times
+TOP = 10  # rows of `score`, if nothing is said
+QUESTIONS = {  # verbs, where they are declared, and what may be given: nothing that names a file
+    "predict": ("grasp.verbs.predict", ("drop", "keep", "by", "weight", "target")),
+    "score": ("grasp.verbs.score", ("target", "unit", "where", "top", "bottom")),
+    "explain": ("grasp.audit.explain", ("row", "target", "unit")),
+    "select": (
+        "grasp.choose.select",
+        ("budget", "target", "by", "floor", "cap", "exclude_where", "train_tokens"),
+    ),
+}
 
 
 class Ask:
@@ -61,58 +71,16 @@ class Ask:
         self._explainer = Explainer(artifact, None if model is None else {"model": {"path": str(model)}})
         self.lock = threading.RLock()  # who asks holds it: a model and its caches are for one thread
 
-    def predict(
-        self,
-        drop: str | None = None,
-        keep: str | None = None,
-        by: str | None = None,
-        weight: list[str] | None = None,
-        target: str | None = None,
-    ) -> Answer:
-        """What happens to the model on a target if part of its training corpus is dropped, kept or re-weighted?
+    def predict(self, **asked: Any) -> Answer:
+        """What the verb predicts."""
+        return _table(predict(self.artifact, runs=self._runs, **asked))
 
-        The change against the whole corpus: 0 is the corpus, higher is better. Ask one of the first four.
+    def score(self, **asked: Any) -> Answer:
+        """The rows that the verb ranks."""
+        return _table(score(self.artifact, **{"top": TOP, **asked}))
 
-        Args:
-            drop: condition on labels; these rows are left out, e.g. topic = 'Games' AND source != 'web'.
-            keep: condition on labels; only these rows are kept.
-            by: a label; what dropping, and doubling, each of its values does.
-            weight: a mixture: conditions with weights, e.g. ["topic = 'Games': 0.3"]; other rows weigh 1.
-            target: one target, e.g. sciq; none: all.
-        """
-        weights = parse_weights(weight or [], "weight")
-        found = predict(
-            self.artifact, drop=drop, keep=keep, by=by, weight=weights or None, target=target, runs=self._runs
-        )
-        return _table(found)
-
-    def score(
-        self,
-        target: str | None = None,
-        unit: str | None = None,
-        where: str | None = None,
-        top: Count = 10,
-        bottom: Count = 0,
-    ) -> Answer:
-        """Which rows of the corpus teach a target most, and which least?
-
-        Args:
-            target: e.g. sciq; none: the only one.
-            unit: unit_id of one question of the target, in the place of all of them.
-            where: condition on labels; only these rows are ranked.
-            top: so many of the most helpful rows.
-            bottom: so many of the most harmful rows.
-        """
-        return _table(score(self.artifact, target, unit=unit, where=where, top=top, bottom=bottom))
-
-    def explain(self, row: str, target: str | None = None, unit: str | None = None) -> Answer:
-        """Why does a row count for a target? What each of its words adds, and the questions it helps and hurts most.
-
-        Args:
-            row: row_id, e.g. one that `score` gave.
-            target: e.g. sciq; none: the only one.
-            unit: unit_id of one question: then which words of its answer received what, and the strongest pairs.
-        """
+    def explain(self, *, row: str, target: str | None = None, unit: str | None = None) -> Answer:
+        """What each word of a row adds, as shades, and the questions or pairs that the verb tells."""
         found = self._explainer.explain(target, row, unit=unit)
         if isinstance(found, Pictured):
             return _table(found, pictures=found.nearest)
@@ -120,42 +88,9 @@ class Ask:
         said = {} if found.answer is None else {"answer": found.answer_shades}
         return _table(Result(lines, found.headline, found.notes), shades=found.shades, **said)
 
-    def select(
-        self,
-        budget: str | None = None,
-        target: str | None = None,
-        by: str | None = None,
-        floor: list[str] | None = None,
-        cap: list[str] | None = None,
-        exclude_where: str | None = None,
-        train_tokens: str | None = None,
-    ) -> Answer:
-        """Which rows should the model be trained on? The best within a budget, and what they are worth.
-
-        Args:
-            budget: 20%, 5000 (rows), 2Mtokens or 20%tokens; none: the best for `train_tokens`.
-            target: sciq, or several with weights: sciq=2,openbookqa=1; none: the only one.
-            by: label that floors and caps speak of, e.g. topic.
-            floor: at least so much of the budget, e.g. ["Games:5%"].
-            cap: at most so much of it.
-            exclude_where: condition on labels; these rows are left out.
-            train_tokens: tokens that the model will be trained on, e.g. 100B.
-        """
-        found = select(
-            self.artifact,
-            budget,
-            target,
-            by=by,
-            exclude_where=exclude_where,
-            train_tokens=train_tokens,
-            floor=floor or (),
-            cap=cap or (),
-            runs=self._runs,
-        )
-        return _table(found)
-
-
-VERBS = ("predict", "score", "explain", "select")
+    def select(self, **asked: Any) -> Answer:
+        """The rows that the verb chooses."""
+        return _table(select(self.artifact, runs=self._runs, **asked))
 
 
 def _table(result: Result, **more: Any) -> Answer:
@@ -186,8 +121,6 @@ def _clean(value: Any) -> Any:
     return json.loads(json_text(value, default=str))
 
 
-Verb = Callable[..., Answer]
-
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]  # by which a browser may ask for it
 HEADERS = {
@@ -217,8 +150,8 @@ def serve(
 
     Args:
         port: 0: any that is free.
-        runs: retrained or imported runs: predictions in their unit, with intervals.
-        model: where the reference model is now, for `explain`; None: where it was.
+        runs: runs, retrained or imported: the change in their unit, with an interval.
+        model: where the model is now, to explain rows. Default: where it was.
         tell: is given the address.
     Raises:
         MissingExtraError: the extra `serve` is not installed.
@@ -255,20 +188,42 @@ def serve_mcp(
     labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
     server = mcpserver.MCPServer("grasp", instructions=plain(about), version=grasp.__version__, log_level="WARNING")
-    for verb in VERBS:
-        server.add_tool(_tool(ask, getattr(ask, verb)), annotations={"readOnlyHint": True})
+    for verb in QUESTIONS:
+        server.add_tool(_tool(ask, verb), annotations={"readOnlyHint": True})
     server.run("stdio")
 
 
-def _tool(ask: Ask, verb: Verb) -> Verb:
+def _question(ask: Ask, verb: str) -> Callable[..., Answer]:
+    """A verb as a function of what may be given, which says of itself what the verb declares."""
+    module, names = QUESTIONS[verb]
+    declaration = declared(module, verb)
+    parameters, texts = {}, []
+    for name in names:
+        argument = declaration.arguments[name]
+        default = TOP if name == "top" else None if argument.repeatable else argument.default
+        kind = Count if argument.kind is int else argument.annotation
+        parameters[name] = (kind | None if default is None else kind), default
+        texts.append(f"    {name}: {argument.about}")
+
+    def asked(**arguments: Any) -> Answer:
+        with ask.lock:
+            answer: Answer = getattr(ask, verb)(**{name: one for name, one in arguments.items() if one is not None})
+            return answer
+
+    signed(asked, parameters, "\n".join([declaration.about, "", "Args:", *texts]), Answer)
+    asked.__name__ = verb
+    return asked
+
+
+def _tool(ask: Ask, verb: str) -> Callable[..., Answer]:
     """A verb whose mistakes are told to the agent; what else goes wrong is not."""
     exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
+    question = _question(ask, verb)
 
-    @functools.wraps(verb)
+    @functools.wraps(question)
     def tool(**arguments: Any) -> Answer:
         try:
-            with ask.lock:
-                return verb(**arguments)
+            return question(**arguments)
         except GraspError as err:
             raise exceptions.ToolError(plain(err)) from None
 
@@ -330,15 +285,13 @@ def _own_site(endpoint: "Endpoint") -> "Endpoint":
 
 def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer, int]:
     """The answer to a request and its HTTP status; a mistake is one line under `error`."""
-    if verb not in VERBS:
-        return {"error": f"{plain(verb, 60)}: no such verb; expected {', '.join(VERBS)}"}, 404
-    method = getattr(ask, verb)
-    known = inspect.signature(method).parameters
+    if verb not in QUESTIONS:
+        return {"error": f"{plain(verb, 60)}: no such verb; expected {', '.join(QUESTIONS)}"}, 404
+    _, known = QUESTIONS[verb]
     if unknown := [name for name in arguments if name not in known]:
         return {"error": f"{verb}: got {plain(', '.join(unknown), 60)}, expected {', '.join(known)}"}, 400
     try:
-        with ask.lock:
-            return validate_call(method)(**arguments), 200
+        return validate_call(_question(ask, verb))(**arguments), 200
     except ValidationError as err:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
         return {"error": plain(f"{verb}: {wrong}")}, 400

@@ -23,30 +23,33 @@ def report(
     artifact: ArtifactReader,
     out: Path | str,
     *,
-    by: str | Sequence[str] = (),
+    by: str | Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
-    protocol: ScoringProtocol | Path | str | None = None,
     runs: Environment | RunTable | Path | str | None = None,
-    partial: bool = False,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
-    previous: Sequence[Any] = (),
+    protocol: ScoringProtocol | Path | str | None = None,
     explain: int = EXPLAINED,
+    partial: bool = False,
+    previous: Sequence[str | Any] = (),
 ) -> Path:
-    """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
+    """Write one HTML page: what to keep, and what it is worth.
+
+    It says how far to trust that, shows the rows that teach each target, and predicts while sliders move.
 
     Args:
-        by: labels; none: text labels of 2 to 100 values.
-        target: one, or several; None: all.
-        protocol: None: the one that ships.
-        runs: retrained subsets, to say how far to trust the predictions; `partial` takes an unfinished set of them.
-        selection: JSON that was saved with a selection of these rows.
-        mixture: JSON that was saved with a mixture of them.
-        suspects: Parquet that was written of a detection in these rows.
-        previous: artifacts of earlier checkpoints on the same corpus, or where they are, oldest first.
-        explain: best rows of each target whose words are shaded by what they add, and half as many of the worst; for
-            that the model is loaded. Where it is not at hand there are none.
+        out: HTML file to write; it needs no network.
+        by: labels, separated by commas. Default: those of 2 to 100 values.
+        target: targets, separated by commas. Default: all.
+        runs: runs, retrained or imported: the change in their unit, with an interval.
+        selection: JSON that `grasp select` wrote beside its --out.
+        mixture: JSON that `grasp mix` wrote beside its --out.
+        suspects: Parquet that `grasp detect` wrote with --out.
+        protocol: protocol to predict with. Default: the one that ships.
+        explain: best rows of each target whose words are shaded, if the model is at hand; half as many of the worst.
+        partial: use what unfinished runs have.
+        previous: artifact of an earlier checkpoint on the same corpus, oldest first.
     Returns:
         The file.
     Raises:
@@ -56,7 +59,7 @@ def report(
         SubsetError: no such label, or one with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)
-    by = listed(by, artifact.manifest.details.get("labels", ()))
+    by = listed(by or (), artifact.manifest.details.get("labels", ()))
     for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")

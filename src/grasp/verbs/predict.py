@@ -88,39 +88,45 @@ class SlicePrediction(Prediction):
 def predict(
     artifact: ArtifactReader,
     *,
+    by: str | None = None,
     drop: str | None = None,
     keep: str | None = None,
-    weight: Mapping[str, float] | str | Sequence[str] | None = None,
-    by: str | None = None,
+    weight: Mapping[str, float] | str | Sequence[str] = (),
     subsets: "Path | str | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
+    target: str | Sequence[str] | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
+    out: Path | str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
     omitted: bool = False,
     family: str | None = None,
     count: int = 100,
     seed: int = 0,
-    target: str | Sequence[str] | None = None,
-    protocol: ScoringProtocol | Path | str | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
-    components: bool = False,
     units: bool = False,
-    out: Path | str | None = None,
+    components: bool = False,
 ) -> Prediction:
-    """Predict what a part of the corpus does to the targets: the change against the whole corpus, positive is better.
+    """What happens to a target if rows are dropped, kept or re-weighted?
+
+    The change against the whole corpus, 0 = the corpus, higher is better. One question at a time: a label, rows to drop
+    or to keep, weights, or subsets.
 
     Args:
-        drop: rows that are left out, e.g. "topic = 'Games'".
-        keep: rows that are kept, the others being left out.
-        weight: expression -> weight of its rows, 1 for others; where a row is in several, their product. Or as the
-            command takes it, "topic = 'Games': 0.3", or several of these.
-        by: label; what dropping, and doubling, each of its values does.
-        subsets: Parquet file or table of row_id[, subset_id, weight], or name -> row_ids.
-        omitted: the subsets name what is left out.
-        family: draw `count` subsets, e.g. uniform:0.5.
-        target: one, or several; None: all.
-        protocol: None: the one that ships.
-        runs: what they teach the changes to be in their own unit, e.g. nats a token, with intervals.
-        components: the level, and what each part of the prediction adds.
+        by: a label: what dropping, and doubling, each of its values does.
+        drop: condition on labels: these rows are dropped, e.g. "topic = 'Games'".
+        keep: condition on labels: only these rows are kept.
+        weight: condition and weight of its rows, 1 for others, e.g. "topic = 'Games': 0.3". In Python also a mapping;
+            where a row is in several, their product.
+        subsets: many subsets at once: Parquet of row_id[, subset_id, weight]. In Python also a table, or name ->
+            row_ids.
+        target: targets, separated by commas. Default: all.
+        runs: runs, retrained or imported: the change in their unit, with an interval.
+        out: file that the lines are written to, Parquet while they are made; the result then shows the first.
+        protocol: protocol to predict with. Default: the one that ships.
+        omitted: the subsets of `subsets` name the rows that are left out.
+        family: draw subsets: uniform:F, bernoulli:Q, mixture:L or groups:L.
+        count: subsets drawn with `family`.
+        seed: seed of that draw.
         units: a line for every unit as well.
-        out: Parquet file that the lines are written to while they are made; the result then shows the first.
+        components: the level, and what each part of the prediction adds.
     Raises:
         SettingsError: not one question, or one that leaves no row.
         SubsetError: an expression that is no condition, or tells no rows apart; subsets of other rows.
@@ -130,7 +136,7 @@ def predict(
     if out is not None:
         check_outputs({"out": out}, artifact.reads, tables=["out"])
     beside = None if runs is None else runs_beside(artifact, runs)
-    if weight is not None and not isinstance(weight, Mapping):
+    if not isinstance(weight, Mapping):
         weight = parse_weights(several(weight), "weight")
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}

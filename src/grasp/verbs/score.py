@@ -65,34 +65,39 @@ def score(
     top: int | None = None,
     bottom: int = 0,
     where: str | None = None,
-    unit: str | None = None,
     min_tokens: int = 0,
-    match: str | None = None,
     labels: str | Sequence[str] | None = None,
+    out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
+    unit: str | None = None,
+    match: str | None = None,
     method: str | None = None,
     method_settings: Path | str | None = None,
     checkpoints: Sequence[Path | str] = (),
     runs: Environment | RunTable | Path | str | None = None,
     cache: Path | str | None = None,
-    out: Path | str | None = None,
     progress: Progress | None = None,
 ) -> RankedRows:
-    """Rows by what they teach a target: the most helpful, the most harmful, or both.
+    """Which rows teach a target most, and which least?
+
+    A row's effect is its relevance as the protocol counts it: above 0 it helps more than the corpus does on average.
 
     Args:
-        target: None: the only one.
-        top: how many of the best; neither this nor `bottom`: all rows, best first.
-        bottom: how many of the worst.
-        where: label expression: rank these rows only.
-        unit: unit_id: rank for one unit of the target.
+        target: target that is asked about. Default: the only one.
+        top: so many of the most helpful rows. In Python neither this nor `bottom`: all rows, best first.
+        bottom: so many of the most harmful rows.
+        where: condition on labels: only these rows are ranked, e.g. "topic = 'Games'".
         min_tokens: pass over shorter rows: their relevance is noisy. Of conversations, tokens with loss.
-        match: token, input, neighbour, shift, tilt or pooled: rank by one kernel.
-        labels: label columns that are shown; None: the first two.
-        protocol: None: the one that ships.
-        method: rank by a published method, e.g. bm25. The following are for it: a file of its settings, the
-            checkpoints or the runs that some look at, where scores are kept (None: in the artifact).
+        labels: label columns to show, separated by commas. Default: the first two.
         out: file that the rows are written to, Parquet in bounded memory; the result then shows none.
+        protocol: protocol to predict with. Default: the one that ships.
+        unit: rank for one unit of the target, by its unit_id.
+        match: by one kernel: gradient, token, input, neighbour, shift, tilt or pooled.
+        method: rank by a published method, e.g. bm25; see `grasp methods`.
+        method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
+        checkpoints: checkpoint, or training run, for methods that look at several. Default: beside the model.
+        runs: retrained subsets, for a method that is made from them.
+        cache: where scores of methods are kept. Default: in the artifact.
     Raises:
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
