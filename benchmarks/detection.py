@@ -43,8 +43,8 @@ def write_artifact(path: Path, n_rows: int, n_units: int) -> None:
     with ArtifactWriter.open(
         path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
     ) as writer:
-        for k in range(writer.n_shards):
-            start, stop = writer.bounds(k)
+        for k in range(writer.grid.n_shards):
+            start, stop = writer.grid.bounds(k)
             arrays, rows = shard(rng, centres_CD, worth_CE, start, stop)
             writer.write_shard(k, arrays, rows, {})
         texts = [f"Question {e}:" for e in range(n_units)]

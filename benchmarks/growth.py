@@ -56,8 +56,8 @@ def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) ->
     with ArtifactWriter.open(
         path, identity={"seed": 0}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
     ) as writer:
-        for k in range(writer.n_shards):
-            start, stop = writer.bounds(k)
+        for k in range(writer.grid.n_shards):
+            start, stop = writer.grid.bounds(k)
             arrays = {name: values[: stop - start] for name, values in shard.items()}
             sums = {f"{name}.total": values.sum(axis=0, dtype=np.float64) for name, values in arrays.items()}
             writer.write_shard(k, arrays, rows_table(start, stop), sums)

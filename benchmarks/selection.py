@@ -41,8 +41,8 @@ def write_pool(path: Path, n_rows: int) -> None:
     with ArtifactWriter.open(
         path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
     ) as writer:
-        for k in range(writer.n_shards):
-            start, stop = writer.bounds(k)
+        for k in range(writer.grid.n_shards):
+            start, stop = writer.grid.bounds(k)
             arrays, rows = shard(rng, centres_CD, worth_CE, start, stop)
             writer.write_shard(k, arrays, rows, {})
         writer.finish(manifest={"settings": {"features": {}}}, moments={}, units=pa.table(UNITS))

@@ -81,7 +81,7 @@ class World:
         return arrays, self.rows.slice(part.start, part.stop - part.start), sums
 
     def fill(self, writer: ArtifactWriter, shards: Iterable[int] | None = None) -> None:
-        for k in range(writer.n_shards) if shards is None else shards:
+        for k in range(writer.grid.n_shards) if shards is None else shards:
             if k not in writer.finished:
                 writer.write_shard(k, *self.shard(k))
 
@@ -113,9 +113,9 @@ class World:
         return ArtifactExtension.open(path, **(arguments | changes))
 
     def fill_extension(self, extension: ArtifactExtension, shards: Iterable[int] | None = None) -> None:
-        for k in range(extension.n_shards) if shards is None else shards:
+        for k in range(extension.grid.n_shards) if shards is None else shards:
             if k not in extension.finished:
-                block = self.new_values[slice(*extension.bounds(k))]
+                block = self.new_values[slice(*extension.grid.bounds(k))]
                 sums = {"relevance_token": block.astype(np.float64).sum(axis=0)}
                 extension.write_shard(k, {"relevance_token": block}, sums)
 
@@ -139,7 +139,7 @@ def main() -> None:
     with world.open(Path(sys.argv[1])) as writer:
         while "--hold" in sys.argv:
             time.sleep(1)
-        for k in range(writer.n_shards):
+        for k in range(writer.grid.n_shards):
             world.fill(writer, [k])
             time.sleep(0.01)
         time.sleep(60)

@@ -16,7 +16,7 @@ def path(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
         spool = FeatureSpool(tmp_path / "art" / "features")
-        for k in range(writer.n_shards):
+        for k in range(writer.grid.n_shards):
             spool.write(k, {"hidden": np.ones((5, 8), dtype=np.float32)})
         world.finish(writer)
     return world.extend(tmp_path / "art")

@@ -21,9 +21,9 @@ def test_reading_in_blocks_does_not_bring_the_array_into_memory(tmp_path):
     world = World(n_rows=16_384, shard_rows=512, width=1024, dtype="float32")  # 64 MiB in chunks of 2 MiB
     world.specs = {"hidden_sketch": ArraySpec(1024, "1", "none")}
     with world.open(tmp_path / "art") as writer:
-        for k in range(writer.n_shards):
+        for k in range(writer.grid.n_shards):
             _, rows, _ = world.shard(k)
-            block = world.values["hidden_sketch"][slice(*writer.bounds(k))]
+            block = world.values["hidden_sketch"][slice(*writer.grid.bounds(k))]
             writer.write_shard(k, {"hidden_sketch": block}, rows, {})
         world.finish(writer)
     expected = world.values["hidden_sketch"].sum(dtype=np.float64)

@@ -27,7 +27,7 @@ def test_rows_are_read_as_written(n_rows, shard_rows, block_rows, dtype, order):
     world = World(n_rows=n_rows, shard_rows=shard_rows, dtype=dtype)
     with tempfile.TemporaryDirectory() as directory:
         with world.open(Path(directory) / "art") as writer:
-            shards = list(range(writer.n_shards))
+            shards = list(range(writer.grid.n_shards))
             order.shuffle(shards)
             world.fill(writer, shards)
             world.finish(writer)
@@ -96,7 +96,7 @@ def test_row_table_has_index_then_our_columns_then_labels(world, tmp_path):
 def test_a_label_that_is_null_in_one_shard_keeps_its_type(world, tmp_path):
     world.rows = world.rows.drop_columns("topic").append_column("year", pa.array([None] * 5 + [1999] * 18))
     with world.open(tmp_path / "art") as writer:
-        for k in range(writer.n_shards):
+        for k in range(writer.grid.n_shards):
             arrays, rows, sums = world.shard(k)
             if k == 0:
                 rows = rows.set_column(5, "year", pa.nulls(5))

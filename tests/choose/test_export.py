@@ -50,7 +50,7 @@ def build(directory, path, **changes) -> ArtifactReader:
     fields = {"identity": {}, "n_rows": store.n_rows, "shard_rows": 6, "dtype": "float32"}
     arrays = {"relevance_token": ArraySpec(1, "1", "positive: lowers loss")}
     with ArtifactWriter.open(directory / "art", arrays=arrays, **fields) as writer:
-        for k in range(writer.n_shards):
+        for k in range(writer.grid.n_shards):
             table = store.shard(k).table
             table = table.append_column("loss", pa.array(np.ones(len(table), np.float32)))
             writer.write_shard(k, {"relevance_token": np.ones((len(table), 1), np.float32)}, table, {})

@@ -60,7 +60,7 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
 
 def prepared(head, units, whitener):
     residual, token, unit = units
-    return prepare_input_targets(head, residual, token, unit, E, whitener, N)
+    return prepare_input_targets(head, hidden_gradient(head, residual), token, unit, E, whitener, N)
 
 
 def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.ndarray:
@@ -210,7 +210,8 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     root = rng.normal(size=(H, H))
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
-    targets = prepare_input_targets(model.head, unit.residual, unit.inputs(0), unit.row_P, 2, whitener, 3)
+    delta_SH = hidden_gradient(model.head, unit.residual)
+    targets = prepare_input_targets(model.head, delta_SH, unit.inputs(0), unit.row_P, 2, whitener, 3)
     found = input_relevance(targets, row.residual, row.inputs(0), row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)

@@ -36,7 +36,7 @@ def artifact(tmp_path_factory):
     )
     with ArtifactWriter.open(path, identity={}, n_rows=40, shard_rows=16, arrays=specs, dtype="float32") as writer:
         for k in range(3):
-            start, stop = writer.bounds(k)
+            start, stop = writer.grid.bounds(k)
             arrays = {name: array[start:stop] for name, array in FAKE.arrays.items()}
             writer.write_shard(k, arrays, rows.slice(start, stop - start), {})
         settings = {"features": FAKE.feature_settings}

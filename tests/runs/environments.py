@@ -61,8 +61,8 @@ def write_arrays(
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     given = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
     with ArtifactWriter.open(path, arrays=specs, **given) as writer:
-        for k in range(writer.n_shards):
-            start, stop = writer.bounds(k)
+        for k in range(writer.grid.n_shards):
+            start, stop = writer.grid.bounds(k)
             part = {name: array[start:stop] for name, array in arrays.items()}
             writer.write_shard(k, part, rows.slice(start, stop - start), {})
         names = ("unit_id", "target", "prompt", "completion")

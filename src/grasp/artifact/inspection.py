@@ -150,7 +150,9 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
     rows = min(finished * grid.shard_rows, grid.n_rows)
     by_kind: dict[str, int] = {}
     for name, entry in manifest.files.items():
-        by_kind[_kind(name)] = by_kind.get(_kind(name), 0) + entry.bytes
+        first = name.partition("/")[0].partition(".")[0]
+        kind = first if first in ("arrays", "rows", "shards", "units", "moments", "features") else "other"
+        by_kind[kind] = by_kind.get(kind, 0) + entry.bytes
     total = sum(by_kind.values())
     extension, part = None, len(manifest.units)
     if complete and (path / part_dir(part) / BUILD).exists():
@@ -196,30 +198,24 @@ def _per_row(size: int, rows: int) -> float:
     return size / rows if rows else 0.0
 
 
-def _kind(name: str) -> str:
-    first = name.partition("/")[0].partition(".")[0]
-    return first if first in ("arrays", "rows", "shards", "units", "moments", "features") else "other"
-
-
 def _unfinished(path: Path) -> Manifest:
     """A manifest of what is there so far."""
     record = read_record(path / BUILD, BuildRecord)
     shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows)).parts
+    arrays = {}
+    for name, spec in record.arrays.items():
+        group = ColumnGroup(name=group_name(name, 0), start=0, stop=spec["width"], dtype=spec["dtype"])
+        arrays[name] = ArrayEntry(width=spec["width"], unit=spec["unit"], sign=spec["sign"], groups=(group,))
     return Manifest(
         n_rows=record.n_rows,
         shard_rows=record.shard_rows,
         targets={},
-        arrays={name: _begun(name, spec) for name, spec in record.arrays.items()},
+        arrays=arrays,
         units=(),
         moments=(),
         files={name: entry for files in shards.values() for name, entry in files.entries.items()},
         details={"identity": record.identity},
     )
-
-
-def _begun(name: str, spec: dict[str, Any]) -> ArrayEntry:
-    group = ColumnGroup(name=group_name(name, 0), start=0, stop=spec["width"], dtype=spec["dtype"])
-    return ArrayEntry(width=spec["width"], unit=spec["unit"], sign=spec["sign"], groups=(group,))
 
 
 def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:

@@ -63,19 +63,14 @@ class ShardGrid:
             yield k, max(start, begin) - begin, min(stop, end) - begin
 
 
-def array_dir(group: str) -> Path:
-    """Directory of one column group, relative to the artifact."""
-    return Path("arrays") / group
-
-
-def chunk_file(group: str, k: int) -> Path:
+def chunk_file(group: str, k: int) -> str:
     """File of shard k of one column group, relative to the artifact."""
-    return array_dir(group) / f"{k:05d}.npy"
+    return f"arrays/{group}/{k:05d}.npy"
 
 
-def scale_file(group: str) -> Path:
+def scale_file(group: str) -> str:
     """File of the scales of one column group, relative to the artifact."""
-    return array_dir(group) / "scale.npy"
+    return f"arrays/{group}/scale.npy"
 
 
 def group_name(array: str, part: int) -> str:

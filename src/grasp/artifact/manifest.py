@@ -159,8 +159,8 @@ class Manifest(JsonModel):
         """Files that a reader may ask for."""
         shards = range(ShardGrid(self.n_rows, self.shard_rows).n_shards)
         groups = [group.name for entry in self.arrays.values() for group in entry.groups]
-        names = {chunk_file(group, k).as_posix() for group in groups for k in shards}
-        names |= {scale_file(group).as_posix() for group in groups}
+        names = {chunk_file(group, k) for group in groups for k in shards}
+        names |= {scale_file(group) for group in groups}
         names |= {row_file(k) for k in shards}
         return names | {ROWS, *self.units, *self.moments}
 
@@ -228,10 +228,12 @@ class BuiltShards(Store[ShardMark]):
 
 def _other_files(manifest: Manifest) -> str | None:
     """What a manifest lists too much or too little."""
-    few = manifest.n_rows > len(manifest.files) * manifest.shard_rows  # before the names of 1e18 shards are made
-    if few or (lost := manifest.needed() - manifest.files.keys()):
-        return f"lists no {'shards' if few else min(lost)}"
-    idle = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - manifest.needed()
+    if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before the names of 1e18 shards are made
+        return "lists no shards"
+    needed = manifest.needed()
+    if lost := needed - manifest.files.keys():
+        return f"lists no {min(lost)}"
+    idle = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - needed
     return f"lists {min(idle)}, which belongs to no array or shard" if idle else None
 
 

@@ -141,7 +141,7 @@ class ArtifactReader:
     @property
     def rows_path(self) -> Path:
         """rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
-        return self._file(ROWS)
+        return self._files.file(ROWS)
 
     @property
     def keeps_features(self) -> bool:
@@ -154,7 +154,7 @@ class ArtifactReader:
         Raises:
             ArtifactError: they were not kept, or are damaged.
         """
-        return read_tensors(self._file(_features_of(k)), VERIFY)
+        return read_tensors(self._files.file(_features_of(k)), VERIFY)
 
     @property
     def tokens_path(self) -> Path:
@@ -170,7 +170,7 @@ class ArtifactReader:
     @cached_property
     def units(self) -> pa.Table:
         """Units in the order of the columns of the relevance arrays."""
-        tables = [read_table(self._file(name), VERIFY) for name in self.manifest.units]
+        tables = [read_table(self._files.file(name), VERIFY) for name in self.manifest.units]
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
         if units_per_target(units) != self.manifest.targets:
             raise ArtifactError(
@@ -182,12 +182,12 @@ class ArtifactReader:
     @cached_property
     def moments(self) -> "MomentArrays":
         """What the build kept beside the arrays; each is read when it is asked for."""
-        return MomentArrays([self._file(name) for name in self.manifest.moments], sums=False)
+        return MomentArrays([self._files.file(name) for name in self.manifest.moments], sums=False)
 
     @cached_property
     def sums(self) -> "MomentArrays":
         """float64 totals over all rows, by name, as the build gave them: before the gain of an array."""
-        return MomentArrays([self._file(name) for name in self.manifest.moments], sums=True)
+        return MomentArrays([self._files.file(name) for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:
         """Array that holds the relevance of a kernel.
@@ -265,15 +265,11 @@ class ArtifactReader:
             schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
         for k, where in self._by_shard(rows):
-            table = read_table(self._file(row_file(k)), VERIFY)
+            table = read_table(self._files.file(row_file(k)), VERIFY)
             tables.append(table.take(rows[where] - k * self.grid.shard_rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
         return found.take(np.argsort(np.concatenate(places))).combine_chunks()
-
-    def _file(self, name: Path | str) -> Path:
-        """Where a file of the artifact lies on this machine; its checksum is compared when it is first asked for."""
-        return self._files.file(Path(name).as_posix())
 
     def _entry(self, name: str) -> Any:
         try:
@@ -297,7 +293,7 @@ class ArtifactReader:
         return picks, len(chosen)
 
     def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
-        path = self._file(scale_file(group.name))
+        path = self._files.file(scale_file(group.name))
         scale_E = np.array(_array(path, (group.stop - group.start,), "float32"))
         if not np.abs(scale_E).max() <= LARGEST:  # nan compares false
             raise ArtifactError(f"{path}: holds a number that is not finite or over {LARGEST:g}; build it again")
@@ -347,7 +343,7 @@ class ArtifactReader:
         if stored_NE is None or shard != k:
             start, stop = self.grid.bounds(k)
             shape = stop - start, group.stop - group.start
-            stored_NE = _array(self._file(chunk_file(group.name, k)), shape, group.dtype)
+            stored_NE = _array(self._files.file(chunk_file(group.name, k)), shape, group.dtype)
             self._last_chunk[group.name] = k, stored_NE
         return stored_NE
 

@@ -1,10 +1,11 @@
 """Writing shards under one lock: every file whole or not there, the completion mark last."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast, get_args
+from typing import Any, ClassVar, Self, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -48,19 +49,11 @@ class ArraySpec:
             raise ArtifactError(f"scale: column {column}: got {given[column]:g}, expected a power of two")
         return given.astype(np.float32)
 
-    def record(self, dtype: str) -> dict[str, Any]:
-        """What a resumed build must agree with."""
-        return {
-            "width": self.width,
-            "unit": self.unit,
-            "sign": self.sign,
-            "dtype": dtype,
-            "scale": checksum(self.scale().tobytes()),
-        }
 
-
-class PartWriter(BuiltShards):
+class PartWriter(BuiltShards, ABC):
     """One part of an artifact, the build itself (part 0) or its part-th extension: its shards, under one lock."""
+
+    DONE: ClassVar[str]  # why nothing more is written
 
     def __init__(
         self,
@@ -79,14 +72,24 @@ class PartWriter(BuiltShards):
             raise ArtifactError(f"array_dtype: got {dtype!r}, expected one of {list(get_args(ArrayDtype))}")
         self.arrays = dict(arrays)
         self.dtype = cast(ArrayDtype, dtype)
+        self._group = {name: group_name(name, part) for name in arrays}
+        self._scales = {name: spec.scale() for name, spec in arrays.items()}
         self.record = BuildRecord(
             n_rows=grid.n_rows,
             shard_rows=grid.shard_rows,
-            arrays={name: spec.record(dtype) for name, spec in sorted(arrays.items())},
+            arrays={
+                name: {
+                    "width": spec.width,
+                    "unit": spec.unit,
+                    "sign": spec.sign,
+                    "dtype": dtype,
+                    "scale": checksum(self._scales[name].tobytes()),
+                }
+                for name, spec in sorted(arrays.items())
+            },
             identity=plain_json(identity, "identity"),
         )
         self._part = part
-        self._scales = {name: spec.scale() for name, spec in arrays.items()}
         self._lock: DirectoryLock | None = None
 
     def claim(self, lock: DirectoryLock) -> None:
@@ -98,19 +101,16 @@ class PartWriter(BuiltShards):
         self.begin(self.record.model_dump(mode="json"))
         with out_of_space(f"{self.root}: nothing was written", self.progress):
             for name, scale_E in self._scales.items():
-                path, content = self.root / self._scale_file(name), npy_bytes(scale_E)
+                path, content = self.root / scale_file(self._group[name]), npy_bytes(scale_E)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 remove_parts(path.parent)
                 if not path.exists() or path.read_bytes() != content:
                     write_whole(path, content)
 
     @property
-    def n_shards(self) -> int:
-        return self.grid.n_shards
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """First row of shard k, and the row after its last."""
-        return self.grid.bounds(k)
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether nothing is left to write."""
 
     def close(self) -> None:
         """Give the lock back."""
@@ -128,12 +128,14 @@ class PartWriter(BuiltShards):
     def _require_writable(self) -> None:
         if self._lock is None or not self._lock.held:
             raise ArtifactError(f"{self.root}: this writer is closed")
+        if self.complete:
+            raise ArtifactError(f"{self.root}: {self.DONE}")
 
     def _groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
         """The column group of every array, whose columns begin where `first_column` says (0 by default)."""
         return {
             name: ColumnGroup(
-                name=group_name(name, self._part),
+                name=self._group[name],
                 start=first_column.get(name, 0),
                 stop=first_column.get(name, 0) + spec.width,
                 dtype=self.dtype,
@@ -160,7 +162,7 @@ class PartWriter(BuiltShards):
         for name, spec in self.arrays.items():
             shape, scale_E = (stop - start, spec.width), self._scales[name]
             stored = encode(name, arrays[name], shape=shape, scale_E=scale_E, dtype=self.dtype, row_name=row_name)
-            files[chunk_file(group_name(name, self._part), k).as_posix()] = npy_bytes(stored)
+            files[chunk_file(self._group[name], k)] = npy_bytes(stored)
         if table is not None:
             files[row_file(k)] = parquet_bytes(table)
         arrays_of_sums = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
@@ -172,8 +174,8 @@ class PartWriter(BuiltShards):
 
     def _files(self) -> dict[str, FileEntry]:
         """Size and checksum of everything this part wrote, by path relative to the artifact."""
-        scales = [self._scale_file(name) for name in self.arrays]
-        return {path.as_posix(): entry_of(self.root / path) for path in scales} | self.entries()
+        scales = [scale_file(group) for group in self._group.values()]
+        return {name: entry_of(self.root / name) for name in scales} | self.entries()
 
     def sums(self) -> dict[str, NDArray[np.float64]]:
         """Totals over all shards, added in the order of the rows whatever order they were written in."""
@@ -182,13 +184,11 @@ class PartWriter(BuiltShards):
         totals: dict[str, NDArray[np.float64]] = {}
         for k in range(self.grid.n_shards):
             part = {name: entry.array() for name, entry in sorted(self.mark(f"{k:05d}").sums.items())}
-            if k > 0 and _shapes(part) != _shapes(totals):
-                raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(totals)}")
+            shapes, before = ({name: value.shape for name, value in sums.items()} for sums in (part, totals))
+            if k > 0 and shapes != before:
+                raise ShapeError(f"{self.root}: sums: shard {k} has {shapes}, shard 0 has {before}")
             totals = {name: totals[name] + value if k > 0 else value for name, value in part.items()}
         return totals
-
-    def _scale_file(self, name: str) -> Path:
-        return scale_file(group_name(name, self._part))
 
 
 def encode(
@@ -209,30 +209,17 @@ def encode(
     values_NE = np.asarray(values_NE)
     if values_NE.shape != shape:
         raise ShapeError(f"{name}: got shape {values_NE.shape}, expected {shape}: rows of the shard, columns")
-    place = _first(~np.isfinite(values_NE))
-    if place is not None:
+    for row, column in np.argwhere(~np.isfinite(values_NE))[:1]:
         raise ArtifactError(
-            f"{name}: {row_name(place[0])}, column {place[1]}: got {values_NE[place]}, expected a finite "
+            f"{name}: {row_name(int(row))}, column {column}: got {values_NE[row, column]}, expected a finite "
             "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
         )
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
-    place = _first(~np.isfinite(stored_NE))
-    if place is not None:
+    for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
         advice = "set array_dtype: float32 and build again" if dtype == "float16" else "rescale the column"
         raise ArtifactError(
-            f"{name}: {row_name(place[0])}, column {place[1]}: {values_NE[place]:g} at scale "
-            f"{scale_E[place[1]]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
+            f"{name}: {row_name(int(row))}, column {column}: {values_NE[row, column]:g} at scale "
+            f"{scale_E[column]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
         )
     return stored_NE
-
-
-def _first(mask_NE: NDArray[np.bool_]) -> tuple[int, int] | None:
-    if not mask_NE.any():
-        return None
-    row, column = np.unravel_index(int(mask_NE.argmax()), mask_NE.shape)
-    return int(row), int(column)
-
-
-def _shapes(arrays: Mapping[str, NDArray[np.float64]]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in sorted(arrays.items())}

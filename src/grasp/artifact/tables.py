@@ -104,7 +104,7 @@ def _grouped(tables: Sequence[Path], schema: pa.Schema) -> Iterable[pa.Table]:
     n_pending = 0
     for path in tables:
         with pq.ParquetFile(path) as file:
-            pending.append(_conform(file.read(), schema))
+            pending.append(conform(file.read(), schema))
         n_pending += pending[-1].num_rows
         if n_pending >= _GROUP_ROWS:
             whole = pa.concat_tables(pending)
@@ -115,7 +115,8 @@ def _grouped(tables: Sequence[Path], schema: pa.Schema) -> Iterable[pa.Table]:
         yield pa.concat_tables(pending)
 
 
-def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns of a schema; one that it lacks is null."""
     columns = [
         table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(table.num_rows, field.type)
         for field in schema

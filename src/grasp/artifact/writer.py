@@ -47,6 +47,8 @@ from grasp.store.records import read_record
 class ArtifactWriter(PartWriter):
     """One build being written: a shard is visible only when whole, the artifact only when complete."""
 
+    DONE = "is complete; a finished artifact is not written again"
+
     @classmethod
     def open(
         cls,
@@ -104,7 +106,7 @@ class ArtifactWriter(PartWriter):
             ShapeError: an array or the row table does not have the rows of the shard.
         """
         self._require_writable()
-        start, stop = self.bounds(k)
+        start, stop = self.grid.bounds(k)
         table = shard_table(rows, start, stop)
         self._write(k, arrays, table, sums, lambda i: row_name(table, start, i))
 
@@ -137,20 +139,15 @@ class ArtifactWriter(PartWriter):
         if unknown or wrong:
             raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
         check_units(units, _unit_columns(self.arrays))
-        missing = sorted(set(range(self.n_shards)) - self.finished)
+        missing = sorted(set(range(self.grid.n_shards)) - self.finished)
         if missing:
             raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
         contents = moment_bytes(moments, self.sums() if sums is None else sums)
         with out_of_space(f"{self.root}: not finished", self.progress):
-            assemble_rows([self.root / row_file(k) for k in range(self.n_shards)], self.root / ROWS)
+            assemble_rows([self.root / row_file(k) for k in range(self.grid.n_shards)], self.root / ROWS)
             write_whole(self.root / part_file("units", ".parquet", 0), parquet_bytes(units))
             write_whole(self.root / part_file("moments", ".safetensors", 0), contents)
             SIGNED_MANIFEST.write(self.root, self._manifest(given, units, gains or {}, rows_kept))
-
-    def _require_writable(self) -> None:
-        super()._require_writable()
-        if self.complete:
-            raise ArtifactError(f"{self.root}: is complete; a finished artifact is not written again")
 
     def _manifest(
         self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
@@ -221,6 +218,7 @@ def _unit_columns(arrays: Mapping[str, ArraySpec]) -> int | None:
 class ArtifactExtension(PartWriter):
     """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
 
+    DONE = "these targets are in the artifact already"
     _artifact: ArtifactReader
     _units: pa.Table
 
@@ -291,7 +289,7 @@ class ArtifactExtension(PartWriter):
         unknown = sorted(set(sums) - set(self._artifact.sums))
         if unknown:
             raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
-        start, _ = self.bounds(k)
+        start, _ = self.grid.bounds(k)
 
         def name_of(i: int) -> str:
             return f"row {start + i} (row_id {self._artifact.rows(np.array([start + i]))['row_id'][0].as_py()!r})"
@@ -320,11 +318,6 @@ class ArtifactExtension(PartWriter):
             write_whole(self.root / moment_file, contents)
             SIGNED_MANIFEST.write(self.root, self._manifest(given, units, moment_file))
         self._artifact = ArtifactReader.open(self.root)
-
-    def _require_writable(self) -> None:
-        super()._require_writable()
-        if self.complete:
-            raise ArtifactError(f"{self.root}: these targets are in the artifact already")
 
     def _manifest(self, given: Mapping[str, dict[str, Any]], units: str, moments: str) -> Manifest:
         old = self._artifact.manifest

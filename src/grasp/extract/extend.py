@@ -90,7 +90,7 @@ def write_columns(
     kept: bool,
 ) -> None:
     """The new columns, shard by shard; `kept`: from the features that the artifact keeps, without the model."""
-    left, model = [k for k in range(extension.n_shards) if k not in extension.finished], inputs.model
+    left, model = [k for k in range(extension.grid.n_shards) if k not in extension.finished], inputs.model
     announce(progress, inputs.store, len(left))
     for k in left:
         if kept:

@@ -18,7 +18,7 @@ from torch import Tensor
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.backward import GradientKernel
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, bad_rows, row_passes, unit_passes
+from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, row_passes, unit_passes
 from grasp.features.input_match import (
     InputTargets,
     hidden_gradient,
@@ -124,8 +124,8 @@ class TokenKernel:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
-            inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
             delta_SH = hidden_gradient(model.head, units.residual)
+            inputs = prepare_input_targets(model.head, delta_SH, units.input_S, *of_units, own, BATCH_ROWS)
             if settings.shift:
                 shift = prepare_shift(delta_SH, *of_units, own)
             if settings.tilt:
@@ -437,7 +437,10 @@ def _in_order(parts: list[PooledFeatures], where: NDArray[np.int64]) -> PooledFe
 
 
 def _refuse_bad(batch: BatchFeatures, names: list[str], what: str) -> None:
-    bad = bad_rows(batch, len(names))
+    """Stop where the model computed a NaN or an infinity."""
+    finite_P = batch.hidden_PH.isfinite().all(dim=1) & batch.residual.loss_P.isfinite()
+    finite_P &= batch.residual.value_PK.isfinite().all(dim=1)
+    bad = torch.unique(batch.row_P[~finite_P]).tolist()
     if bad:
         named = ", ".join(repr(names[b]) for b in bad[:5])
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

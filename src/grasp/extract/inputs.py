@@ -2,10 +2,9 @@
 
 import platform
 import shlex
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,6 @@ class Inputs:
     positions_E: list[int]  # tokens that carry loss, per unit
     model_fingerprint: str
 
-    @property
-    def n_units(self) -> int:
-        return len(self.unit_set.units)
-
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
@@ -53,17 +48,6 @@ class InMemory:
     model: ReferenceModel | None = None
     source: Source | None = None
     units: Sequence[Unit] = ()
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Time since it was made; CPU seconds are of all threads of this process."""
-
-    wall: float = field(default_factory=time.perf_counter)
-    cpu: float = field(default_factory=time.process_time)
-
-    def seconds(self) -> dict[str, float]:
-        return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
 
 
 ON_DISK = InMemory()
@@ -223,7 +207,7 @@ def identity(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def describe_build(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
+def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) -> dict[str, Any]:
     """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
     store, model = inputs.store, inputs.model
     reader, reader_fingerprint = model.reader
@@ -253,7 +237,7 @@ def describe_build(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
             "columns": store.details.get("columns"),
             "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
             "loss": "nats a token, mean over the positions that the head was applied to",
-            "build_seconds": None if began is None else began.seconds(),
+            "build_seconds": build_seconds,
         },
     }
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +45,6 @@ from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.inputs import (
     ON_DISK,
-    Clock,
     InMemory,
     Inputs,
     describe_build,
@@ -90,7 +90,7 @@ def build_artifact(
         GraspError: bad input, named; nothing that was finished is lost.
     """
     progress = progress or Silent()
-    began = Clock()
+    wall, cpu = time.perf_counter(), time.process_time()
     settings = decided(settings, in_memory)
     with lock_artifact(out) as lock:
         gone_on = begin(settings, out, progress)
@@ -119,9 +119,10 @@ def build_artifact(
                 dtype=settings.array_dtype,
                 lock=lock,
             )
-            for k, shard in shards([k for k in range(writer.n_shards) if k not in writer.finished]):
+            for k, shard in shards([k for k in range(writer.grid.n_shards) if k not in writer.finished]):
                 finish_shard(inputs, kernel, writer, k, shard, progress)
-        close(inputs, token, pooled, writer, None if gone_on else began)
+        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        close(inputs, token, pooled, writer, None if gone_on else spent)
         clean(settings, out)
     return out
 
@@ -217,7 +218,7 @@ def foretell(
         kernels = [name for name in KERNELS if getattr(features, name)]
         widths = features.hidden_width + features.residual_width + features.product_width
         on_disk = sum(file.stat().st_size for file in (out / "tokens").iterdir())
-        numbers = widths + (len(kernels) + features.pooled) * inputs.n_units
+        numbers = widths + (len(kernels) + features.pooled) * inputs.units.n_units
         disk, beside = disk_bytes(model, store, on_disk, rows, numbers, inputs.settings)
     return Forecast(
         rows=store.n_rows,
@@ -380,12 +381,13 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
             own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW**2
     sign = "positive: training on the row should lower the unit's loss"
     specs = {
-        name: ArraySpec(inputs.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E)) for name, own_E in own.items()
+        name: ArraySpec(inputs.units.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E))
+        for name, own_E in own.items()
     }
     if token is not None and token.neighbours is not None:
         most_E = token.neighbours.most_E.double().cpu().numpy()
         scale_E = np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0))
-        specs["relevance_neighbour"] = ArraySpec(inputs.n_units, NEIGHBOURS, sign, scale_E=scale_E)
+        specs["relevance_neighbour"] = ArraySpec(inputs.units.n_units, NEIGHBOURS, sign, scale_E=scale_E)
     return specs
 
 
@@ -421,7 +423,11 @@ def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.
 
 
 def close(
-    inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter, began: Clock | None
+    inputs: Inputs,
+    token: TokenKernel | None,
+    pooled: Moments,
+    writer: ArtifactWriter,
+    build_seconds: dict[str, float] | None,
 ) -> None:
     """Gains of the sketches, moments, units, manifest: the artifact is complete."""
     if writer.complete:
@@ -435,7 +441,7 @@ def close(
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
         if f"{name}.square" in sums
     }
-    given = describe_build(inputs, began)
+    given = describe_build(inputs, build_seconds)
     if NO_GRADIENT in sums:
         given["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
     # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved

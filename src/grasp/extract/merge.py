@@ -22,7 +22,7 @@ import grasp
 from grasp.artifact.layout import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
-from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS
+from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS, conform
 from grasp.artifact.writer import ArtifactWriter
 from grasp.corpus.packing import SkipLog
 from grasp.errors import ArtifactError, SettingsError
@@ -80,7 +80,11 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         if not (name in first.moments and name in part.moments)
         or not np.array_equal(first.moments[name], part.moments[name])
     ]
-    found += _unit_differences(first.units, part.units)
+    both = first.units, part.units
+    for name in dict.fromkeys([*both[0].column_names, *both[1].column_names]):
+        then, now = (units[name].to_pylist() if name in units.column_names else None for units in both)
+        if name not in DERIVED and then != now:
+            found.append(f"units.{name}: other values")
     if found:
         raise ArtifactError(
             f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(found)}; {REMEDY}"
@@ -100,14 +104,6 @@ def _meaning(part: ArtifactReader) -> dict[str, Any]:
             for name, entry in manifest.arrays.items()
         },
     }
-
-
-def _unit_differences(then: pa.Table, now: pa.Table) -> Iterator[str]:
-    columns = [name for name in dict.fromkeys([*then.column_names, *now.column_names]) if name not in DERIVED]
-    for name in columns:
-        values = [table[name].to_pylist() if name in table.column_names else None for table in (then, now)]
-        if values[0] != values[1]:
-            yield f"units.{name}: other values"
 
 
 def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
@@ -176,8 +172,8 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         dtype="float16" if dtypes == {"float16"} else "float32",
     ) as writer:
         progress.stage("merge", rows=n_rows, tokens=None)
-        for k in range(writer.n_shards):
-            pieces = list(_pieces(stored, *writer.bounds(k)))
+        for k in range(writer.grid.n_shards):
+            pieces = list(_pieces(stored, *writer.grid.bounds(k)))
             table = pa.concat_tables([_conform(part.rows(rows), schema) for part, rows in pieces])
             numbers = {name: np.concatenate([part.array_rows(name, rows) for part, rows in pieces]) for name in arrays}
             writer.write_shard(k, numbers, table, {})
@@ -207,11 +203,7 @@ def _pieces(parts: Sequence[ArtifactReader], start: int, stop: int) -> Iterator[
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:  # plain text: all but the first token
         table = table.append_column(LOSS_TOKENS, pc.subtract(table["n_tokens"], 1))
-    columns = [
-        table[name].cast(kind) if name in table.column_names else pa.nulls(table.num_rows, kind)
-        for name, kind in zip(schema.names, schema.types, strict=True)
-    ]
-    return pa.table(columns, schema=schema)
+    return conform(table, schema)
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:

@@ -155,15 +155,6 @@ def extract(
     )
 
 
-def bad_rows(features: BatchFeatures, n_rows: int) -> list[int]:
-    """Rows of the batch in which the model computed a NaN or an infinity."""
-    finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
-    finite_P &= features.residual.value_PK.isfinite().all(dim=1)
-    bad = torch.zeros(n_rows, dtype=torch.bool, device=finite_P.device)
-    bad[features.row_P[~finite_P]] = True
-    return [int(row) for row in bad.nonzero()[:, 0]]
-
-
 def supervised_positions(labelled_BL: Tensor) -> Tensor:
     """Boolean (B, L): position t predicts a token that carries loss."""
     return F.pad(labelled_BL[:, 1:], (0, 1))

@@ -48,21 +48,15 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     index_PK, value_PK = residual.index_PK, residual.value_PK
     if weight_VH.dtype == torch.float32:
         delta_PH = torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
-        return _with_tail(head, delta_PH, value_PK)
-    # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
-    count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
-    delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
-    for start in range(0, len(index_PK), count):
-        block = slice(start, start + count)
-        gathered_PKH = weight_VH[index_PK[block]].float()
-        delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
-    return _with_tail(head, delta_PH, value_PK)
-
-
-def _with_tail(head: OutputHead, delta_PH: Tensor, value_PK: Tensor) -> Tensor:
-    if head.cap is not None:
-        return delta_PH
-    return delta_PH.sub_(torch.outer(value_PK.sum(dim=1), head.mean_H))
+    else:
+        # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
+        count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
+        delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
+        for start in range(0, len(index_PK), count):
+            block = slice(start, start + count)
+            gathered_PKH = weight_VH[index_PK[block]].float()
+            delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
+    return delta_PH if head.cap is not None else delta_PH.sub_(torch.outer(value_PK.sum(dim=1), head.mean_H))
 
 
 def input_tokens(token_P: Tensor) -> SparseResidual:
@@ -90,7 +84,7 @@ class InputTargets:
 
 def prepare_input_targets(
     head: OutputHead,
-    residual: SparseResidual,
+    delta_SH: Tensor,
     token_S: Tensor,
     unit_S: Tensor,
     n_units: int,
@@ -100,14 +94,13 @@ def prepare_input_targets(
     """Fold whitening, c and the mean over a unit's positions into one vector a unit and token.
 
     Args:
-        residual: sparse residuals at the units' supervised positions.
+        delta_SH: `hidden_gradient` at the units' supervised positions.
         token_S: the input token at each of them.
         unit_S: which unit each belongs to.
         whitener: of `input_whitener`.
         rows: rows a later call will pass at once; sets the size of blocks, not the result.
     Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
     """
-    delta_SH = hidden_gradient(head, residual)
     return InputTargets(head, prepare_targets(delta_SH, input_tokens(token_S), unit_S, n_units, whitener, rows))
 
 

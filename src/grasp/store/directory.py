@@ -126,7 +126,12 @@ class Store(Generic[M]):
                 plan.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as err:
                 raise self.schema.mistake(f"{plan.parent}: no directory can be made here; choose another one") from err
-            then = self._plan() if plan.exists() else None
+            then = None
+            if plan.exists():
+                try:
+                    then = parse_json(plan.read_bytes())
+                except (OSError, ValueError) as err:
+                    raise self.schema.mistake(f"{plan}: damaged: {err}; {self.schema.again}") from err
             if then is not None and (changed := list(differences(then, now))):
                 if not replace and any(self.root.glob(self.schema.marks)):
                     raise self.schema.mistake(
@@ -139,22 +144,15 @@ class Store(Generic[M]):
                 write_whole(plan, (json.dumps(now, indent=1) + "\n").encode())
         remove_parts(*(path for path in {self.root, plan.parent, self._mark("").parent} if path.is_dir()))
 
-    def _plan(self) -> Any:
-        path = self.root / self.schema.plan
-        try:
-            return parse_json(path.read_bytes())
-        except (OSError, ValueError) as err:
-            raise self.schema.mistake(f"{path}: damaged: {err}; {self.schema.again}") from err
-
     @cached_property
     def parts(self) -> dict[str, Files]:
         """Files of the parts that are whole, by name; one whose files are gone or cut is not, and is redone."""
         names = [path.stem for path in sorted(self.root.glob(self.schema.marks))]
-        found = {name: self._files_of(self.schema.files(self.mark(name))) for name in names}
+        marked = {name: self.schema.files(self.mark(name)) for name in names}
+        found = {
+            name: Files(self.root, files, self.schema.again, self.schema.mistake) for name, files in marked.items()
+        }
         return {name: files for name, files in found.items() if files.are_here()}
-
-    def _files_of(self, entries: Mapping[str, FileEntry]) -> Files:
-        return Files(self.root, entries, self.schema.again, self.schema.mistake)
 
     def mark(self, part: str) -> M:
         """What the mark of a part says.
@@ -192,7 +190,7 @@ class Store(Generic[M]):
                 for path in (mark, *(self.root / name for name in files)):  # the mark first: none without its files
                     path.unlink(missing_ok=True)
                 raise
-        self.parts[part] = self._files_of(entries)
+        self.parts[part] = Files(self.root, entries, self.schema.again, self.schema.mistake)
         return record
 
     def drop(self, part: str) -> None:
