@@ -26,7 +26,7 @@ def test_the_kind_of_two_groups_is_the_wider_of_their_kinds(one, other):
 def test_a_column_widened_later_equals_one_that_was_wide_at_once(values, others):
     kind = lb.kind_of_all(values + others)
     narrow = pa.chunked_array([lb.column_of(values, lb.kind_of_all(values))])
-    at_once = pa.chunked_array([lb.column_of(values, kind)], lb.arrow_type(kind))
+    at_once = pa.chunked_array([lb.column_of(values, kind)], lb.ARROW_TYPE[kind])
     assert str(lb.as_kind(narrow, kind).to_pylist()) == str(at_once.to_pylist())  # as text: nan is nan
 
 

@@ -63,7 +63,7 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
         if self.by == "id":
             return str(doc.id)
         if self.by == CONTENT:
-            return content_hash(doc.text)
+            return content_hash(doc.text.encode())
         if self.by not in doc.metadata:
             raise CorpusError(
                 f"document {doc.id!r}: its metadata have no field {self.by!r}; they have {', '.join(doc.metadata)}"

@@ -116,7 +116,11 @@ def names_and_labels(record: Record, settings: CorpusSettings) -> tuple[str | No
     row, doc = id_columns(settings, record.values)
     row_id, doc_id = (None if name is None else label_text(record.values.get(name)) for name in (row, doc))
     special = {*record.content, row, doc}
-    labels = {label_name(k): _label(value) for k, value in record.values.items() if k not in special}
+    labels = {
+        label_name(name): None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in record.values.items()
+        if name not in special
+    }
     return row_id, doc_id, labels
 
 
@@ -141,10 +145,6 @@ def _valid(value: Any) -> Any:
     if isinstance(value, dict):
         return {_valid(key): _valid(part) for key, part in value.items()}
     return [_valid(part) for part in value] if isinstance(value, list) else value
-
-
-def _label(value: Label) -> Label:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 _INT32 = np.iinfo(np.int32)
@@ -211,7 +211,7 @@ def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) ->
         row_id, doc_id, labels = names_and_labels(record, settings)
         if doc_id is None:  # made of content and position: 64 bits of a hash, and the index, which keeps repeats apart
             text = (said.text or "") if said.conversation is None else said.conversation.content
-            doc_id = f"{content_hash(text) if ids is None else _hash(ids.astype('<i4').tobytes())}-{record.index}"
+            doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
         yield Document(
             index=record.index,
             doc_id=doc_id,
@@ -259,12 +259,8 @@ def _content_columns(
     return (*form.columns, ids)
 
 
-def content_hash(text: str) -> str:
-    """What the made names of documents with this text begin with; a dash and the position follow."""
-    return _hash(text.encode())
-
-
-def _hash(content: bytes) -> str:
+def content_hash(content: bytes) -> str:
+    """What the made names of documents with this content begin with; a dash and the position follow."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

@@ -24,8 +24,8 @@ OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row
 # Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
 _OWN = re.compile(rf"(?:{'|'.join(OWN_COLUMNS)})_*", re.IGNORECASE)
 
-_ARROW: Mapping[Kind, pa.DataType] = {
-    "null": pa.string(),
+ARROW_TYPE: Mapping[Kind, pa.DataType] = {
+    "null": pa.string(),  # a column without any value is text
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),
@@ -38,11 +38,6 @@ _EXACT_FLOAT = 2**53
 def label_name(column: str) -> str:
     """Name of a label column; a clash with ours gets an underscore more (`loss` -> `loss_` -> `loss__`)."""
     return f"{column}_" if _OWN.fullmatch(column) else column
-
-
-def arrow_type(kind: Kind) -> pa.DataType:
-    """Arrow type of a column of this kind; a column without any value is text."""
-    return _ARROW[kind]
 
 
 def label_kind(value: Label) -> Kind:
@@ -93,14 +88,14 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
         return pa.array([label_text(value) for value in values], pa.string())
     if kind == "float":
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array(values, arrow_type(kind))
+    return pa.array(values, ARROW_TYPE[kind])
 
 
 def as_kind(column: pa.ChunkedArray, kind: Kind) -> pa.ChunkedArray:
     """Column of one shard, widened to the kind that the label has over the whole corpus."""
-    if column.type == arrow_type(kind):
+    if column.type == ARROW_TYPE[kind]:
         return column
-    return pa.chunked_array([column_of(column.to_pylist(), kind)], arrow_type(kind))
+    return pa.chunked_array([column_of(column.to_pylist(), kind)], ARROW_TYPE[kind])
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -304,14 +304,19 @@ class Packer:
         )
 
     def _snippet(self, main: _Piece) -> str:
-        """Text for reading; decoded where the document came as ids alone."""
-        n_chars = self._settings.snippet_chars
-        document = main.document
+        """Text for reading, white space folded, from a word near the row's first token on.
+
+        Tokens are not mapped back to characters: the start is in proportion to their number. Ids alone are decoded.
+        """
+        n_chars, share, document = self._settings.snippet_chars, main.first / main.total, main.document
         text = document.text if document.conversation is None else str(document.conversation)
-        if text is not None or not n_chars:
-            return _snippet(text or "", main.first / main.total, n_chars)
-        (text,) = self._tokenizer.decode([main.ids[:n_chars].tolist()])
-        return _snippet(text, 0.0, n_chars)
+        if text is None and n_chars:
+            share, (text,) = 0.0, self._tokenizer.decode([main.ids[:n_chars].tolist()])
+        text = text or ""
+        start = round(len(text) * share)
+        if start:
+            start = text.find(" ", start - 1, start + 64) + 1 or start
+        return " ".join(text[start : start + 4 * n_chars].split())[:n_chars]
 
     def _checked(self, document: Document, ids: NDArray[np.signedinteger]) -> NDArray[np.int32]:
         vocab_size = self._tokenizer.vocab_size
@@ -332,15 +337,3 @@ def _base_id(document: Document) -> str:
 def _dominant(pieces: list[_Piece]) -> _Piece:
     """First piece of the document with the most tokens; a document has one piece in a row."""
     return max(pieces, key=lambda piece: len(piece.ids))
-
-
-def _snippet(text: str, share: float, n_chars: int) -> str:
-    """Text for reading, white space folded, from a word near `share` of the way into the document.
-
-    Tokens are not mapped back to characters: the start is in proportion to the row's first token.
-    """
-    start = round(len(text) * share)
-    if start:
-        start = text.find(" ", start - 1, start + 64) + 1 or start
-    part = text[start : start + 4 * n_chars]
-    return " ".join(part.split())[:n_chars]

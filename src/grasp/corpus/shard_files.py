@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
-from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, column_of, kind_of_all, wider
+from grasp.corpus.labels import ARROW_TYPE, DOCUMENT_COLUMN, Kind, as_kind, column_of, kind_of_all, wider
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
@@ -281,7 +281,7 @@ class ShardStore(ABC, Generic[S]):
         columns = {name: whole.column(name) for name in PUBLIC_COLUMNS}
         for name, kind in self._kinds.items():
             found = name in whole.column_names
-            column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), arrow_type(kind))])
+            column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), ARROW_TYPE[kind])])
             columns[name] = as_kind(column, kind)
         return pa.table(columns)
 
@@ -296,7 +296,13 @@ def _add(
 ) -> RowsMark:
     """Write the next shard, and what was left out since the last one."""
     names = dict.fromkeys(name for row in rows for name in row.labels)
-    _refuse_alike([*_kinds(before), *names])
+    first: dict[str, str] = {}
+    for name in (*_kinds(before), *names):  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
+        if (other := first.setdefault(name.casefold(), name)) != name:
+            raise CorpusError(
+                f"labels {other!r} and {name!r} differ only in case, and an expression cannot tell them apart; rename "
+                "or drop one of the columns"
+            )
     columns = {name: [row.labels.get(name) for row in rows] for name in names}
     kinds = {name: kind_of_all(values) for name, values in columns.items()}
     table = pa.table(
@@ -331,9 +337,22 @@ def _check(store: Store[RowsMark], stream: RowStream[Any], skipped: Skipped) -> 
             f"{stream.settings.path}: none of its {stream.next_document} records gives a row "
             f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
         )
-    twice = _first_duplicate(store)
+    spill = temporary_path(store.root / "spill")  # DuckDB counts the names: memory does not grow with the corpus
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": str(spill),
+        "memory_limit": "512MB",
+        "threads": 2,
+    }
+    files = dataset([str(store.file(name)) for name in store.parts], format="parquet")
+    with duckdb.connect(config=config) as connection:
+        connection.register("names", files)
+        twice = connection.execute(
+            f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
+            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
+        ).fetchone()
+    discard(spill)
     if twice is not None:
-        row_id, documents = twice
+        row_id, *documents = twice
         shown = " and ".join(map(stream.where, documents))
         raise CorpusError(
             f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
@@ -355,40 +374,6 @@ def _kinds(marks: Sequence[RowsMark]) -> dict[str, Kind]:
     for name, kind in (pair for mark in marks for pair in mark.labels):
         kinds[name] = wider(kinds.get(name, "null"), kind)
     return kinds
-
-
-def _refuse_alike(names: Sequence[str]) -> None:
-    """DuckDB, which reads label expressions, holds `topic` and `Topic` to be one column."""
-    first: dict[str, str] = {}
-    for name in names:
-        other = first.setdefault(name.casefold(), name)
-        if other != name:
-            raise CorpusError(
-                f"labels {other!r} and {name!r} differ only in case, and an expression cannot tell them apart; rename "
-                "or drop one of the columns"
-            )
-
-
-def _first_duplicate(store: Store[RowsMark]) -> tuple[str, list[int]] | None:
-    """First row_id that occurs more than once, and the documents of two of its rows.
-
-    DuckDB counts them and spills to disk: memory does not grow with the corpus.
-    """
-    spill = temporary_path(store.root / "spill")
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "temp_directory": str(spill),
-        "memory_limit": "512MB",
-        "threads": 2,
-    }
-    files = dataset([str(store.file(name)) for name in store.parts], format="parquet")
-    with duckdb.connect(config=config) as connection:
-        connection.register("names", files)
-        found = connection.execute(
-            f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
-            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
-        ).fetchone()
-    discard(spill)
-    return None if found is None else (found[0], [found[1], found[2]])
 
 
 def _name(k: int) -> str:

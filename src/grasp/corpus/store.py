@@ -122,7 +122,9 @@ class RowStore(ShardStore[RowShard]):
         source = source or open_source(settings.path, settings.split)
         documents = documents_of(source, settings)
         first = [_written_out(document, tokenizer, settings) for document in islice(documents, ENCODE_DOCUMENTS)]
-        settings = settings.model_copy(update={"max_length": row_length(settings, context, first)})
+        if settings.max_length is None:  # what the model reads, at most `LONGEST`, or rows of ids that are longer
+            longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
+            settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
         stream, reader = TextRows(source, settings, tokenizer), {"tokenizer": _identity(tokenizer, first)}
         details = {"max_length": settings.max_length, "columns": column_roles(source, settings)}
         return cls._write(
@@ -176,17 +178,17 @@ class TextRows(RowStream[Row]):
         packer = Packer(self.settings, self._tokenizer, cursor, log)
         documents = documents_of(self._source, self.settings, start=cursor.document)
         for batch in _batches(_written_out(document, self._tokenizer, self.settings) for document in documents):
-            encoded = iter(self._encode([document for document in batch if _is_tokenised(document)]))
+            as_text = [document for document in batch if _is_tokenised(document)]
+            texts = [str(document.text) for document in as_text]
+            encoded: Iterator[tuple[list[int], list[int] | None]]
+            if self._with_texts or any(document.answers is not None for document in as_text):
+                encoded = iter(self._tokenizer.encode_with_ends(texts))
+            else:
+                encoded = ((ids, None) for ids in self._tokenizer.encode(texts))
             for document in batch:
                 self.next_document = document.index + 1
                 yield from packer.feed(document, *(next(encoded) if _is_tokenised(document) else (None, None)))
         yield from packer.finish()
-
-    def _encode(self, documents: Sequence[Document]) -> Iterable[tuple[list[int], list[int] | None]]:
-        texts = [document.text for document in documents if document.text is not None]
-        if self._with_texts or any(document.answers is not None for document in documents):
-            return self._tokenizer.encode_with_ends(texts)
-        return ((ids, None) for ids in self._tokenizer.encode(texts))
 
     def payload(self, rows: Sequence[Row]) -> dict[str, pa.Array]:
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
@@ -248,14 +250,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def row_length(settings: CorpusSettings, context: int | None, documents: Iterable[Document]) -> int:
-    """The longest row: as the settings say, else what the model reads, at most `LONGEST`, or rows that are longer."""
-    if settings.max_length is not None:
-        return settings.max_length
-    longest = max((len(document.input_ids) for document in documents if document.input_ids is not None), default=0)
-    return min(max(LONGEST, longest), context or max(LONGEST, longest))
 
 
 def _identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
