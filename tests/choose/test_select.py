@@ -72,6 +72,7 @@ def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
     np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 rows that may be taken are above the corpus average" in got.notes
+    assert "next row" in repr(got)
     with_geometry = selected(source, protocol(components=GEOMETRY), "30")
     prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
     want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])
@@ -93,6 +94,8 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     assert got.value == pytest.approx(float(values.max()), rel=1e-5)
     assert f"no budget was given: {len(got)} rows have the highest value" in got.notes[0]
     assert f"each is seen {trained / got.n_tokens:.2g} times" in got.headline
+    half, repeats = (selected(source, chosen, "50%", train_tokens=t).value for t in (None, int(trained)))
+    assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
 
 
 def test_a_budget_is_proposed_within_floors_and_caps():
@@ -107,14 +110,6 @@ def test_a_budget_is_proposed_within_floors_and_caps():
     assert got.value >= 0.999 * max(values.values())
     assert got.value == pytest.approx(values[len(got)])
     assert f"no budget was given: {len(got)} rows have the highest value" in got.notes[0]
-
-
-def test_training_on_less_than_is_kept_repeats_nothing():
-    source, chosen = World(), protocol()
-    tokens = int(source.tokens.sum())
-    plain, short = (selected(source, chosen, "50%", train_tokens=t) for t in (None, tokens // 10))
-    assert short.value == pytest.approx(plain.value)
-    assert selected(source, chosen, "50%", train_tokens=10 * tokens).value < plain.value
 
 
 @settings(max_examples=30)
@@ -233,23 +228,9 @@ def test_floors_caps_exclusions_and_what_is_said_of_them():
     assert {name: one["taken"] for name, one in share.items()} == {n: topics.count(t) for n, t in named.items()}
     assert topics.count("games") >= 5
     assert topics.count("science") <= 2
-    assert (share["games"]["floor"], share["science"]["cap"], share["travel"]["cap"]) == (5, 2, None)
-
-
-def test_the_summary_is_plain_json():
-    got = selected(World(), protocol(components=GEOMETRY), "10", by="topic")
     summary = json.loads(json.dumps(got.summary(), allow_nan=False))
-    assert summary["value"] == got.value
-    assert summary["curve"]["rows"] == list(range(1, 11))
-    assert summary["rows"] == 10
-    assert len(summary["labels"]) == 4
-
-
-def test_it_prints_as_prose_and_tables():
-    text = repr(selected(World(), protocol(), "8"))
-    assert text.startswith("keeps 8 of 40 rows (20.0 %), ")
-    assert "predicted change against the whole corpus, effect size" in text
-    assert "next row" in text
+    assert (summary["value"], summary["rows"], len(summary["labels"])) == (got.value, 20, 4)
+    assert (share["games"]["floor"], share["science"]["cap"], share["travel"]["cap"]) == (5, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -268,64 +249,47 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("budget", "options", "said"),
     [
-        ({"budget": "41"}, "budget: got 41 rows, the pool has 40; ask for less"),
-        ({"budget": "0"}, "budget: got '0', expected more than nothing"),
-        ({"budget": 0}, "budget: got 0, expected more than nothing"),
-        ({"budget": "nan"}, "budget: got 'nan', expected e.g. 20%"),
-        ({"budget": float("nan")}, "budget: got nan; a float is a share, above 0 and at most 1.0, an int is rows"),
-        ({"budget": 2.0}, "budget: got 2.0; a float is a share, above 0 and at most 1.0, an int is rows"),
-        ({"budget": "1" * 400}, "budget: got '1+'; a share is written with a percent sign"),
-        ({"budget": None}, "budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B"),
-        (
-            {"budget": None, "train_tokens": "1k", "floors": ["games:1", "science:30"]},
-            "floor: cannot be met: science needs 30 rows, the pool has",
-        ),
-        (
-            {"budget": None, "train_tokens": "1k", "protocol": {"components": {"joint.raw": -0.1}}},
-            "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one",
-        ),
-        ({"train_tokens": "0"}, "train_tokens: got '0', expected a number of tokens, e.g. 100B"),
-        ({"train_tokens": "20%"}, "train_tokens: got '20%', expected a number of tokens"),
-        ({"budget": "1%"}, "budget: comes to 0 of 40 rows, expected room for one row at least; ask for more"),
-        ({"budget": "3tokens"}, "budget: comes to 3 of "),
-        ({"budget": "1Mtokens"}, r"budget: got 1,000,000 tokens, the pool has [\d,]+; ask for less"),
-        ({"budget": "36", "excluded": 5}, "budget: got 36 rows, the pool has 35 of 40, the others being excluded"),
-        ({"floors": ["games:99"], "budget": "100%"}, r"floor: cannot be met: games needs 99 rows, the pool has \d+"),
-        ({"floors": ["games:3", "travel:3", "science:3"]}, "together they take 9 rows, the budget is 8"),
-        ({"floors": ["games:3"], "caps": ["2"]}, "games has a floor of 3 and a cap of 2 rows; lower them"),
-        ({"caps": ["1"]}, "cap: leaves room for 4 rows, the budget is 8; raise the caps, or lower the budget"),
-        ({"floors": ["sport:1"]}, r"floor: topic has no value 'sport'; it has games, science, \(no label\), travel"),
-        ({"floors": ["games:10tokens"]}, "floor games: is in tokens, the budget is in rows; use one unit"),
-        ({"floors": ["games:1"], "by": None}, "floor, cap: need a label; name it with `by`"),
-        (
-            {"budget": "500tokens", "floors": ["games:100"], "caps": ["games:110"]},
-            r"games has a floor of 100 and a cap of 110 tokens, closer than its longest row of \d+",
-        ),
+        ("41", {}, "got 41 rows, the pool has 40"),
+        (0, {}, "got 0, expected more than nothing"),
+        (float("nan"), {}, "got nan; a float is a share"),
+        (2.0, {}, "got 2.0; a float is a share"),
+        (None, {}, "got none; give one, e.g. 20%, or train_tokens"),
+        (None, {"train_tokens": "1k", "floor": ["games:1", "science:30"]}, "floor: cannot be met: science needs 30"),
+        ("20%", {"train_tokens": "0"}, "train_tokens: got '0'"),
+        ("20%", {"train_tokens": "20%"}, "train_tokens: got '20%'"),
+        ("1%", {}, "comes to 0 of 40 rows"),
+        ("3tokens", {}, "comes to 3 of "),
+        ("1Mtokens", {}, "got 1,000,000 tokens, the pool has"),
+        ("36", {"exclude": [f"r{i}" for i in range(5)]}, "got 36 rows, the pool has 35 of 40"),
+        ("8", {"floor": ["games:3", "travel:3", "science:3"]}, "together they take 9 rows, the budget is 8"),
+        ("8", {"floor": ["games:3"], "cap": ["2"]}, "games has a floor of 3 and a cap of 2"),
+        ("8", {"cap": ["1"]}, "cap: leaves room for 4 rows"),
+        ("8", {"floor": ["sport:1"]}, "floor: topic has no value 'sport'"),
+        ("8", {"floor": ["games:10tokens"]}, "floor games: is in tokens"),
+        ("8", {"floor": ["games:1"], "by": None}, "floor, cap: need a label"),
+        ("8", {"floor": [f"{name}:30" for name in ("games", "travel")]}, "games needs 30.*; travel needs 30"),
+        ("500tokens", {"floor": ["games:100"], "cap": ["games:110"]}, "closer than its longest row"),
+        ("8", {"documents": "some"}, "documents: got 'some'"),
     ],
 )
-def test_what_cannot_be_met_is_told_in_one_line(change, said):
-    excluded = [f"r{i}" for i in range(change.get("excluded", 0))]
-    options = {name: change[name] for name in ("train_tokens",) if name in change}
+def test_what_cannot_be_met_is_told_in_one_line(budget, options, said):
     with pytest.raises(SettingsError, match=said) as caught:
-        selected(
-            World(),
-            protocol(**change.get("protocol", {})),
-            change.get("budget", "20%"),
-            by=change.get("by", "topic"),
-            floor=change.get("floors", ()),
-            cap=change.get("caps", ()),
-            exclude=excluded or None,
-            **options,
-        )
+        selected(World(), protocol(), budget, **{"by": "topic"} | options)
     assert "\n" not in str(caught.value)
 
 
-def test_floors_that_cannot_be_met_are_all_named():
-    floors = [f"{name}:30" for name in ("games", "science", "travel")]
-    with pytest.raises(SettingsError, match=r"games needs 30.*; science needs 30.*; travel needs 30.*; together"):
-        selected(World(), protocol(), by="topic", floor=floors)
+@pytest.mark.parametrize(
+    ("budget", "options", "said"),
+    [
+        (None, {"train_tokens": "1k"}, "with geometry every budget is a search of its own"),
+        ("5documents", {}, "documents are chosen without geometry"),
+    ],
+)
+def test_what_geometry_cannot_choose_is_told(budget, options, said):
+    with pytest.raises(SettingsError, match=said):
+        selected(World(), protocol(components=GEOMETRY), budget, **options)
 
 
 def test_a_target_without_units_is_refused():
@@ -354,29 +318,25 @@ KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
 )
 def test_targets_go_by_their_own_names_and_weights_add_up_to_1(given, want):
     assert weighted_targets(given, KNOWN) == want
-
-
-def test_the_only_target_need_not_be_named():
-    assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}
-    with pytest.raises(SettingsError, match="target: got none, and the artifact has sciq, boolq; name one, or weigh"):
-        weighted_targets(None, ["sciq", "boolq"])
+    assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}  # the only one need not be named
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("arc", "target: got 'arc', the artifact has sciq, boolq"),
-        ("sciq=-1", "target: got sciq with the weight -1, expected a number above 0"),
-        ("sciq=nan", "target: got sciq with the weight nan, expected a number above 0"),
+        ("arc", "got 'arc', the artifact has sciq"),
+        ("sciq=-1", "got sciq with the weight -1"),
+        ("sciq=nan", "got sciq with the weight nan"),
         ("sciq=inf", "got sciq with the weight inf"),
-        ("sciq=x", "target: got 'sciq=x', expected a target, or target=weight"),
-        ("sciq,sciq", "target: got sciq more than once; give it one weight, e.g. sciq=2"),
-        ("", "target: got none; the artifact has"),
-        ("=2", "target: got '=2', expected target or target=weight"),
+        ("sciq=x", "got 'sciq=x'"),
+        ("sciq,sciq", "got sciq more than once"),
+        ("", "got none"),
+        (None, "got none, and the artifact has"),
+        ("=2", "got '=2'"),
     ],
 )
-def test_what_is_no_target_is_told_in_one_line(text, said):
-    with pytest.raises(SettingsError, match=said):
+def test_what_is_no_target_is_told(text, said):
+    with pytest.raises(SettingsError, match=f"^target: {said}"):
         weighted_targets(text, KNOWN)
 
 
@@ -404,7 +364,7 @@ def test_budgets(text, want):
     assert parse_budget(text) == want
 
 
-@pytest.mark.parametrize("text", ["", "x", "-5", "1e3", "20%%", "5 apples", "120%", "0.5", "0%"])
+@pytest.mark.parametrize("text", ["", "x", "-5", "1e3", "20%%", "5 apples", "120%", "0.5", "0%", "0", "nan", "1" * 400])
 def test_what_is_no_budget_is_told(text):
     with pytest.raises(SettingsError, match=r"^budget: "):
         parse_budget(text)
@@ -414,7 +374,7 @@ def test_bounds_name_values_with_colons():
     bounds = parse_bounds(["a: b:5%", "1%"], "floor")
     assert [(bound.value, bound.amount.value) for bound in bounds] == [("a: b", 0.05), (None, 0.01)]
     for twice in itertools.combinations_with_replacement(["games:1", "games:2"], 2):
-        with pytest.raises(SettingsError, match="floor: got games more than once; give every value one floor"):
+        with pytest.raises(SettingsError, match="floor: got games more than once"):
             parse_bounds(twice, "floor")
 
 
@@ -434,8 +394,6 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("kept in part" in note for note in got.notes)
     assert got.curve.rows[-1] == 38
-    with pytest.raises(SettingsError, match="budget: documents are chosen without geometry; give rows or tokens"):
-        selected(source, protocol(components=GEOMETRY), "5documents")
 
 
 def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
@@ -453,8 +411,6 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     assert f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in cut
     for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
         assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
-    with pytest.raises(SettingsError, match="documents: got 'some', expected any, half or all"):
-        selected(source, protocol(), "25%", documents="some")
     assert got.write_left_out(tmp_path / "gone.parquet") == 30
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]

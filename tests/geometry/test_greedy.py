@@ -122,17 +122,20 @@ def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, si
     budget=st.integers(8, 30),
     floor=st.integers(0, 3),
     cap=st.integers(6, 12),
+    excluded=st.integers(0, 3),
     omega=st.sampled_from([0.0, -0.5, 0.5]),
     weighting=st.sampled_from(["mean", "count"]),
 )
-def test_floors_and_caps_in_rows_hold_exactly_and_the_budget_is_used_up(seed, budget, floor, cap, omega, weighting):
+def test_limits_in_rows_hold_exactly_and_the_budget_is_used_up(seed, budget, floor, cap, excluded, omega, weighting):
     source = World(seed=seed)
-    counts = source.labels.counts
+    allowed_N = np.arange(40) >= excluded
+    counts = np.bincount(source.labels.codes_N[allowed_N], minlength=4)
     floors = [f"games:{floor}", f"(no label):{floor}"]
     assume(counts.min() >= floor and np.minimum(counts, cap).sum() >= budget)
     chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
     objective = objective_of(source, budget, chosen)
-    rows, used = taken_of(objective, limits_of(source, budget, floors=floors, caps=[str(cap)]))
+    rows, used = taken_of(objective, limits_of(source, budget, floors=floors, caps=[str(cap)], allowed_N=allowed_N))
+    assert allowed_N[rows].all()
     taken = [source.topics[i] for i in rows]
     assert len(set(rows.tolist())) == len(taken) == used == budget
     assert min(taken.count("games"), taken.count(None)) >= floor
@@ -197,19 +200,10 @@ def test_rows_that_do_not_fit_are_passed_over(seed, budget):
     assert best_rows(worth_N, limits).tolist() == want
 
 
-def test_excluded_rows_are_never_taken():
-    source = World()
-    allowed_N = np.arange(40) % 3 != 0
-    picks = choose(objective_of(source, 20), limits_of(source, 20, allowed_N=allowed_N))
-    assert allowed_N[picks.row_index].all()
-    assert len(picks.row_index) == 20
-
-
-@pytest.fixture
-def rounds(monkeypatch):
+def small_rounds(patch) -> None:
     """Rounds with small pools, so that a few hundred rows take many of them."""
     for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-        monkeypatch.setattr(greedy, name, value)
+        patch.setattr(greedy, name, value)
 
 
 def clustered(seed, n_rows=400) -> World:
@@ -222,7 +216,8 @@ def clustered(seed, n_rows=400) -> World:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("omega", [-0.1, -1.0, 0.3])
-def test_rounds_come_close_to_the_row_by_row_search(seed, omega, rounds, monkeypatch):
+def test_rounds_come_close_to_the_row_by_row_search(seed, omega, monkeypatch):
+    small_rounds(monkeypatch)
     source = clustered(seed)
     objective = objective_of(source, 80, protocol(components={"product.raw": omega}))
     found = choose(objective, limits_of(source, 80))
@@ -245,8 +240,7 @@ def test_rounds_keep_to_the_limits(seed, floor, budget):
     unit_cap = "500" if "tokens" in budget else "30"
     floors, caps = [f"games:{floor}", "travel:1%"], [f"science:{unit_cap}"]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-            patch.setattr(greedy, name, value)
+        small_rounds(patch)
         limits = limits_of(source, budget, floors=floors, caps=caps)
         picks = choose(objective_of(source, 60), limits)
     cost_N = source.tokens if "tokens" in budget else np.ones(200, dtype=int)
@@ -262,8 +256,7 @@ def test_duplicates_are_thinned_because_the_geometry_says_so(small, monkeypatch)
     """Sixty copies of the most relevant row, and clusters: additive takes every copy, a penalty a few of them."""
     rng = np.random.default_rng(0)
     if not small:
-        for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-            monkeypatch.setattr(greedy, name, value)
+        small_rounds(monkeypatch)
     sketch_ND = rng.standard_normal((300, 6)) / np.sqrt(6)
     sketch_ND[:60] = [1.5, 0, 0, 0, 0, 0]
     relevance_N = rng.random(300)
