@@ -46,6 +46,11 @@ STARTS = {
     "both: gradient": "the mean of the plain model's and these",
     "token + input": "no gradients: token + input",
 }
+EKFAC = {
+    f"EK-FAC, all layers, damping {damping}{loss}": f"damping {damping}{said}"
+    for damping in (".1 of a layer's mean (as published)", ".01 of it")
+    for loss, said in (("", ", a row's mean loss"), (", whole loss", ", its whole loss"))
+}
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 
 
@@ -65,13 +70,36 @@ def table(report: dict[str, Any]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def forms(reports: list[dict[str, Any]]) -> str:
-    """What may stand beside gradients: mean LDS and task rho, a column an environment."""
-    head = ["mean LDS / task rho", *(f"`{one['environment']}`, {one['subsets']}" for one in reports)]
+def in_columns(reports: list[dict[str, Any]], titles: dict[str, str], head: str) -> str:
+    """Mean LDS and task rho of some methods, a column an environment; one that no environment has is left out."""
+    lines = [[head, *(f"`{one['environment']}`, {one['subsets']}" for one in reports)], ["---"] * (len(reports) + 1)]
+    for method, title in titles.items():
+        found = [next((m for m in one["methods"] if m["method"] == method), None) for one in reports]
+        cells = [f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" if m else "" for m in found]
+        lines += [[title, *cells]] if any(cells) else []
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def coordinates(reports: list[dict[str, Any]]) -> str:
+    """By the number of coordinates: mean LDS of both samples, and how alike two rankings of the rows are."""
+    head = ["", *(f"`{one['environment']}`" for one in reports)]
     lines = [head, ["---"] * len(head)]
-    for form, title in FORMS.items():
-        found = [next(m for m in one["methods"] if m["method"] == form) for one in reports]
-        lines.append([title, *(f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" for m in found)])
+    for form in ("gradient", "what ships"):
+        for millions in reports[0]["coordinates"]:
+            cells = []
+            for one in reports:
+                of_form = [m for m in one["methods"] if m["method"].endswith(f": {form}")]
+                lds = [m["mean_lds"][0] for m in of_form if m["method"].startswith(f"{millions}, seed")]
+                cells.append(", ".join(_number(value) for value in lds))
+            lines.append([f"{form}, {millions}: mean LDS", *cells])
+    for pair in reports[0]["steadiness"]:
+        cells = [
+            ", ".join(
+                f"{_number(found['mean'])} ({_number(found['least'])})" for found in one["steadiness"][pair].values()
+            )
+            for one in reports
+        ]
+        lines.append([f"ranks of rows, {pair}", *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -82,17 +110,6 @@ def widths(report: dict[str, Any]) -> str:
     lines = [["numbers kept", *kept], ["---"] * (len(kept) + 1)]
     every = dict.fromkeys(name.partition(", ")[0] for name in lds)
     lines += [[form, *(_number(lds[f"{form}, {width}"]) for width in kept)] for form in every]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def starts(reports: list[dict[str, Any]]) -> str:
-    """Mean LDS and task rho by the weights at which gradients are taken, a column an environment."""
-    head = ["gradients of", *(f"`{one['environment']}`, {one['subsets']}" for one in reports)]
-    lines = [head, ["---"] * len(head)]
-    for start, title in STARTS.items():
-        found = [next((m for m in one["methods"] if m["method"] == start), None) for one in reports]
-        cells = [f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" if m else "" for m in found]
-        lines += [[title, *cells]] if any(cells) else []
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -134,10 +151,13 @@ def main() -> None:
 
     text = page.read_text(encoding="utf-8")
     text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
-    text = put(text, "further", forms(read("further")["environments"] + read("further-held")["environments"]))
+    further = read("further")["environments"] + read("further-held")["environments"]
+    text = put(text, "further", in_columns(further, FORMS, "mean LDS / task rho"))
+    text = put(text, "coordinates", coordinates(read("coordinates")["environments"]))
+    text = put(text, "ekfac", in_columns(read("ekfac")["environments"], EKFAC, "mean LDS / task rho"))
     text = put(text, "width", widths(read("width")))
     text = put(text, "beside", beside(read("beside")["environments"]))
-    text = put(text, "starts", starts(read("starts")["environments"]))
+    text = put(text, "starts", in_columns(read("starts")["environments"], STARTS, "gradients of"))
     page.write_text(text, encoding="utf-8")
 
 
