@@ -14,8 +14,9 @@
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
 for `random` also a draw. `grasp` is what `grasp select` takes; `shift` and the sums are what it took before. Three
-seeds left open whether these are better than `random`, so they had three more, planned before any was seen. Every
-run is a line of `decision.json`; killed, the same command goes on.
+seeds left open whether these are better than `random`, so they had three more, planned before any was seen. LESS is as
+published: all layers, 8,192 numbers a row, but of full gradients where its authors take those of an adapter. Every run
+is a line of `decision.json`; killed, the same command goes on.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.methods import method_scores
+from experiments.finetune.methods import AS_PUBLISHED, method_scores, warmed_up
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
@@ -51,7 +52,7 @@ CHATS = 1_000
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4, 5)
 WITH_MORE = ("grasp", "token + input + shift + tilt", "token + input + shift", "random")
-CHOOSERS = ("grasp", "random", "bm25", "repsim")
+CHOOSERS = ("grasp", "random", "bm25", "repsim", "LESS")
 SHIPPED_BEFORE = ("shift", "token + input + shift", "token + input + shift + tilt")
 
 
@@ -77,8 +78,8 @@ def conversation(row: dict[str, Any]) -> dict[str, Any]:
     return {"id": row["id"], "messages": turns, "source": row["source"], "kind": row["kind"]}
 
 
-def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.int64]:
-    """`SUBSET_ROWS` rows for all targets alike, by position."""
+def chosen_rows(artifact: ArtifactReader, method: str, seed: int, work: Path) -> NDArray[np.int64]:
+    """`SUBSET_ROWS` rows for all targets alike, by position; LESS looks at the end of a warm-up on 96 of them."""
     if method == "random":
         return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
     if method in ("grasp", *SHIPPED_BEFORE):
@@ -88,7 +89,9 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.
         picked = select(artifact, SUBSET_ROWS, wanted, protocol=protocol).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
         return np.array([known.index(row_id) for row_id in picked])
-    score_NE = method_scores(artifact, method)
+    start = work / "model"
+    places = [warmed_up(work / "chats-warm-up", start, *trained_on(artifact))] if method in AS_PUBLISHED else []
+    score_NE = method_scores(artifact, method, places)
     task_NT = np.stack([score_NE[:, artifact.unit_columns(target)].mean(axis=1) for target in artifact.targets], axis=1)
     effect_N = ((task_NT - task_NT.mean(axis=0)) / task_NT.std(axis=0)).mean(axis=1)
     return np.argsort(-effect_N, kind="stable")[:SUBSET_ROWS]
@@ -153,7 +156,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
                 continue
             if time.time() > until:
                 return
-            chosen = set(chosen_rows(artifact, method, seed).tolist())
+            chosen = set(chosen_rows(artifact, method, seed, work).tolist())
             model.load_state_dict(base)
             order = [int(i) for i in row_order(seed, artifact.n_rows) if int(i) in chosen]
             train(model, rows, first_N, order)

@@ -38,7 +38,7 @@ from experiments.finetune.setting import (
     target_settings,
     write_parquet,
 )
-from experiments.finetune.training import SHORT, load_model, train
+from experiments.finetune.training import SHORT, Recipe, load_model, train
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import BuildSource
@@ -63,7 +63,10 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "ekfac": {"method": "influence", "layers": LAST_BLOCK, "curvature": "ekfac", "memory_mb": 4096},
     "less": {"method": "less", "layers": LAST_BLOCK, "adam": "always", "betas": [0.9, 0.999]},
 }
-METHODS = FORWARD | GRADIENTS
+AS_PUBLISHED: dict[str, dict[str, Any]] = {  # all layers but the embedding, 8,192 numbers a row: `decide` alone
+    "LESS": GRADIENTS["less"] | {"layers": ["blocks", "final_norm"], "dimension": 8192},
+}
+METHODS = FORWARD | GRADIENTS | AS_PUBLISHED
 AFTER_WARM_UP = ("less",)
 
 
@@ -87,17 +90,22 @@ def untied(name: Name, work: Path) -> Path:
 
 
 def warm_up(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> Path:
-    """A checkpoint after one run on rows of all sources, with Adam's moments, as the Hugging Face trainer leaves it."""
-    directory = work / f"{name}-warm-up"
+    """See `warmed_up`: on rows of all sources of an environment."""
+    corpus, kind = open_corpus(name, work, tokenizer), ENVIRONMENTS[name]
+    recipe = SHORT if kind.recipe.bfloat16 else kind.recipe
+    return warmed_up(work / f"{name}-warm-up", start, corpus.rows, corpus.first_N, recipe)
+
+
+def warmed_up(
+    directory: Path, start: Path, rows: Sequence[NDArray[np.int32]], first_N: NDArray[np.int64], recipe: Recipe = SHORT
+) -> Path:
+    """A checkpoint after one run on rows drawn, with Adam's moments, as the Hugging Face trainer leaves it."""
     if directory.exists():
         return directory
-    corpus = open_corpus(name, work, tokenizer)
-    kind = ENVIRONMENTS[name]
-    recipe = SHORT if kind.recipe.bfloat16 else kind.recipe
-    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[: recipe.steps * recipe.batch_rows]
+    drawn = stream(0, "finetune", "warm-up").permutation(len(rows))[: recipe.steps * recipe.batch_rows]
     model = load_model(start)
     moments: dict[str, torch.Tensor] = {}
-    train(model, corpus.rows, corpus.first_N, [int(i) for i in rows], recipe, moments)
+    train(model, rows, first_N, [int(i) for i in drawn], recipe, moments)
     part = directory.with_suffix(".part")
     model.save_pretrained(part)
     save_file(moments, part / "optimizer.safetensors")
