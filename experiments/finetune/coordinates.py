@@ -11,7 +11,6 @@ token and input, from the artifact that `further` builds. A kill costs one envir
 Shape letters: N rows, E units, T targets, B rows of a batch, K coordinates.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from scipy.stats import spearmanr
 from experiments.finetune.evaluate import Method, compare
 from experiments.finetune.further import FEATURES, relevance
 from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import environments_parser, model_directory, prepared
+from experiments.finetune.prepare import environments_parser, model_directory, prepared, write_reports
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
@@ -39,7 +38,6 @@ from grasp.features.gradient_match import (
     by_member,
     gradient_preconditioner,
 )
-from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
 from grasp.models.gradients.per_example import Example, PerExample
@@ -174,14 +172,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, compare what is missing, write after each."""
-    given = environments_parser("coordinates", __doc__).parse_args(arguments)
-    there = json.loads(given.out.read_text())["environments"] if given.out.exists() else []
-    done = {one["environment"]: one for one in there}
-    for name in given.names:
-        if name not in done:
-            done[name] = report(name, given.data, given.work)
-            write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
-            print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)
+    write_reports(environments_parser("coordinates", __doc__).parse_args(arguments), report)
 
 
 if __name__ == "__main__":

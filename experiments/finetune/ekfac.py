@@ -14,7 +14,6 @@ Some 15 minutes of CPU an environment, which a kill costs; what is done is in th
 Shape letters: N rows, E units, B rows of a batch, K coordinates.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,14 +24,13 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.finetune.evaluate import Method, compare
-from experiments.finetune.prepare import environments_parser, prepared
+from experiments.finetune.prepare import environments_parser, prepared, write_reports
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.features.gradient_match import SampledGradients, by_member
-from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
 from grasp.models.gradients.output import Output
@@ -148,14 +146,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, compare what is missing, write after each."""
-    given = environments_parser("ekfac", __doc__).parse_args(arguments)
-    there = json.loads(given.out.read_text())["environments"] if given.out.exists() else []
-    done = {one["environment"]: one for one in there}
-    for name in given.names:
-        if name not in done:
-            done[name] = report(name, given.data, given.work)
-            write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
-            print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)
+    write_reports(environments_parser("ekfac", __doc__).parse_args(arguments), report)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Model, tokenizer and rows of an environment, made once and kept in the work directory."""
 
 import argparse
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -13,6 +16,7 @@ from experiments.finetune.setting import ENVIRONMENTS, LENGTH, NAMES, Name, writ
 from experiments.finetune.training import load_model, prepare_adapter, prepare_model, with_adapter
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
+from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.settings import CorpusSettings
 from grasp.training.recipe import RECIPES
@@ -89,3 +93,14 @@ def environments_parser(module: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=work, help="Model, rows and artifacts.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     return parser
+
+
+def write_reports(given: argparse.Namespace, report: Callable[[Name, Path, Path], dict[str, Any]]) -> None:
+    """One environment after the other, but those that the JSON has; it is written after each."""
+    there = json.loads(given.out.read_text())["environments"] if given.out.exists() else []
+    done = {one["environment"]: one for one in there}
+    for name in given.names:
+        if name not in done:
+            done[name] = report(name, given.data, given.work)
+            write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+            print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)
