@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 import torch
 from build import Clock, bare
 from retrain import finish, random_rows, seconds_a_step
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowStore
@@ -70,18 +70,7 @@ def write_world(root: Path, sizes: Sizes, *, small: bool) -> None:
     """The model, its rows, and units."""
     torch.manual_seed(0)
     shape = named_recipe("tiny" if small else "paper-50m").shape
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=shape.context,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(root / "model")
+    LlamaForCausalLM(shape.config(eos_id=0)).save_pretrained(root / "model")
     train_tokenizer(["a b c"], vocab_size=300).save_pretrained(root / "model")
     generator = np.random.default_rng(0)
     ids = [
