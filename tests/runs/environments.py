@@ -33,14 +33,15 @@ def units() -> list[Unit]:
 
 
 def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "token", **settings) -> ArtifactReader:
-    """Sketches, one kernel and a topic for every row; seven rows to a shard."""
+    """Sketches, a kernel (or several: token+input) and a topic for every row; seven rows to a shard."""
     rng = np.random.default_rng(0)
     topic = rng.integers(0, 3, n_rows)
     arrays = {
         "hidden_sketch": (rng.standard_normal((n_rows, 4)) + np.eye(3, 4)[topic]).astype("f4"),
         "residual_sketch": (rng.standard_normal((n_rows, 3)) + 0.5).astype("f4"),
-        f"relevance_{kernel}": (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4"),
     }
+    for name in kernel.split("+"):
+        arrays[f"relevance_{name}"] = (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4")
     rows = pa.table(
         {
             "row_id": [f"row-{i}" for i in range(n_rows)],

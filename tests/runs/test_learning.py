@@ -21,6 +21,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
 from grasp.runs.covariance import WITHIN
 from grasp.runs.imported import row_weights, runs_beside
+from grasp.runs.joined import Joined
 from grasp.runs.learning import SubsetFeaturizer, learn, learning_curve
 from grasp.runs.table import RunTable
 from grasp.verbs.predict import predict
@@ -187,6 +188,17 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
     assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
     assert "recipe imported" in page
+
+
+def test_what_is_evaluated_is_what_predict_says(tmp_path):
+    artifact = write_artifact(tmp_path / "art", kernel="token+input")
+    protocol = ScoringProtocol(name="p", match={"token": 1.0, "input": 0.25}, negative=0.5)
+    joined = Joined.from_environment(runs_beside(artifact, imported(weights="times")[0]), artifact)
+    (found,) = joined.additive({"p": protocol}, joined.environment.targets)
+    predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
+    (block,) = joined.blocks
+    assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
+    np.testing.assert_allclose(found.task_B[joined.environment.targets[0]], predictor.change(block.weights)[:, 0])
 
 
 def test_runs_that_lack_seeds_are_averaged(artifact):

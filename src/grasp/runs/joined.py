@@ -9,7 +9,7 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Match, ScoringProtocol
+from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
@@ -80,23 +80,11 @@ class Joined:
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions by fitted additive protocols: weighted sums of what each kernel predicts by itself.
-
-        A kernel that several protocols share is read once. Units of measurement differ from those of `Predictor` by a
-        factor, which no rank knows.
-        """
-        own, known, found = self.own_names(targets), dict[tuple[Match, float], tuple[F64, F64]](), []
+        """Predictions by additive protocols, as `grasp predict` has them."""
+        own, found = self.own_names(targets), []
         for name, protocol in protocols.items():
-            assert isinstance(protocol.match, dict)
-            task_BT, unit_BE = np.zeros((1, 1)), np.zeros((1, 1))
-            for kernel, weight in protocol.match.items():
-                if (kernel, protocol.negative) not in known:
-                    alone = ScoringProtocol(name=kernel, match={kernel: 1.0}, negative=protocol.negative)
-                    changes = self.changes(Predictor.from_artifact(self.source, alone, own, per_unit=True))
-                    known[kernel, protocol.negative] = changes
-                of_task_BT, of_unit_BE = known[kernel, protocol.negative]
-                task_BT, unit_BE = task_BT + weight * of_task_BT, unit_BE + weight * of_unit_BE
-            found.append(self.predictions(name, own, task_BT, unit_BE))
+            predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
+            found.append(self.predictions(name, own, *self.changes(predictor)))
         return found
 
 

@@ -31,6 +31,7 @@ from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs
 
 ADDITIVE: Mapping[str, dict[Match, float]] = {
+    "gradient additive": {"gradient": 1.0},
     "token additive": {"token": 1.0},
     "pooled additive": {"pooled": 1.0},
     "both additive": {"token": 1.0, "pooled": 1.0},
