@@ -10,12 +10,17 @@ from grasp.declared import REQUIRED, declared
 
 VERBS = {
     "grasp.audit.explain": "explain",
+    "grasp.audit.detect": "detect",
+    "grasp.choose.distil": "distil",
+    "grasp.choose.mixture": "mix",
+    "grasp.choose.select": "select",
     "grasp.report.serve": "serve",
     "grasp.report.verb": "report",
+    "grasp.verbs.evaluate": "evaluate",
     "grasp.verbs.predict": "predict",
     "grasp.verbs.score": "score",
 }
-OF_PYTHON = {"artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them
+OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them
 
 
 @pytest.mark.parametrize(("module", "name"), VERBS.items())

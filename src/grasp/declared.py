@@ -69,7 +69,7 @@ def declared(module: str, verb: str) -> Declaration:
         kinds = [kind for form in forms if (kind := (KINDS | PLACES).get(form))]
         if kinds:
             default = _value(module, node) if node else None if "None" in forms else REQUIRED
-            listed = "Sequence" in forms and default != ()
+            listed = kinds[0] is str and "Sequence" in forms and default != ()
             found[argument.arg] = Argument(argument.arg, kinds[0], default, listed, texts.get(argument.arg, ""))
     return Declaration(about, found)
 

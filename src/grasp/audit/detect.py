@@ -89,31 +89,34 @@ def detect(
     target: str | None = None,
     *,
     label: str | None = None,
-    truth: str | None = None,
+    top: int = LISTED,
+    false_positives: float = FALSE_POSITIVES,
     clean: str | None = None,
+    truth: str | None = None,
     k: int | None = None,
     neighbours: int | None = None,
-    false_positives: float = FALSE_POSITIVES,
     match: str | None = None,
-    top: int = LISTED,
     progress: Progress | None = None,
 ) -> Suspects:
-    """Rank rows by how wrong they look to the trusted units of a target.
+    """Find rows that look wrong to a target you trust.
 
-    `relevance` is minus the mean relevance to the units, each standardised over the rows. Where rows have a label,
-    `geometry` is the share of a row's nearest neighbours in the hidden sketch with another label, and `fused` the mean
-    of the two ranks. A trusted unit that is itself a row is an error.
+    Mislabelled, poisoned or misleading rows teach little of what a trusted target asks, and look like rows with
+    another label.
+
+    In Python the result has three scores. `relevance` is minus the mean relevance to the units, each standardised over
+    the rows. Where rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
+    another label, and `fused` the mean of the two ranks. A trusted unit that is itself a row is an error.
 
     Args:
-        target: whose units are trusted; None: the only one.
-        label: column of labels; None: the class of images, of texts none.
-        truth: column that says which rows were planted (true or 1): how well does each score find them?
-        clean: column that says which rows are known to be right: their scores decide the threshold.
-        k: first rows that precision and recall are of; None: as many as were planted.
-        neighbours: nearest rows whose labels are compared; None: 10.
-        false_positives: share of right rows that the threshold may flag.
-        match: relevance kernel; None: token where it is built.
-        top: rows in `shown`.
+        target: target that is asked about. Default: the only one.
+        label: column whose values may be wrong. Default: the class of images, if any.
+        top: rows to show.
+        false_positives: share of right rows that may be flagged by mistake.
+        clean: column that is true for rows checked to be right: they set the threshold.
+        truth: column that is true for rows known to be wrong: how many are found?
+        k: first rows that are counted. Default: as many as are wrong.
+        neighbours: nearest rows whose labels are compared. Default: 10.
+        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: the first there is.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or

@@ -65,18 +65,20 @@ def distil(
     target: str | None,
     out: Path | str,
     *,
-    protocol: ScoringProtocol | Path | str | None = None,
     rows: int | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Distilled:
-    """Learn a scorer of texts from the relevance of an artifact's rows to a target, and write it to `out`.
+    """Learn to score text alone, for corpora that no model reads.
+
+    The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
 
     Args:
-        target: None: the only one.
-        out: new directory.
-        protocol: how relevance is counted, as in `score`; None: as the protocol that ships does.
-        rows: learn from so many rows, drawn at random; None: all, up to 12 MB of text.
+        target: target that is asked about. Default: the only one.
+        out: new directory for the scorer.
+        rows: learn from so many rows, drawn at random: 10,000 take a minute. Default: all, up to 12 MB of text.
+        protocol: protocol to predict with. Default: the one that ships.
         seed: of the draw and of the folds.
     Raises:
         SettingsError: something is at `out`, or too few rows.

@@ -86,30 +86,32 @@ def mix(
     *,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
-    distance: str | None = None,
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
+    distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
     cautious: bool = False,
 ) -> Mixture:
     """Find the shares of a label's values that help the targets most.
 
+    The amount of data stays the same.
+
     Args:
         by: label whose values are mixed.
-        target: a target, several, or targets and weights; None: the one that there is.
-        floor: at least so much of the mixture, e.g. Games:5%; for every value: 1%. A value keeps 1 / max_repeat of its
-            share anyway, unless its floor is 0%.
-        cap: at most so much of it.
-        distance: at most so much of the data may change hands, e.g. 30%.
-        max_repeat: rows are seen at most so many times: in a training run as long as the corpus, or, if that has to be
-            repeated anyway, so many times as often as now.
-        train_tokens: tokens that the model will be trained on, e.g. 100B; None: as many as the corpus has.
-        protocol: None: the one that ships.
-        diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
-        runs: retrained or imported runs: the change in their unit, with an interval.
-        cautious: maximise the lower end of that interval, so that what the runs know little of counts as worse.
+        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
+        floor: at least so much of the mixture, e.g. Games:5%, or 1% of each value; 0% lets a value go.
+        cap: at most so much of the mixture, e.g. Games:20%, or 10% of each value.
+        max_repeat: no row is seen more often, or, where `train_tokens` repeat the corpus, so many times as often as
+            now. A value keeps 1 / `max_repeat` of its share.
+        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less. Default: as
+            many as the corpus has.
+        runs: runs, retrained or imported: the change in their unit, with an interval.
+        distance: move at most so much of the data between values, e.g. 30%.
+        protocol: protocol to predict with. Default: the one that ships.
+        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
     Raises:
         ProtocolError: an unknown target; a protocol that says nothing of mixtures.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.

@@ -55,35 +55,38 @@ def select(
     by: str | None = None,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
+    runs: Environment | RunTable | Path | str | None = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     documents: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
     cautious: bool = False,
     progress: Progress | None = None,
 ) -> Selection:
-    """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
+    """Choose the rows that help the targets most.
+
+    They can be written as a corpus to train on. Whole documents are chosen by the mean effect of their rows.
+
+    In Python the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
-        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens, 300documents or 20%documents of the whole corpus; a float is a
-            share of the rows, an int is rows; None: the best for `train_tokens`. Whole documents are ordered by the
-            mean effect of their rows.
-        target: a target, several, or targets and weights; None: the one that there is.
-        train_tokens: tokens that the model will be trained on, e.g. 100B: repetition then counts as worth less, see
-            `repetition`.
-        by: label that floors and caps speak of, e.g. topic.
-        floor: at least so much of the budget, e.g. Games:5%; for every value: 1%.
-        cap: at most so much of it.
-        exclude: row_ids or doc_ids, or a file with them.
-        exclude_where: rows for which a label expression is true.
-        documents: how they will be exported, see `Selection.export`: then nothing is said of those that rows cut.
-        protocol: None: the one that ships.
-        diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
-        runs: retrained or imported runs: rows are chosen by the change that they lead to expect, in their unit, with
-            an interval; by relevance under a protocol with geometry, or with `train_tokens`.
-        cautious: by the lower end of that interval, so that what the runs know little of counts as worse.
+        budget: 20% or 5000 (rows), 2Mtokens, 20%tokens, 300documents, 67%documents of the whole corpus. Default: the
+            best for `train_tokens`. In Python also a float, a share of the rows, or an int, so many rows.
+        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
+        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.
+        by: label that floors and caps speak of.
+        floor: at least so much of the budget, e.g. Games:5%, or 1% of each value.
+        cap: at most so much of the budget, e.g. Games:20%, or 10% of each value.
+        runs: runs, retrained or imported: rows are chosen by the change that they lead to expect, with an interval.
+            Not with `train_tokens`, nor under a protocol with geometry.
+        exclude: row_ids or doc_ids to leave out: text or Parquet. In Python also a list.
+        exclude_where: condition on labels: these rows are left out.
+        documents: write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.
+            In Python `Selection.export` is told so as well.
+        protocol: protocol to predict with. Default: the one that ships.
+        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
         progress: told of the rows taken, where that takes long.
     Raises:
         SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.

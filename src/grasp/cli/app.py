@@ -129,7 +129,7 @@ METAVARS = {
         "TIMES": "max_repeat",
         "N": "train_tokens",
         "RULE": "documents",
-        "DIR": "runs development checkpoints cache model",
+        "DIR": "out runs development checkpoints cache model",
         "ART": "previous",
     }.items()
     for name in names.split()

@@ -2,25 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs
+from grasp.cli.console import check_outputs, reads
 from grasp.cli.options import (
     Art,
-    Cautious,
-    Diversity,
     IdColumn,
-    OnlyTarget,
-    ProtocolFile,
     Quiet,
-    RunsPath,
     Split,
-    TargetWeights,
     TextColumn,
-    TrainTokens,
     beside,
 )
 from grasp.cli.progress import Watch
@@ -34,17 +28,11 @@ from grasp.text import plain
     "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
     "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
+    verb="grasp.choose.select",
+    seldom="exclude exclude_where documents protocol diversity cautious",
 )
 def select(
     art: Art,
-    budget: str | None = option(
-        "--budget AMOUNT",
-        "20% or 5000 (rows), 2Mtokens, 300documents, 67%documents of the whole corpus. Default: the best for "
-        "--train-tokens.",
-        None,
-    ),
-    target: TargetWeights = None,
-    train_tokens: TrainTokens = None,
     export: Path | None = option(
         "--export DIR", "New directory for the chosen rows: text, tokens, labels, ready to train on.", None
     ),
@@ -54,65 +42,33 @@ def select(
         "What is not kept: a new directory, written as that of --export; or a .parquet or .csv of snippets and labels.",
         None,
     ),
-    by: str | None = option("--by LABEL", "Label that floors and caps speak of.", None),
-    floor: list[str] = option(
-        "--floor [VALUE:]AMOUNT", "At least so much of the budget, e.g. Games:5%; repeatable.", []
-    ),
-    cap: list[str] = option("--cap [VALUE:]AMOUNT", "At most so much of the budget, e.g. 10% of each; repeatable.", []),
-    runs: RunsPath = None,
-    exclude: Path | None = rare("--exclude FILE", "Row_ids or doc_ids to leave out: text or Parquet.", None),
-    exclude_where: str | None = rare("--exclude-where EXPR", "Leave out rows with such labels.", None),
     form: str = rare("--format", "Of the export: parquet, jsonl or datasets.", "parquet"),
-    documents: str | None = rare(
-        "--documents RULE",
-        "Write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.",
+    ids_out: Path | None = rare(
+        "--ids-out FILE",
+        "Names of the documents that --documents takes: .csv or .parquet with their places in the corpus, else text.",
         None,
     ),
-    ids_out: Path | None = rare(
-        "--ids-out FILE", "These documents: .csv or .parquet with their places in the corpus; else names.", None
-    ),
     corpus: str | None = rare("--corpus PATH", "Where the corpus lies now. Default: where it was built from.", None),
-    protocol: ProtocolFile = None,
-    diversity: Diversity = None,
-    cautious: Cautious = False,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
-    """Choose the rows that help the targets most.
-
-    They can be written as a corpus to train on.
-    """
     from grasp.choose.selection import check_export
 
     opened = grasp.open(art)
     artifact = opened.files
-    reads = {"--exclude reads": exclude, "--protocol reads": protocol, "holds the runs": runs}
+    documents = asked["documents"]
     # a corpus, as in `dropped-v1.2`; with an ending in letters a table
     dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
     for place in (export, dropped):
         if place is not None:
             check_place(place)
     outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact.reads | reads, tables=["--left-out"] if dropped is None else [])
+    check_outputs(outputs, artifact.reads | reads(asked), tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     if written is not None or documents or ids_out or corpus:
         check_export(artifact, written, documents=documents, form=form, corpus=corpus, ids=ids_out)
     with Watch(quiet=quiet) as watch:
-        selection = opened.select(
-            budget,
-            target,
-            train_tokens=train_tokens,
-            by=by,
-            floor=floor,
-            cap=cap,
-            exclude=exclude,
-            exclude_where=exclude_where,
-            documents=documents,
-            protocol=protocol,
-            diversity=diversity,
-            runs=runs,
-            cautious=cautious,
-            progress=watch,
-        )
+        selection = opened.select(**asked, progress=watch)
     print(selection)
     if out is not None:
         first = "rows of the best documents" if selection.asked["unit"] == "documents" else "rows, best"
@@ -130,49 +86,20 @@ def select(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
+    verb="grasp.choose.mixture",
+    seldom="distance protocol diversity cautious",
 )
 def mix(
     art: Art,
-    by: str = option("--by LABEL", "Label whose values are mixed."),
-    target: TargetWeights = None,
-    floor: list[str] = option(
-        "--floor [VALUE:]SHARE", "At least so much of the mixture, e.g. Games:5%; 0% lets a value go; repeatable.", []
-    ),
-    cap: list[str] = option("--cap [VALUE:]SHARE", "At most so much of the mixture, e.g. 20% of each; repeatable.", []),
-    max_repeat: float = option(
-        "--max-repeat TIMES", "No row is seen more often; a value keeps 1/TIMES of its share.", 4.0
-    ),
-    train_tokens: TrainTokens = None,
-    runs: RunsPath = None,
     out: Path | None = option("--out FILE", "Parquet of the mixture; its summary and protocol beside it.", None),
-    distance: str | None = rare("--distance SHARE", "Move at most so much of the data between values, e.g. 30%.", None),
     weights: Path | None = rare(
         "--weights FILE", "Parquet of subset_id, row_id, weight, as grasp predict --subsets reads it.", None
     ),
-    protocol: ProtocolFile = None,
-    diversity: Diversity = None,
-    cautious: Cautious = False,
+    **asked: Any,
 ) -> None:
-    """Find the shares of a label's values that help the targets most.
-
-    The amount of data stays the same.
-    """
     opened = grasp.open(art)
-    reads = {"--protocol reads": protocol, "holds the runs": runs}
-    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads)
-    mixture = opened.mix(
-        by,
-        target,
-        floor=floor,
-        cap=cap,
-        distance=distance,
-        max_repeat=max_repeat,
-        train_tokens=train_tokens,
-        protocol=protocol,
-        diversity=diversity,
-        runs=runs,
-        cautious=cautious,
-    )
+    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads(asked))
+    mixture = opened.mix(**asked)
     print(mixture)
     if out is not None:
         print(f"{mixture.save(out)}: the shares; beside it {out.stem}.json, for grasp report --mixture")
@@ -184,26 +111,12 @@ def mix(
 @command(
     "grasp distil art --target sciq --out scorer",
     "grasp info scorer",
+    verb="grasp.choose.distil",
+    seldom="protocol seed",
 )
-def distil(
-    art: Art,
-    target: OnlyTarget = None,
-    out: Path = option("--out DIR", "New directory for the scorer."),
-    rows: int | None = option(
-        "--rows N",
-        "Learn from so many rows, drawn at random: 10,000 take a minute. Default: all, up to 12 MB of text.",
-        None,
-    ),
-    protocol: ProtocolFile = None,
-    seed: int = rare("--seed", "Of the draw and of the folds.", 0),
-    quiet: Quiet = False,
-) -> None:
-    """Learn to score text alone, for corpora that no model reads.
-
-    The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
-    """
+def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
     with Watch(quiet=quiet) as watch:
-        result = grasp.open(art).distil(target, out, protocol=protocol, rows=rows, seed=seed, progress=watch)
+        result = grasp.open(art).distil(**asked, progress=watch)
     print(result)
 
 

@@ -142,18 +142,6 @@ def cluster(engine: str, workers: int | None, address: str | None, threads: int 
     return ClusterSpec(address, workers, threads or 1)
 
 
-def asked_names(flag: str, text: str | None) -> list[str] | None:
-    """The methods that a flag names; none where it is not given.
-
-    Raises:
-        SettingsError: it is given and names nothing.
-    """
-    chosen = names(text)
-    if chosen == []:
-        raise SettingsError(f"{flag}: got {text!r}, expected names separated by commas; see grasp methods")
-    return chosen
-
-
 def names(text: str | None) -> list[str] | None:
     """A comma-separated list; a name with a comma in it stands in double quotes, as in CSV."""
     return None if text is None else list(listed(text))

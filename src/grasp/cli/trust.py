@@ -2,31 +2,27 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, show, tell
+from grasp.cli.console import check_outputs, reads, show, tell
 from grasp.cli.options import (
     Address,
+    Art,
     Assignments,
-    Cache,
-    Checkpoints,
     ConfigFile,
     JsonFile,
-    MethodSettings,
-    Partial,
     Quiet,
-    Resamples,
-    TargetNames,
-    asked_names,
     cluster,
     merged,
     names,
 )
 from grasp.cli.progress import Watch
-from grasp.files import STREAMS, Reads, write_whole
+from grasp.errors import SettingsError
+from grasp.files import STREAMS, write_whole
 from grasp.text import printable
 
 
@@ -155,70 +151,25 @@ def retrain(
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
+    verb="grasp.verbs.evaluate",
+    seldom="partial controls development family method_settings checkpoints cache oracles resamples",
 )
 def evaluate(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
-    runs: Path = option("--runs DIR", "Directory of retrained subsets; see grasp retrain."),
-    protocol: Path | None = option("--protocol FILE", "Protocol file, compared beside the one that ships.", None),
-    target: TargetNames = None,
-    methods: str | None = option("--methods NAMES", "Published methods, separated by commas; see grasp methods.", None),
-    predictions: list[Path] = option(
-        "--predictions FILE",
-        "Predictions of your own: Parquet or .npy, a value a subset, or a score a row; repeatable.",
-        [],
-    ),
+    art: Art,
     csv_file: Path | None = option("--csv FILE", "A line a method and target, as CSV.", None),
     json_file: JsonFile = None,
-    partial: Partial = False,
-    controls: bool = rare("--controls", "The paper's controls and ablations as well.", False),
-    development: list[Path] = rare(
-        "--development DIR", "Runs that the controls' weights are selected on; repeatable.", []
-    ),
-    family: Path | None = rare("--family FILE", "Protocols that the controls take parts away from.", None),
-    method_settings: MethodSettings = None,
-    checkpoints: Checkpoints = [],
-    cache: Cache = None,
-    oracle: list[str] = rare(
-        "--oracle NAME", "ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what.", []
-    ),
-    resamples: Resamples = 1_000,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
-    """Compare predictions with retraining, method by method.
-
-    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach. Scores of
-    published methods are computed once and kept; after a kill the same command goes on where it was.
-    """
-    art = grasp.open(path)
-    read: dict[str, Reads] = {
-        "holds the runs": runs,
-        "is a checkpoint": checkpoints,
-        "--development reads": development,
-        "--predictions reads": predictions,
-        "--protocol reads": protocol,
-        "--family reads": family,
-        "--method-settings reads": method_settings,
-    }
-    check_outputs({"--json": json_file, "--csv": csv_file}, art.files.reads | read, streamed=("--json", "--csv"))
-    with Watch(quiet=quiet) as watch:
-        result = grasp.evaluate(
-            art,
-            runs,
-            protocol=protocol,
-            target=names(target),
-            methods=asked_names("--methods", methods),
-            method_settings=method_settings,
-            controls=controls,
-            development=development,
-            family=family,
-            predictions=predictions,
-            oracles=oracle,
-            checkpoints=checkpoints,
-            cache=cache,
-            partial=partial,
-            resamples=resamples,
-            progress=watch,
+    opened = grasp.open(art)
+    outputs = {"--json": json_file, "--csv": csv_file}
+    check_outputs(outputs, opened.files.reads | reads(asked), streamed=("--json", "--csv"))
+    if names(asked["methods"]) == []:
+        raise SettingsError(
+            f"--methods: got {asked['methods']!r}, expected names separated by commas; see grasp methods"
         )
+    with Watch(quiet=quiet) as watch:
+        result = grasp.evaluate(opened, **asked, progress=watch)
     if not {json_file, csv_file} & {*STREAMS}:
         print(result)
     for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):

@@ -53,35 +53,40 @@ def evaluate(
     protocol: ScoringProtocol | Place | None = None,
     target: str | Sequence[str] | None = None,
     methods: str | Sequence[str] | None = None,
-    method_settings: Mapping[str, Any] | Place | None = None,
+    predictions: Sequence[Place] = (),
+    partial: bool = False,
     controls: bool = False,
     development: Sequence[Runs] = (),
-    family: Any = None,
-    predictions: Sequence[Place] = (),
-    oracles: str | Sequence[str] = (),
+    family: Place | Any = None,
+    method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
     cache: Place | None = None,
-    partial: bool = False,
+    oracles: str | Sequence[str] = (),
     resamples: int = RESAMPLES,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Compare predictions with retraining: the protocol that ships, additive cores, and what is named beside them.
+    """Compare predictions with retraining, method by method.
 
-    Figures by which a protocol or a control was chosen are marked `in sample`.
+    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach. Scores of
+    published methods are computed once and kept; after a kill the same command goes on where it was. Figures by which a
+    protocol or a control was chosen are marked "in sample".
 
     Args:
-        protocol: compared beside the one that ships.
-        target: one, or several; None: all that artifact, runs and files have in common.
-        methods: published ones by name, see `grasp methods`, or by the labels of `method_settings`; their scores are
-            computed once and kept in `cache`.
-        method_settings: settings by method, or by a label of your own; or the YAML file of them.
-        controls: the paper's controls and ablations; their weights are selected on `development`, else on `runs`.
-        family: protocols that the controls restrict, a file or a `grasp.geometry.candidates.ProtocolFamily`; None:
-            those that ship.
-        predictions: files of utilities by subset, or of scores by row.
-        oracles: datamodels by ridge or lasso, with `:masks` or `:LABEL` for what they see.
-        checkpoints: of training, for methods that look at several; None: those beside the artifact's model.
+        runs: retrained subsets; see `grasp retrain`.
+        protocol: protocol that is compared beside the one that ships.
+        target: targets, separated by commas. Default: all that artifact, runs and files have in common.
+        methods: published methods, separated by commas; see `grasp methods`.
+        predictions: predictions of your own: Parquet or .npy, a value a subset, or a score a row.
         partial: use what unfinished runs have.
+        controls: the paper's controls and ablations as well.
+        development: runs that the weights of `controls` are selected on. Default: `runs`.
+        family: protocols that `controls` take parts away from. Default: those that ship. In Python also a
+            `grasp.geometry.candidates.ProtocolFamily`.
+        method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
+        checkpoints: checkpoint, or training run, for methods that look at several. Default: beside the model.
+        cache: where scores of methods are kept. Default: in the artifact.
+        oracles: fit ridge or lasso on the retrained subsets; :masks or :LABEL says on what.
+        resamples: bootstrap resamples of the subsets.
     Raises:
         EnvironmentDataError: artifact and runs are not of the same rows (the command that builds such an artifact is in
             the message), or files and utilities are incomplete.
