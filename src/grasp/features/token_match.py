@@ -160,7 +160,11 @@ def token_relevance(
     entry = _sorted_entries(targets, residual, row_P, n_rows)
     sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
     for block in targets.blocks:
-        gradient_CNH = _gradient_block(block, entry, centred_PH, n_rows)
+        coordinates = len(block.unit_CE)
+        offset = entry.offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
+        low, high = int(offset[0]), int(offset[-1])
+        gradient = weighted_sums(centred_PH, entry.position[low:high], offset - low, entry.value[low:high])
+        gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
         product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
         sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
@@ -204,14 +208,3 @@ def _sorted(key_PK: Tensor, value_PK: Tensor, n_keys: int) -> _Entries:
     offset = torch.searchsorted(key, edge)
     order = order[: int(offset[-1])]
     return _Entries(offset, order // key_PK.shape[1], value_PK.reshape(-1)[order])
-
-
-def _gradient_block(block: CoordinateBlock, entry: _Entries, centred_PH: Tensor, n_rows: int) -> Tensor:
-    """G on the block's coordinates, (C, N, H): a sparse-times-dense product, as a weighted embedding bag."""
-    coordinates = len(block.unit_CE)
-    start = block.first * n_rows
-    offset = entry.offset[start : start + coordinates * n_rows + 1]
-    low, high = int(offset[0]), int(offset[-1])
-    return weighted_sums(centred_PH, entry.position[low:high], offset - low, entry.value[low:high]).view(
-        coordinates, n_rows, -1
-    )

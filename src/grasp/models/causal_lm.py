@@ -36,7 +36,14 @@ class ReferenceModel:
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.head = output_head(model)
-        self.body = _body(model)
+        prefix = getattr(model, "base_model_prefix", "")
+        body = getattr(model, prefix, None) if prefix else None
+        if not isinstance(body, nn.Module) or body is model:
+            raise ModelError(
+                f"{type(model).__name__}: no transformer body under `{prefix or 'base_model_prefix'}`; expected a "
+                "Hugging Face causal LM"
+            )
+        self.body = body
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size, self.hidden_size = head_shape(self.head.linear)
@@ -164,18 +171,6 @@ def weights_fingerprint(model: nn.Module, beside: bytes) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _body(model: nn.Module) -> nn.Module:
-    """The transformer without its head."""
-    prefix = getattr(model, "base_model_prefix", "")
-    body = getattr(model, prefix, None) if prefix else None
-    if not isinstance(body, nn.Module) or body is model:
-        raise ModelError(
-            f"{type(model).__name__}: no transformer body under `{prefix or 'base_model_prefix'}`; expected a Hugging "
-            "Face causal LM"
-        )
-    return body
 
 
 def pad_rows(

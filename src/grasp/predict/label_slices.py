@@ -187,7 +187,12 @@ def dropped_intervals(
     Cost: one more pass over the relevance of every kernel; memory: slices x units.
     """
     n_slices, rows_G = len(slices.slices), effects.sums.kept_B
-    part_GE = _unit_parts(artifact, predictor, slices)
+    columns_E, protocol = predictor.units.columns_E, predictor.protocol
+    part_GE = np.zeros((n_slices, len(columns_E)))  # what each unit adds to the effect of its task, times its units
+    for kernel, share_E in predictor.unit_shares.items():
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        (sum_GE,) = sums_over(blocks, [slices.each], len(columns_E))
+        part_GE += sum_GE * share_E
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # all other rows, counted from the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
@@ -199,17 +204,6 @@ def dropped_intervals(
             bounds[:, t] = np.quantile(change_GE[:, start:stop] @ weights_RE.T, TAILS, axis=1)
     bounds[:, :, rows_G == predictor.n_rows] = np.nan
     return bounds[0].T, bounds[1].T
-
-
-def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> F64:
-    """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
-    columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    out_GE = np.zeros((len(slices.slices), len(columns_E)))
-    for kernel, share_E in predictor.unit_shares.items():
-        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
-        (part_GE,) = sums_over(blocks, [slices.each], len(columns_E))
-        out_GE += part_GE * share_E
-    return out_GE
 
 
 def _redundancy(predictor: Predictor, slices: SubsetSums) -> F64 | None:

@@ -362,13 +362,10 @@ def _bound(
     names = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
     by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in names.items()} if per_unit else {}
     kernels = {name: Kernel.for_tasks(artifact, name, units, less) for name, less in names.items()}
-    unit_level = Level.from_kernels(protocol, by_unit, _spreads(by_unit), None) if per_unit else None
-    return assembled(protocol, units, kernels, unit_level, _spreads(kernels), components=components)
-
-
-def _spreads(kernels: Mapping[str, Kernel]) -> dict[str, ColumnSpread]:
-    """What brings kernels to one scale: their spread over the rows."""
-    return {name: kernel.rows.spread for name, kernel in kernels.items()}
+    # what brings kernels to one scale: their spread over the rows
+    by_unit_spread, spread = ({name: one.rows.spread for name, one in own.items()} for own in (by_unit, kernels))
+    unit_level = Level.from_kernels(protocol, by_unit, by_unit_spread, None) if per_unit else None
+    return assembled(protocol, units, kernels, unit_level, spread, components=components)
 
 
 def _of_tasks(level: Level, units: UnitSelection) -> F64:

@@ -30,7 +30,7 @@ _cached: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = We
 
 
 def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
-    """What one question of an opened artifact made, for the next one.
+    """What one question of an opened artifact made, for the next one; nobody writes into an array of it.
 
     What is oldest goes first where all of it would take more than CACHED_BYTES, before anything new is made.
     """
@@ -41,6 +41,8 @@ def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable
             return known
         _make_room(values, n_bytes)
     made = make()
+    if isinstance(made, np.ndarray):
+        made.flags.writeable = False
     with _lock:
         if n_bytes <= CACHED_BYTES:
             _make_room(values, n_bytes)
@@ -81,17 +83,14 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> NDArray[np.int64]:
-    """Tokens of every row, (N,); nobody writes into it.
+    """Tokens of every row, (N,).
 
     Args:
         column: `length_column(artifact)` counts those that carry loss.
     """
-
-    def read() -> NDArray[np.int64]:
-        batches = artifact.row_batches([column])
-        return _shared(np.concatenate([np.asarray(batch.column(0), dtype=np.int64) for batch in batches]))
-
-    return cached(artifact, column, 8 * artifact.n_rows, read)
+    batches = artifact.row_batches([column])
+    read = (np.asarray(batch.column(0), dtype=np.int64) for batch in batches)
+    return cached(artifact, column, 8 * artifact.n_rows, lambda: np.concatenate(list(read)))
 
 
 def length_column(artifact: ArtifactReader) -> str:
@@ -100,13 +99,14 @@ def length_column(artifact: ArtifactReader) -> str:
 
 
 def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
-    """The document of every row as a number, in order of first appearance, (N,); nobody writes into it."""
-
-    def read() -> NDArray[np.int64]:
-        names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
-        return _shared(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
-
-    return cached(artifact, "documents", 8 * artifact.n_rows, read)
+    """The document of every row as a number, in order of first appearance, (N,)."""
+    read = (batch.column(0) for batch in artifact.row_batches(["doc_id"]))
+    return cached(
+        artifact,
+        "documents",
+        8 * artifact.n_rows,
+        lambda: pa.chunked_array(list(read)).combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64),
+    )
 
 
 def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
@@ -143,8 +143,3 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64
         some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
     return np.array([places[row] for row in rows], dtype=np.int64)
-
-
-def _shared(values_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    values_N.flags.writeable = False
-    return values_N

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.row_arrays import F64, Blocks, cached
+from grasp.predict.row_arrays import F64, cached
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.weights import Weights
 
@@ -26,12 +26,9 @@ class Sketch:
         """Read the sketch, and hold it where it fits."""
         name = f"{half}_sketch"
         width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
-
-        def blocks() -> Blocks:
-            return artifact.array_blocks(name, block_rows=block_rows(width))
-
-        held = RowSums(blocks, artifact.n_rows, width)
-        return cls(held, cached(artifact, name, 8 * width, lambda: _total(held)))
+        held = RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
+        totals = (block.sum(axis=0, dtype=np.float64) for _, block in held.blocks())
+        return cls(held, cached(artifact, name, 8 * width, lambda: np.asarray(np.sum(list(totals), axis=0))))
 
     @property
     def width(self) -> int:
@@ -45,7 +42,3 @@ class Sketch:
     def dot(self, vector_D: F64) -> F64:
         """<phi_i, vector> of every row, (N,)."""
         return self.held.dot(vector_D)
-
-
-def _total(held: RowSums) -> F64:
-    return np.asarray(np.sum([block.sum(axis=0, dtype=np.float64) for _, block in held.blocks()], axis=0))
