@@ -66,7 +66,13 @@ def check_outputs(
     for flag, path in outputs.items():
         if path is None or (flag in streamed and path in STREAMS):
             continue
-        _check_replaceable(path, flag)
+        _check_name(path, flag)
+        if not path.parent.is_dir():
+            raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
+        if path == Path("-") or (kind := kind_of(path)) is None:
+            raise SettingsError(f"{flag}: got {path}, which is no name for a file; expected one")
+        if kind not in ("file", "nothing"):
+            raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
         known[_check_apart(path, known, flag)] = f"{flag} writes"
         if flag in tables and path.suffix not in TABLES:
             raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLES)}")
@@ -89,17 +95,6 @@ def _check_apart(path: Path, known: Mapping[Path, str], flag: str) -> Path:
             inside = "" if place == taken else f" inside of {taken}"
             raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
     return place
-
-
-def _check_replaceable(path: Path, flag: str) -> None:
-    """See that `path` is a new name in a directory that is there, or a regular file."""
-    _check_name(path, flag)
-    if not path.parent.is_dir():
-        raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
-    if path == Path("-") or (kind := kind_of(path)) is None:
-        raise SettingsError(f"{flag}: got {path}, which is no name for a file; expected one")
-    if kind not in ("file", "nothing"):
-        raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
 
 
 def _check_name(path: Path, flag: str) -> None:

@@ -83,23 +83,19 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
-def signed(value: float | None, digits: int = 3) -> str:
-    """With its sign; a dash where there is none. What is not zero has a sign that shows: -0.0002, never +0.000."""
-    return _spelled(value, digits, "+")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Without a sign unless it is negative; a dash where there is none."""
-    return _spelled(value, digits, "")
-
-
-def _spelled(value: float | None, digits: int, sign: str) -> str:
+def number(value: float | None, digits: int = 3, sign: str = "") -> str:
+    """Without a sign unless it is negative; a dash where there is none. What is not zero is never shown as zero."""
     if value is None or isnan(value):
         return "-"
     if abs(value) >= HUGE:
         return f"{value:{sign}.3g}"
     shown = f"{value:{sign}z.{digits}f}"
     return f"{value:{sign}.1g}" if abs(value) > NOISE and not float(shown) else shown
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """With its sign, of what is not zero one that shows: -0.0002, never +0.000."""
+    return number(value, digits, "+")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -18,7 +18,6 @@ from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.choose.scorer import CARD, SIGNED_CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
 from grasp.extract.local import build_artifact
-from grasp.store.records import signed_json
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
 from tests.extract.world import world, write_corpus
@@ -111,7 +110,7 @@ def test_text_of_another_kind_is_marked(art, place):
 def damaged_card(path, **changes):
     """A card that a stranger has signed anew."""
     card = Scorer.open(path).card.model_copy(update=changes)
-    (path / CARD).write_bytes(signed_json(card))
+    SIGNED_CARD.write(path, card)
 
 
 def foreign_weights(path, dtype, shape):
@@ -119,7 +118,7 @@ def foreign_weights(path, dtype, shape):
     header = json.dumps({"tables": {"dtype": dtype, "shape": shape, "data_offsets": [0, 64]}}).encode()
     (path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     card = SIGNED_CARD.read(path).model_copy(update={"weights": grasp.files.entry_of(path / WEIGHTS)})
-    (path / CARD).write_bytes(signed_json(card))
+    SIGNED_CARD.write(path, card)
 
 
 @pytest.mark.parametrize(

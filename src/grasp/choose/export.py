@@ -265,10 +265,11 @@ def _row_tables(
             continue
         table = pa.Table.from_batches([batch.filter(pa.array(order_n >= 0))]).replace_schema_metadata(None)
         order = order_n[order_n >= 0]
+        texts = [decode([row.input_ids.tolist()])[0] if row.text is None else row.text for row in here]
         ours = {
             "row_id": table["row_id"],
             "doc_id": table["doc_id"],
-            text: pa.array([_text(row, decode) for row in here], pa.large_string()),
+            text: pa.array(texts, pa.large_string()),
             "input_ids": pa.array([row.input_ids for row in here], pa.list_(pa.int32())),
             "n_tokens": table["n_tokens"],
             "order": pa.array(order),
@@ -278,10 +279,6 @@ def _row_tables(
         yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
     if next(rows, None) is not None:  # reads to the end, where the fingerprint is compared
         raise AssertionError("rows beyond those of the artifact")
-
-
-def _text(row: Row, decode: Decode) -> str:
-    return decode([row.input_ids.tolist()])[0] if row.text is None else row.text
 
 
 def _written(out: Path, kind: Format, items: Iterable[Item], tokens: int, facts: Mapping[str, Any]) -> Export:

@@ -75,7 +75,10 @@ class Limits:
             raise SettingsError("floor, cap: need a label; name it with `by`, e.g. topic")
         names = ("all",) if labels is None else labels.names()
         codes_N = None if labels is None else labels.codes_N
-        held_G, largest_G = _available(allowed_N, cost_N, codes_N, len(names))
+        codes_P = np.zeros(int(allowed_N.sum()), np.int32) if codes_N is None else codes_N[allowed_N]
+        cost_P = np.ones(len(codes_P), np.int64) if cost_N is None else cost_N[allowed_N]
+        held_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
+        np.maximum.at(largest_G, codes_P, cost_P)
         floor_G = _amounts(floors, "floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
         cap_G = _amounts(caps, "cap", labels, names, unit, size, np.full(len(names), size, dtype=np.int64))
         _check_floors(names, unit, size, floor_G, cap_G, held_G, largest_G)
@@ -164,17 +167,6 @@ def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], co
             f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
         )
     return size
-
-
-def _available(
-    allowed_N: NDArray[np.bool_], cost_N: I64 | None, codes_N: NDArray[np.int32] | None, n_values: int
-) -> tuple[I64, I64]:
-    """(G,) cost of all allowed rows of each value, and of the dearest."""
-    codes = np.zeros(int(allowed_N.sum()), np.int32) if codes_N is None else codes_N[allowed_N]
-    cost = np.ones(len(codes), np.int64) if cost_N is None else cost_N[allowed_N]
-    largest_G = np.ones(n_values, dtype=np.int64)
-    np.maximum.at(largest_G, codes, cost)
-    return np.bincount(codes, cost, minlength=n_values).astype(np.int64), largest_G
 
 
 def _amounts(

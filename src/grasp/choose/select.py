@@ -22,10 +22,10 @@ from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import I64, Limits, read_exclusion, within
 from grasp.choose.repetition import Training
-from grasp.choose.selection import Selection, mask_of
+from grasp.choose.selection import Selection
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
-from grasp.predict.blocks import one_subset
+from grasp.predict.blocks import mask_of, one_subset
 from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
@@ -344,9 +344,8 @@ def _selection(
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
     if asked["unit"] == "documents":
         headline = f"keeps {len(table['doc_id'].unique()):,} documents: {headline.removeprefix('keeps ')}"
-    more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
-    more += [] if whole else _cut_documents(artifact, rows)
-    more += _never_read(artifact, whole=whole)
+    more = [*said, *found.notes, *_pool_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
+    more += _document_notes(artifact, rows, whole=whole)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
     left = float(sums.worth(training.exposure)[0])
@@ -376,7 +375,13 @@ def _selection(
 
 def _row_table(aim: SelectionObjective, found: Chosen, by: str | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]"""
-    table = _rows_in_order(aim.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
+    artifact, chosen_N, start = aim.artifact, mask_of(found.row_index, aim.artifact.n_rows), 0
+    parts: list[pa.RecordBatch] = []  # the row table streams past
+    for batch in artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+        parts.append(batch.filter(pa.array(chosen_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    taken = np.argsort(np.argsort(found.row_index))  # in corpus order -> in the order taken
+    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
     new = {"order": np.arange(len(table)), "effect": aim.effect_N[found.row_index]}
     if found.gain is not None:
         new["gain"] = found.gain
@@ -385,7 +390,7 @@ def _row_table(aim: SelectionObjective, found: Chosen, by: str | None) -> pa.Tab
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
 
 
-def _more_notes(limits: Limits, picked_P: I64, pool: _Pool) -> list[str]:
+def _pool_notes(limits: Limits, picked_P: I64, pool: _Pool) -> list[str]:
     """What there was to choose from, and what of the budget is left."""
     used = len(picked_P) if limits.cost_N is None else int(limits.cost_N[picked_P].sum())
     above, what = int((pool.effect_M[pool.allowed_M] > 0).sum()), "rows" if pool.document_N is None else "documents"
@@ -420,23 +425,21 @@ def _row_notes(aim: SelectionObjective, row_index: I64, by: str | None) -> list[
     return said
 
 
-def _cut_documents(artifact: ArtifactReader, row_index: I64) -> list[str]:
-    """A word to whoever wants whole documents."""
-    document_N = row_documents(artifact)
-    kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
-    cut = int(((kept_M > 0) & (kept_M < of_M)).sum())
-    line = (
-        f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; a budget such as "
-        "20%documents takes whole ones, and --export with --documents half writes whole ones"
-    )
-    return [line] if cut else []
-
-
-def _never_read(artifact: ArtifactReader, *, whole: bool) -> list[str]:
-    """What of the corpus is in no row, and so neither chosen nor left out; whole documents bring their ends along."""
+def _document_notes(artifact: ArtifactReader, row_index: I64, *, whole: bool) -> list[str]:
+    """Which documents rows cut, and what of the corpus is in no row; of `whole` ones neither is worth a word."""
+    said = []
+    if not whole:
+        document_N = row_documents(artifact)
+        kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
+        if cut := int(((kept_M > 0) & (kept_M < of_M)).sum()):
+            said.append(
+                f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; a budget such as "
+                "20%documents takes whole ones, and --export with --documents half writes whole ones"
+            )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
-    counts = {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}
-    return [f"neither chosen nor left out, since no row holds them: {skipped_text(counts)}"] if counts else []
+    if counts := {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}:
+        said.append(f"neither chosen nor left out, since no row holds them: {skipped_text(counts)}")
+    return said
 
 
 def _shares(limits: Limits, row_index: I64) -> pa.Table:
@@ -456,15 +459,3 @@ def _shares(limits: Limits, row_index: I64) -> pa.Table:
             "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),
         }
     )
-
-
-def _rows_in_order(artifact: ArtifactReader, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
-    """Columns of chosen rows, in the order given; the row table streams past."""
-    wanted_N = mask_of(row_index, artifact.n_rows)
-    parts: list[pa.RecordBatch] = []
-    start = 0
-    for batch in artifact.row_batches(columns):
-        parts.append(batch.filter(pa.array(wanted_N[start : start + batch.num_rows])))
-        start += batch.num_rows
-    place = np.argsort(np.argsort(row_index))  # in corpus order -> in the order taken
-    return pa.Table.from_batches(parts).take(pa.array(place)).combine_chunks()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import Choice, Curve, text_of
@@ -34,6 +33,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import BuildSource
 from grasp.files import check_place, write_whole
+from grasp.predict.blocks import mask_of
 from grasp.predict.ranking import ranked, write_ranked
 from grasp.predict.row_arrays import F64
 from grasp.results import write_table
@@ -232,9 +232,3 @@ def write_ids(kept: Kept, path: Path) -> None:
                 f"document {name!r}: a list with one name a line cannot hold it; write a table, .csv or .parquet"
             )
     write_whole(path, ("\n".join(kept.names) + "\n").encode())
-
-
-def mask_of(row_index: I64, n_rows: int) -> NDArray[np.bool_]:
-    mask_N = np.zeros(n_rows, dtype=np.bool_)
-    mask_N[row_index] = True
-    return mask_N

@@ -118,10 +118,10 @@ def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
     if isinstance(item, MissingRows):
         if named < n_rows * OMITTED_SHARE:
             return item
-        return _compact(WeightedRows(item.subset_id, np.flatnonzero(~_mask(item.row_index, n_rows))), n_rows)
+        return _compact(WeightedRows(item.subset_id, np.flatnonzero(~mask_of(item.row_index, n_rows))), n_rows)
     if item.weights is not None or named <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
         return item
-    mask_N = _mask(item.row_index, n_rows)
+    mask_N = mask_of(item.row_index, n_rows)
     if n_rows - named < n_rows * OMITTED_SHARE:
         return MissingRows(item.subset_id, np.flatnonzero(~mask_N))
     return np.packbits(mask_N)
@@ -143,7 +143,8 @@ def _stacked(named: Sequence[tuple[str, _Compact]], n_rows: int) -> SubsetBlock:
     return SubsetBlock(ids, Weights(csr_array(entries, shape=(len(lines), n_rows)), base=base))
 
 
-def _mask(row_index: NDArray[np.int64], n_rows: int) -> NDArray[np.bool_]:
+def mask_of(row_index: NDArray[np.int64], n_rows: int) -> NDArray[np.bool_]:
+    """Which of all rows are among some, (N,)."""
     mask_N = np.zeros(n_rows, dtype=np.bool_)
     mask_N[row_index] = True
     return mask_N

@@ -68,7 +68,7 @@ class Signed(Generic[R]):
 
     def write(self, root: Path, record: R) -> None:
         """Sign it and let it appear: from now on the store is complete."""
-        write_whole(root / self.name, signed_json(record))
+        write_whole(root / self.name, with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED}))))
 
     def read(self, root: Path) -> R:
         """The record of a store on this machine.
@@ -119,11 +119,6 @@ class Signed(Generic[R]):
 def dump_json(record: BaseModel) -> bytes:
     """Stable text of a record: the same record gives the same bytes."""
     return (json.dumps(record.model_dump(mode="json"), indent=1) + "\n").encode()
-
-
-def signed_json(record: BaseModel) -> bytes:
-    """Text of a record with its own checksum in its field `checksum`."""
-    return with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED})))
 
 
 def read_record(path: Path, kind: type[R], mistake: type[GraspError] = ArtifactError) -> R:
