@@ -11,6 +11,7 @@ from grasp.declared import REQUIRED, declared
 VERBS = {
     "grasp.audit.explain": "explain",
     "grasp.audit.detect": "detect",
+    "grasp.choose.apply": "apply",
     "grasp.choose.distil": "distil",
     "grasp.choose.mixture": "mix",
     "grasp.choose.select": "select",
@@ -18,6 +19,8 @@ VERBS = {
     "grasp.report.verb": "report",
     "grasp.verbs.evaluate": "evaluate",
     "grasp.verbs.predict": "predict",
+    "grasp.runs.readers": "import_runs",
+    "grasp.verbs.retrain": "retrain",
     "grasp.verbs.score": "score",
 }
 OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them

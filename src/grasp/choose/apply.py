@@ -75,22 +75,28 @@ def apply(
     out: Path | str,
     *,
     keep: str | float | None = None,
-    split: str | None = None,
     text_column: str | None = None,
     id_column: str | None = None,
+    split: str | None = None,
     progress: Progress | None = None,
 ) -> Applied:
-    """Score every document of a corpus, and write the scores beside the documents' names; cut off, it goes on.
+    """Score every document of a corpus with a scorer, without a model.
+
+    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
+    the scorer learned from. A run that was cut off goes on when it is started again, from the first file of the corpus
+    that was not done.
+
+    In Python `out` holds a file for each of the corpus: file, position (row of it, or line from 1), the corpus's row_id
+    and doc_id, `score` and `unfamiliar`.
 
     Args:
-        corpus: file, directory, URL or hub name, as `build` reads it.
-        out: directory of Parquet, a file of scores for each of the corpus: file, position (row of it, or line from 1),
-            the corpus's row_id and doc_id, `score` (standard deviations of relevance, higher is better) and
-            `unfamiliar`. After a kill the files that are there are not read again.
-        keep: copy the best documents as well, to `kept` in `out`: 20%, or a number of them.
-        split: as in `build`.
-        text_column: as in `build`.
-        id_column: as in `build`.
+        scorer: directory that `grasp distil` wrote.
+        corpus: Parquet, JSONL, a directory or a URL of either.
+        out: directory for the scores; the same again goes on.
+        keep: copy the best documents to DIR/kept: 20%, or a number of them.
+        text_column: column of the text, or of turns. Default: text or messages.
+        id_column: column of the names. Default: row_id or id; "" for none.
+        split: split of a corpus that has several.
     Raises:
         SettingsError: `out` is something else, or was begun with another scorer or corpus.
         CorpusError: the corpus cannot be read, or has no text.

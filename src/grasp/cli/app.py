@@ -115,7 +115,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # How arguments of verbs are written on a command line, where it is not --name, and FILE, N, X or NAME by its kind.
-FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "oracles": "--oracle"}
+FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "columns": "--weights", "oracles": "--oracle"}
 METAVARS = {
     name: metavar
     for metavar, names in {
@@ -129,13 +129,20 @@ METAVARS = {
         "TIMES": "max_repeat",
         "N": "train_tokens",
         "RULE": "documents",
+        "ROLE": "role",
+        "SIZE": "size",
+        "COLUMN": "text_column id_column",
+        "PATTERN": "columns metrics higher lower",
+        "COMMAND": "train_command",
+        "PATH": "corpus",
         "DIR": "out runs development checkpoints cache model",
-        "ART": "previous",
+        "ART": "previous like",
     }.items()
     for name in names.split()
 }
 BY_KIND = {"str": "NAME", "int": "N", "float": "X", "bool": None, "Path": "FILE"}
-LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "port": 0, "count": 1, "resamples": 10}
+LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "port": 0, "resamples": 10}
+LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack"), 1)
 
 
 def command(

@@ -11,10 +11,7 @@ from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads
 from grasp.cli.options import (
     Art,
-    IdColumn,
     Quiet,
-    Split,
-    TextColumn,
     beside,
 )
 from grasp.cli.progress import Watch
@@ -123,32 +120,14 @@ def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
 @command(
     "grasp apply scorer --corpus crawl.parquet --out scored",
     "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
+    verb="grasp.choose.apply",
 )
 def apply(
     scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
-    corpus: str = option("--corpus PATH", "Parquet, JSONL, a directory or a URL of either."),
-    out: Path = option("--out DIR", "Directory for the scores; the same again goes on."),
     keep: str | None = option("--keep AMOUNT", "Copy the best documents to DIR/kept: 20%, or a number of them.", None),
-    text_column: TextColumn = None,
-    id_column: IdColumn = None,
-    split: Split = None,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
-    """Score every document of a corpus with a scorer, without a model.
-
-    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
-    the scorer learned from. A run that was cut off goes on when it is started again, from the first file of the corpus
-    that was not done.
-    """
     with Watch(quiet=quiet) as watch:
-        result = grasp.apply(
-            scorer,
-            corpus,
-            out,
-            keep=keep,
-            split=split,
-            text_column=text_column,
-            id_column=id_column,
-            progress=watch,
-        )
+        result = grasp.apply(scorer, keep=keep, **asked, progress=watch)
     print(result)

@@ -15,67 +15,8 @@ if TYPE_CHECKING:
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
-TargetNames = Annotated[str | None, option("--target NAMES", "Targets, separated by commas. Default: all.")]
-RunsPath = Annotated[
-    Path | None,
-    option("--runs DIR", "Runs, retrained or imported: the change in their unit, with an interval."),
-]
-ProtocolFile = Annotated[
-    Path | None,
-    rare("--protocol FILE", "Protocol to predict with. Default: the one that ships."),
-]
 ResultFile = Annotated[Path | None, option("--out FILE", "Write the table there: .parquet or .csv.")]
-OnlyTarget = Annotated[str | None, option("--target NAME", "Target that is asked about. Default: the only one.")]
-Kernel = Annotated[
-    str | None,
-    rare("--match", "By one kernel: gradient, token, input, neighbour, shift, tilt or pooled."),
-]
 JsonFile = Annotated[Path | None, option("--json FILE", "Write everything there as JSON.")]
-TargetWeights = Annotated[
-    str | None,
-    option("--target NAMES", "Target, or several with weights: sciq=2,openbookqa=1. Default: the only one."),
-]
-TrainTokens = Annotated[
-    str | None,
-    option("--train-tokens N", "Tokens the model will be trained on, e.g. 100B: repeated ones count as worth less."),
-]
-Diversity = Annotated[
-    float | None,
-    rare("--diversity X", "Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none."),
-]
-Cautious = Annotated[
-    bool,
-    rare("--cautious", "Maximise the lower end of what --runs lead to expect."),
-]
-TextColumn = Annotated[
-    str | None,
-    option("--text-column COLUMN", "Column of the text, or of turns. Default: text or messages."),
-]
-IdColumn = Annotated[
-    str | None,
-    option("--id-column COLUMN", 'Column of the names. Default: row_id or id; "" for none.'),
-]
-Split = Annotated[str | None, option("--split NAME", "Split of a corpus that has several.")]
-Partial = Annotated[bool, rare("--partial", "Use what unfinished runs have.")]
-MethodSettings = Annotated[
-    Path | None,
-    rare("--method-settings FILE", "YAML of settings by method, or by a label of your own; see grasp methods."),
-]
-Checkpoints = Annotated[
-    list[Path],
-    rare(
-        "--checkpoints DIR",
-        "Checkpoint, or training run, for methods that look at several; repeatable. Default: beside the model.",
-    ),
-]
-Cache = Annotated[
-    Path | None,
-    rare("--cache DIR", "Where scores of methods are kept. Default: in the artifact."),
-]
-Resamples = Annotated[
-    int,
-    rare("--resamples N", "Bootstrap resamples of the subsets.", min=10),
-]
 ConfigFile = Annotated[
     Path | None,
     rare("--config FILE", "YAML of settings; a run.yaml repeats what wrote it."),

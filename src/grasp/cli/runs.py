@@ -1,13 +1,13 @@
 """grasp runs import"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import grasp
-from grasp.cli.app import app, command, option, rare
+from grasp.cli.app import app, command, option
 from grasp.cli.console import check_outputs, tell
 from grasp.cli.options import ResultFile, names
 
@@ -27,6 +27,8 @@ def root() -> None:
     "grasp predict art --by source --runs runs",
     name="import",
     group=runs,
+    verb="grasp.runs.readers",
+    seldom="higher lower size skip_failed",
 )
 def import_runs(
     trained: Path = typer.Argument(
@@ -35,36 +37,11 @@ def import_runs(
     results: Path | None = typer.Argument(
         None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness."
     ),
+    weights: bool = option("--times", "Weights say how often each value is seen; default: shares.", False),
     out: Path = option("--out DIR", "Directory of the runs, for --runs."),
-    label: str | None = option(
-        "--label LABEL", "Column of the corpus whose values the weights are of, e.g. source.", None
-    ),
-    times: bool = option("--times", "Weights say how often each value is seen; default: shares.", False),
-    columns: list[str] = option("--weights PATTERN", "Columns that are weights, e.g. 'train_*'; repeatable.", []),
-    metrics: list[str] = option("--metrics PATTERN", "Columns that are results, e.g. 'eval/*'; repeatable.", []),
-    higher: list[str] = rare("--higher PATTERN", "Results of which more is better.", []),
-    lower: list[str] = rare("--lower PATTERN", "Results of which less is better.", []),
-    size: str | None = rare("--size SIZE", "Runs of this model size alone.", None),
-    skip_failed: bool = rare("--skip-failed", "Leave out runs with a result that is no number.", False),
+    **asked: Any,
 ) -> None:
-    """Read runs that you have made: what each was trained on, and what came out.
-
-    RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
-    takes them as well.
-    """
-    table = grasp.import_runs(
-        trained,
-        results,
-        label=label,
-        weights="times" if times else "shares",
-        columns=columns,
-        metrics=metrics,
-        higher=higher,
-        lower=lower,
-        size=size,
-        skip_failed=skip_failed,
-        out=out,
-    )
+    table = grasp.import_runs(trained, results, weights="times" if weights else "shares", out=out, **asked)
     print(table)
     print(f"{out}: {len(table):,} runs, for --runs of predict, select, mix, evaluate, calibrate and report")
 

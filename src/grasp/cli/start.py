@@ -14,12 +14,8 @@ from grasp.cli.options import (
     Address,
     Assignments,
     ConfigFile,
-    IdColumn,
     OwnSettings,
-    ProtocolFile,
     Quiet,
-    Split,
-    TextColumn,
     cluster,
     merged,
 )
@@ -85,9 +81,13 @@ def build(
         "What will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.",
         None,
     ),
-    text_column: TextColumn = None,
-    id_column: IdColumn = None,
-    split: Split = None,
+    text_column: str | None = option(
+        "--text-column COLUMN", "Column of the text, or of turns. Default: text or messages.", None
+    ),
+    id_column: str | None = option(
+        "--id-column COLUMN", 'Column of the names. Default: row_id or id; "" for none.', None
+    ),
+    split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
     max_length: int | None = option(
         "--max-length N",
         "Tokens of the longest row; longer documents become several. Default: what the model reads, at most 2048.",
@@ -228,7 +228,7 @@ def info(
     runs: Path | None = option(
         "--runs DIR", "With --check: retrained subsets; do predictions order them rightly?", None
     ),
-    protocol: ProtocolFile = None,
+    protocol: Path | None = rare("--protocol FILE", "Protocol to predict with. Default: the one that ships.", None),
     assignments: OwnSettings = [],
 ) -> None:
     """Print what is in an artifact, check it, or say how good a scorer is.

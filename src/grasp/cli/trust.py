@@ -70,76 +70,30 @@ def methods(
     "grasp retrain --out env --resume -B 64",
     "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
+    verb="grasp.verbs.retrain",
+    seldom="text_column id_column workers train_command stack",
 )
 def retrain(
-    out: Path = option("--out DIR", "Directory of the runs; several processes may share it."),
-    corpus: str | None = option("--corpus PATH", "Parquet, JSONL(.gz/.zst), a directory, or a URL.", None),
-    targets: str | None = option("--targets NAMES", "Tasks or JSONL files, separated by commas.", None),
-    like: str | None = option(
-        "--like ART", "Corpus, targets and tokenizer of this artifact: runs to judge it by.", None
-    ),
-    recipe: str | None = option("--recipe NAME", "Model and training: tiny, small or paper-50m. Default: tiny.", None),
-    family: str | None = option("--family FAMILY", "How subsets are drawn. Default: mixture:topic.", None),
-    count: int | None = option("-B N", "Subsets. Default: 24. More may be added to the same --out later.", None, min=1),
-    seeds: int | None = option(
-        "--seeds N", "Trainings of each subset; two or more show the noise. Default: 2.", None, min=1
-    ),
-    role: str | None = option(
-        "--role ROLE", "dev: protocols may be chosen on it. held-out: only judged. Default: dev.", None
-    ),
-    resume: bool = option("--resume", "Go on with the settings of the run.yaml that is there.", False),
-    config: ConfigFile = None,
-    text_column: str | None = rare("--text-column NAME", "Column with the text. Default: text.", None),
-    id_column: str | None = rare("--id-column NAME", "Column that names rows. Default: row_id or id.", None),
+    settings: ConfigFile = None,
     assign: Assignments = [],
-    workers: int | None = rare(
-        "--workers N", "Processes that train. Default: one; on a cluster, one for each GPU or core.", None, min=1
-    ),
-    train_command: str | None = rare(
-        "--train-command COMMAND",
-        "Your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}.",
-        None,
-    ),
     print_jobs: bool = rare(
         "--print-jobs",
         "Score what earlier jobs left; print a shell line for each run of --train-command that is left.",
         False,
     ),
-    stack: int | None = rare("--stack N", "Models that a worker trains as one program.", None, min=1),
     engine: str = rare(
         "--engine NAME", "local: processes here; ray: of a Ray cluster whose nodes all reach --out.", "local"
     ),
     address: Address = None,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
-    """Train a model on each of many subsets, and score it.
-
-    Says after the first steps what it will cost. What is finished is never trained again: the same command, or
-    --resume, goes on after a kill, and adds subsets or seeds.
-    """
-    settings = merged(config or {}, assign, {}) if config or assign else None
-    spec = cluster(engine, workers, address, None)
+    asked["targets"] = names(asked["targets"])
+    given = merged(settings or {}, assign, {}) if settings or assign else None
+    spec = cluster(engine, asked["workers"], address, None)
     with Watch(quiet=quiet) as watch:
         environment = grasp.retrain(
-            corpus,
-            names(targets),
-            out=out,
-            like=like,
-            text_column=text_column,
-            id_column=id_column,
-            family=family,
-            count=count,
-            seeds=seeds,
-            recipe=recipe,
-            train_command=train_command,
-            jobs=print if print_jobs else None,
-            role=role,
-            workers=workers,
-            stack=stack,
-            settings=settings,
-            resume=resume,
-            cluster=spec,
-            progress=watch.runs,
+            **asked, settings=given, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
         )
     if not (print_jobs and environment.pending()):  # lines are for a scheduler: nothing else on standard output
         tell(environment.summary())

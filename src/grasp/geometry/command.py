@@ -7,7 +7,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, tell
-from grasp.cli.options import Resamples, TargetNames, names
+from grasp.cli.options import names
 from grasp.errors import SettingsError
 
 
@@ -20,13 +20,13 @@ def calibrate(
     paths: list[Path] = typer.Argument(None, metavar="[ART]...", help="Artifacts; each serves the runs of its corpus."),
     runs: list[Path] = option("--runs DIR", "Development runs to choose on; repeatable.", []),
     out: Path | None = option("--out FILE", "The chosen protocol, .yaml or .json.", None),
-    target: TargetNames = None,
+    target: str | None = option("--target NAMES", "Targets, separated by commas. Default: all.", None),
     family: Path | None = option(
         "--family FILE", "Protocols to choose from. Default: those that ship, few where there are few subsets.", None
     ),
     listing: Path | None = option("--list FILE", "Write the protocols that ship, to be edited, and stop.", None),
     delta: float = rare("--delta SHARE", "Chance that the bound of any protocol is wrong.", 0.05),
-    resamples: Resamples = 1_000,
+    resamples: int = rare("--resamples N", "Bootstrap resamples of the subsets.", 1_000, min=10),
 ) -> None:
     """Choose a protocol on retrained subsets, and freeze it.
 

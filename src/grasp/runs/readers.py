@@ -52,20 +52,23 @@ def import_runs(
     skip_failed: bool = False,
     out: Path | str | None = None,
 ) -> RunTable:
-    """Read runs.
+    """Read runs that you have made: what each was trained on, and what came out.
+
+    RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
+    takes them as well.
 
     Args:
-        trained: table of what each run was trained on; a column a value of the label, or long (see above).
-        results: table or harness directory of what came out; None: the same table has both.
+        trained: what each run was trained on: a line a run, a column a value of the label; or long, as said above.
+        results: what came out: a table, or a directory of lm-evaluation-harness. Default: the same table has both.
         label: column of the corpus whose values the weights are of, e.g. source.
         weights: shares: of the training tokens, adding up to 1; times: how often each value is seen.
-        columns: patterns of the columns that are weights, e.g. train_*; none: all numbers that are no result.
-        metrics: patterns of the columns that are results, e.g. eval/*; none: all numbers that are no weight.
-        higher: patterns of metrics of which more is better, where the name does not tell.
-        lower: patterns of metrics of which less is better.
-        size: read the runs of this model size alone.
-        out: new directory to keep them in, for `open_runs`.
+        columns: columns that are weights, e.g. 'train_*'. Default: all numbers that are no result.
+        metrics: columns that are results, e.g. 'eval/*'. Default: all numbers that are no weight.
+        higher: results of which more is better, where the name does not tell.
+        lower: results of which less is better.
+        size: runs of this model size alone.
         skip_failed: leave out runs with a result that is no number; they are counted.
+        out: new directory to keep them in, for `open_runs`.
     Raises:
         EnvironmentDataError: a file that cannot be read, no column with names of runs, a metric whose direction is not
             known, and all that `RunTable.from_results` refuses.

@@ -31,45 +31,52 @@ class Opened(Protocol):
 
 
 def retrain(
-    corpus: Place | None = None,
+    corpus: str | Path | None = None,
     targets: str | Sequence[str] | None = None,
     *,
     out: Place,
-    like: "Opened | Place | None" = None,
-    text_column: str | None = None,
-    id_column: str | None = None,
+    like: "Opened | str | Path | None" = None,
+    recipe: str | None = None,
     family: str | None = None,
     count: int | None = None,
     seeds: int | None = None,
-    recipe: str | None = None,
+    role: str | None = None,
+    resume: bool = False,
+    settings: Mapping[str, Any] | Place | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    workers: int | None = None,
     train_command: str | None = None,
     jobs: "Callable[[str], None] | None" = None,
-    role: str | None = None,
-    workers: int | None = None,
     stack: int | None = None,
-    settings: Mapping[str, Any] | Place | None = None,
-    resume: bool = False,
     cluster: ClusterSpec | None = None,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> Environment:
-    """Train a model on each of many subsets and score it, or go on with what was begun in `out`.
+    """Train a model on each of many subsets, and score it.
+
+    Says after the first steps what it will cost. What is finished is never trained again: the same command, or
+    `resume`, goes on after a kill, and adds subsets or seeds.
 
     Args:
-        corpus: file, directory or URL.
-        targets: tasks and files of units.
-        like: an artifact whose corpus, targets and tokenizer are taken, so that it can be compared with these runs.
-        text_column: column of the texts; by default `text`.
-        id_column: column of the names; by default `row_id` or `id`.
-        family: how subsets are drawn, e.g. mixture:topic; `count` of them, each trained with so many `seeds`.
-        recipe: model and training: tiny, small or paper-50m.
-        train_command: your own trainer instead, with {corpus}, {checkpoint} and {seed} to be filled in; a run of which
-            it fails is marked, and tried again by the next call.
+        corpus: Parquet, JSONL(.gz/.zst), a directory, or a URL.
+        targets: tasks or JSONL files, separated by commas. In Python a list, or one.
+        out: directory of the runs; several processes may share it.
+        like: corpus, targets and tokenizer of this artifact: runs to judge it by.
+        recipe: model and training: tiny, small or paper-50m. Default: tiny.
+        family: how subsets are drawn. Default: mixture:topic.
+        count: subsets. Default: 24. More may be added to the same `out` later.
+        seeds: trainings of each subset; two or more show the noise. Default: 2.
+        role: what the runs are for. dev: protocols may be chosen on them; held-out: only judged. Default: dev.
+        resume: go on with the settings of the run.yaml that is there.
+        settings: any other settings, nested, or the YAML file of them; arguments win.
+        text_column: column with the text. Default: text.
+        id_column: column that names rows. Default: row_id or id.
+        workers: processes that train. Default: one; on a cluster, one for each GPU or core.
+        train_command: your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}. A run of
+            which it fails is tried again by the next call.
         jobs: told a shell line for each run instead of training it, for a scheduler; the next call scores what the
             lines have left.
-        role: dev: protocols may be chosen on it; held-out: only judged.
-        workers: processes that train; `stack` models of each as one program.
-        settings: any other settings, nested, or the YAML file of them; arguments win.
-        resume: take the settings from the `run.yaml` in `out`.
+        stack: models that a worker trains as one program.
         cluster: Ray workers that train; all must reach `out`.
         progress: told of every stage and step.
     Raises:
@@ -103,7 +110,7 @@ def retrain(
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
 
 
-def _like(art: Opened | Place, data: Mapping[str, Any]) -> dict[str, Any]:
+def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which retrained models read the same rows and units as the artifact's model did."""
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     origin = BuildSource(files)
