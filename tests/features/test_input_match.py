@@ -40,21 +40,21 @@ def make_head(dtype=torch.float32, **link) -> OutputHead:
     return OutputHead(linear, **link)
 
 
-def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSITIONS, vocab: int = 12):
+def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, epsilon: float = EPSILON):
     """Positions of rows and units whose tokens come from the first `vocab` ids, so that many are shared."""
     torch.manual_seed(seed)
     head = make_head()
-    hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
-    residual = sparse_residual(head.linear_logits(hidden), torch.randint(0, V, (positions,)), 6)
-    unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (unit_positions,)), 6)
-    token, unit_token = torch.randint(0, vocab, (positions,)), torch.randint(3, vocab + 9, (unit_positions,))
+    hidden, unit_hidden = torch.randn(POSITIONS, H) + 0.5, torch.randn(UNIT_POSITIONS, H) + 0.5
+    residual = sparse_residual(head.linear_logits(hidden), torch.randint(0, V, (POSITIONS,)), 6)
+    unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (UNIT_POSITIONS,)), 6)
+    token, unit_token = torch.randint(0, vocab, (POSITIONS,)), torch.randint(3, vocab + 9, (UNIT_POSITIONS,))
     accumulator = MomentAccumulator(H, V)
     tokens = input_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     moments = accumulator.moments()
-    whitener = input_whitener(moments, tau=TAU, alpha=ALPHA, epsilon=EPSILON)
-    row = torch.arange(positions) * N // positions
-    unit = torch.sort(torch.arange(unit_positions) % E).values
+    whitener = input_whitener(moments, tau=tau, alpha=alpha, epsilon=epsilon)
+    row = torch.arange(POSITIONS) * N // POSITIONS
+    unit = torch.sort(torch.arange(UNIT_POSITIONS) % E).values
     return head, (residual, token, row), (unit_residual, unit_token, unit), whitener
 
 
@@ -94,11 +94,7 @@ def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(see
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_settings_have_their_meaning(alpha):
-    head, rows, units, _ = world(4)
-    accumulator = MomentAccumulator(H, V)
-    tokens = input_tokens(rows[1])
-    accumulator.add(hidden_gradient(head, rows[0]).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
-    whitener = input_whitener(accumulator.moments(), tau=0.5, alpha=alpha, epsilon=2.0)
+    head, rows, units, whitener = world(4, tau=0.5, alpha=alpha, epsilon=2.0)
     found = input_relevance(prepared(head, units, whitener), *rows, N).numpy()
     expected = reference(head, rows, units, tau=0.5, alpha=alpha, epsilon=2.0)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))

@@ -130,21 +130,12 @@ def test_an_adapter_directory_is_its_model_with_the_adapter_in_its_weights(check
     ("file", "changes", "message"),
     [
         ("config.json", {"quantization_config": {"quant_method": "bitsandbytes"}}, "weights quantised by bitsandbytes"),
-        (
-            "config.json",
-            {"max_position_embeddings": "x"},
-            "that transformers can load: .*.max_position_embeddings. expected int, got str",
-        ),
-        (
-            "adapter_config.json",
-            {"peft_type": "PROMPT_TUNING"},
-            "is an adapter of type PROMPT_TUNING for None, expected",
-        ),
+        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings. expected int, got str"),
+        ("adapter_config.json", {"peft_type": "PROMPT_TUNING"}, "is an adapter of type PROMPT_TUNING"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_path, file, changes, message):
-    place = tmp_path / "odd"
-    shutil.copytree(checkpoint, place)
+    place = shutil.copytree(checkpoint, tmp_path / "odd")
     known = json.loads((place / file).read_text()) if (place / file).exists() else {}
     (place / file).write_text(json.dumps(known | changes))
     with pytest.raises(ModelError, match=message):
@@ -152,19 +143,14 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("gpt2", {"n_positions": 10**12}),
-        ("gpt2", {"n_layer": 10**9}),
-        ("opt", {"max_position_embeddings": 10**9}),
-    ],
+    ("kind", "name", "size"),
+    [("gpt2", "n_positions", 10**12), ("gpt2", "n_layer", 10**9), ("opt", "max_position_embeddings", 10**9)],
 )
-def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_path, kind, change):
+def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_path, kind, name, size):
     config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES.get(kind, {})})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(told | change))
-    (name,) = change
+    (tmp_path / "config.json").write_text(json.dumps(told | {name: size}))
     with pytest.raises(ModelError, match=f"has a config.json with {name} 1,000.* its weights are too few"):
         ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))
 

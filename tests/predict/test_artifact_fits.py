@@ -7,7 +7,6 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
@@ -76,9 +75,3 @@ def test_rows_are_a_full_sort_of_the_effects(artifact):
     np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
     worst = score(artifact, "sciq", top=0, bottom=3).to_pandas()
     assert worst["row_id"].tolist() == [f"row-{i}" for i in np.argsort(effect_N, kind="stable")[:3]]
-
-
-def test_a_protocol_for_other_features_is_refused(artifact):
-    protocol = rule(name="p", requires={"pooling": "all", "top_k": 8})
-    with pytest.raises(ProtocolError, match=r"features.pooling: requires 'all'.*features.top_k: requires 8"):
-        Predictor.from_artifact(artifact, protocol)

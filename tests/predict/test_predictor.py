@@ -256,15 +256,17 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))
 
 
-def test_refusals():
-    with pytest.raises(
-        ProtocolError, match=r"target: got \['sci'\] \(did you mean 'sciq'\?\), the artifact has \['sciq'"
-    ):
-        Predictor.from_artifact(FakeSource(), protocol(), ["sci"])
-    with pytest.raises(ProtocolError, match="requires 'all', the artifact was built with 'tail:32'"):
-        Predictor.from_artifact(FakeSource(), protocol(requires={"pooling": "all"}))
-    with pytest.raises(SubsetError, match="label: unknown column 'topic'"):
-        Predictor.from_artifact(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
+@pytest.mark.parametrize(
+    ("changes", "targets", "error", "said"),
+    [
+        ({}, ["sci"], ProtocolError, r"target: got \['sci'\] \(did you mean 'sciq'\?\)"),
+        ({"requires": {"pooling": "all"}}, None, ProtocolError, "requires 'all', the artifact was built with"),
+        ({"components": COMPONENTS, "calibration": {"family": "mixture:topic"}}, None, SubsetError, "column 'topic'"),
+    ],
+)
+def test_what_cannot_predict_is_refused(changes, targets, error, said):
+    with pytest.raises(error, match=said):
+        Predictor.from_artifact(FakeSource(), protocol(**changes), targets)
 
 
 # ---------------------------------------------------------------------------------------------------- worlds

@@ -90,33 +90,39 @@ def test_weights_are_written_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("subsets", "rows", "weights", "message"),
     [
-        (
-            {"subset_id": ["a", "b", "b"], "row_id": [IDS[0], "nowhere", "gone"]},
-            r"subset 'b' names 2 rows that the corpus does not have, e.g. \['nowhere', 'gone'\]",
-        ),
-        ({"subset_id": ["a", "b"], "row_id": [IDS[0], None]}, r"subsets \['b'\] name no rows"),
-        ({"subset_id": pa.array([], pa.string()), "row_id": pa.array([], pa.string())}, "has no lines"),
-        ({"subset_id": ["a", "a"], "row_id": [IDS[3], IDS[3]]}, r"named twice in one subset: \['a: doc-003'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [-1.0]}, r"weights \['a: doc-000: -1.0'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("nan")]}, r"weights \['a: doc-000: nan'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("inf")]}, r"weights \['a: doc-000: inf'\]"),
-        (
-            {"subset_id": ["a"], "row_id": [IDS[0]], "weight": [1e308]},
-            r"weights \['a: doc-000: 1e\+308'\]; weights are 0, or from 1e-30 to 1e\+30",
-        ),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [1e-320]}, r"weights \['a: doc-000: 1e-320'\]"),
-        ({"subset_id": ["a", "a"], "row_id": [IDS[0], None]}, "1 lines have no row_id"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [0.0]}, r"subsets \['a'\] have weights that sum to 0"),
-        ({"subset_id": pa.array([None], pa.string()), "row_id": [IDS[0]]}, "1 lines have no subset_id"),
-        ({"subset": ["a"], "row_id": [IDS[0]]}, "column 'subset' looks like names of subsets"),
-        ({"subset_id": ["a"], "name": [IDS[0]]}, r"has columns \['subset_id', 'name'\], lacks \['row_id'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
-        ({"subset_id": ["a"], "row_id": [[1, 2]]}, "cannot be read: .*; expected Parquet with columns"),
+        (["a", "b", "b"], [IDS[0], "nowhere", "gone"], None, r"'b' names 2 rows .* e.g. \['nowhere', 'gone'\]"),
+        (["a", "b"], [IDS[0], None], None, r"subsets \['b'\] name no rows"),
+        (pa.array([], pa.string()), pa.array([], pa.string()), None, "has no lines"),
+        (["a", "a"], [IDS[3], IDS[3]], None, r"named twice in one subset: \['a: doc-003'\]"),
+        (["a"], [IDS[0]], [-1.0], r"weights \['a: doc-000: -1.0'\]"),
+        (["a"], [IDS[0]], [float("nan")], r"weights \['a: doc-000: nan'\]"),
+        (["a"], [IDS[0]], [float("inf")], r"weights \['a: doc-000: inf'\]"),
+        (["a"], [IDS[0]], [1e308], r"weights \['a: doc-000: 1e\+308'\]"),
+        (["a"], [IDS[0]], [1e-320], r"weights \['a: doc-000: 1e-320'\]"),
+        (["a"], [IDS[0]], [0.0], r"subsets \['a'\] have weights that sum to 0"),
+        (["a", "a"], [IDS[0], None], None, "1 lines have no row_id"),
+        (pa.array([None], pa.string()), [IDS[0]], None, "1 lines have no subset_id"),
+        (["a"], [[1, 2]], None, "cannot be read: "),
+        (["a", "b"], ["gone", IDS[0]], [1.0, -2.0], r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"),
     ],
 )
-def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
+def test_mistakes_name_subset_and_rows(tmp_path, subsets, rows, weights, message):
+    columns = {"subset_id": subsets, "row_id": rows} | ({} if weights is None else {"weight": weights})
+    with pytest.raises(SubsetError, match=message):
+        list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"subset": ["a"], "row_id": [IDS[0]]}, "column 'subset' looks like names of subsets"),
+        ({"subset_id": ["a"], "name": [IDS[0]]}, r"lacks \['row_id'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
+    ],
+)
+def test_columns_of_other_names_are_refused(tmp_path, columns, message):
     with pytest.raises(SubsetError, match=message):
         list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
 
@@ -133,12 +139,6 @@ def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
     assert len(list(read_subsets(path, INDEX, corpus="ours"))) == 1
 
 
-def test_all_mistakes_come_at_once(tmp_path):
-    path = save(tmp_path / "s.parquet", subset_id=["a", "b"], row_id=["gone", IDS[0]], weight=[1.0, -2.0])
-    with pytest.raises(SubsetError, match=r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"):
-        list(read_subsets(path, INDEX))
-
-
 def test_files_that_are_not_tables(tmp_path):
     with pytest.raises(SubsetError, match="no such file"):
         list(read_subsets(tmp_path / "none.parquet", INDEX))
@@ -150,22 +150,20 @@ def test_files_that_are_not_tables(tmp_path):
         list(read_subsets(path, INDEX, side="omitted"))
 
 
-def test_blocks_refuse_what_is_not_a_subset():
-    with pytest.raises(SubsetError, match="subset 'empty': names no rows"):
-        one_subset("empty", np.zeros(3, dtype=bool))
-    with pytest.raises(SubsetError, match=r"subset 's': row 2 has weight nan \(1 such\)"):
-        stack([WeightedRows("s", np.array([1, 2]), np.array([1.0, np.nan]))], 3)
-    with pytest.raises(SubsetError, match="subset 's': its weights sum to 0"):
-        stack([WeightedRows("s", np.array([1]), np.array([0.0]))], 3)
-    with pytest.raises(ShapeError, match=r"subset 's': \(1,\) weights for \(2,\) rows"):
-        stack([WeightedRows("s", np.array([1, 2]), np.array([1.0]))], 3)
+@pytest.mark.parametrize(
+    ("rows", "weights", "error", "said"),
+    [
+        ([], [], SubsetError, "subset 's': names no rows"),
+        ([1, 2], [1.0, np.nan], SubsetError, r"row 2 has weight nan \(1 such\)"),
+        ([1], [0.0], SubsetError, "its weights sum to 0"),
+        ([1, 2], [1.0], ShapeError, r"\(1,\) weights for \(2,\) rows"),
+    ],
+)
+def test_blocks_refuse_what_is_not_a_subset(rows, weights, error, said):
+    with pytest.raises(error, match=said):
+        stack([WeightedRows("s", np.array(rows, dtype=np.int64), np.array(weights))], 3)
+
+
+def test_a_block_has_a_name_for_every_subset():
     with pytest.raises(ShapeError, match="2 subset_ids for weights of shape"):
         SubsetBlock(("a", "b"), Weights(csr_array((1, 3))))
-
-
-def test_row_index_reads_a_parquet_in_order(tmp_path):
-    path = save(tmp_path / "rows.parquet", row_id=IDS, topic=["t"] * 30)
-    index = RowIndex.from_parquet(path)
-    assert index.n_rows == 30
-    assert index.ids().to_pylist() == IDS
-    assert [b.column("row_index").to_pylist() for b in index.batches()] == [list(range(30))]

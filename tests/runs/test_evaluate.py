@@ -129,7 +129,7 @@ def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
     assert [row.target for row in evaluation_of(env, [got], resamples=9).methods[0].targets] == ["sciq"]
 
 
-def test_row_scores_that_are_not_finite_name_row_and_unit(env):
+def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
     scores = np.ones((30, 5))
     scores[7, 3] = np.nan
     opened = RowScores("m", UNITS, 30, [(0, scores[:5]), (5, scores[5:])])
@@ -137,6 +137,13 @@ def test_row_scores_that_are_not_finite_name_row_and_unit(env):
         opened.sum_over(env.subset_blocks(ROWS))
     with pytest.raises(EnvironmentDataError, match="scores 29 rows, the subsets are drawn from 30"):
         RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
+    np.save(tmp_path / "m.npy", np.ones((10, 5)))
+    (tmp_path / "m.ids.json").write_text(json.dumps({"units": UNITS}))
+    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
+        read_row_scores(tmp_path / "m.npy", ROWS)
+    pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
+    with pytest.raises(EnvironmentDataError, match="'row-0' occurs twice"):
+        read_row_scores(tmp_path / "x.parquet", ROWS)
 
 
 @pytest.mark.parametrize(
@@ -157,45 +164,41 @@ def test_tables_with_holes_are_refused(env, tmp_path, change, message):
         evaluation_of(env, [read(env, path)], resamples=9)
 
 
-def test_arrays_without_names_are_refused(env, tmp_path):
-    np.save(tmp_path / "m.npy", np.ones((10, 5)))
-    with pytest.raises(EnvironmentDataError, match=r"m\.ids\.json: no such file"):
+@pytest.mark.parametrize(
+    ("array", "names", "said"),
+    [
+        (np.ones((10, 5)), None, r"m\.ids\.json: no such file"),
+        (np.ones((10, 5)), {"subset_ids": ["a"], "units": UNITS}, r"shape \(10, 5\), expected \(1, 5\)"),
+        (np.ones((10, 5)), [], r"m\.ids\.json: .*, got \[\]"),
+        (np.array([["x"]]), {"subset_ids": ["a"], "units": [["sciq", "0"]]}, "expected an array of numbers"),
+    ],
+)
+def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names, said):
+    np.save(tmp_path / "m.npy", array)
+    if names is not None:
+        (tmp_path / "m.ids.json").write_text(json.dumps(names))
+    with pytest.raises(EnvironmentDataError, match=said):
         read(env, tmp_path / "m.npy")
-    (tmp_path / "m.ids.json").write_text(json.dumps({"subset_ids": ["a"], "units": UNITS}))
-    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(1, 5\): \(B, E\) subsets and units"):
-        read(env, tmp_path / "m.npy")
-    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
-        read_row_scores(tmp_path / "m.npy", ROWS)
-    (tmp_path / "m.ids.json").write_text("[]")
-    with pytest.raises(EnvironmentDataError, match=r"m\.ids\.json: .*, got \[\]"):
-        read(env, tmp_path / "m.npy")
-    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(EnvironmentDataError, match=r"has columns \['x'\], expected subset_id"):
-        read(env, tmp_path / "x.parquet")
-    pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
-    with pytest.raises(EnvironmentDataError, match="rows: 'row-0' occurs twice"):
-        read_row_scores(tmp_path / "x.parquet", ROWS)
 
 
-def test_predictions_that_are_no_numbers_are_refused(env, tmp_path):
-    place, names = tmp_path / "x.parquet", {"subset_id": ["a"], "target": ["sciq"]}
-    for value, said in (("x", "utility: Failed to parse string: 'x'"), ([1.0], "utility: Unsupported cast")):
-        pq.write_table(pa.table(names | {"utility": [value]}), place)
-        with pytest.raises(EnvironmentDataError, match=said):
-            read(env, place)
-    pq.write_table(pa.table(names | {"target": [["sciq"]], "utility": [1.0]}), place)
-    with pytest.raises(EnvironmentDataError, match=r"target: got list<element: string>, expected names"):
-        read(env, place)
-    pq.write_table(pa.table([["a"], ["b"], ["t"], [1.0]], [*names, "target", "utility"]), place)
-    with pytest.raises(EnvironmentDataError, match=r"has .* as the name of 2 columns, expected it once"):
-        read(env, place)
-    pq.write_table(pa.table(names | {"utility": [1e308]}), place)
-    with pytest.raises(EnvironmentDataError, match=r"predictions must be finite, and at most 1e\+100"):
-        read(env, place).aligned(["a"], "sciq", [])
-    np.save(tmp_path / "m.npy", np.array([["x"]]))
-    (tmp_path / "m.ids.json").write_text(json.dumps({"subset_ids": ["a"], "units": [["sciq", "0"]]}))
-    with pytest.raises(EnvironmentDataError, match="expected an array of numbers"):
-        read(env, tmp_path / "m.npy")
+NAMES = {"subset_id": ["a"], "target": ["sciq"]}
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pa.table({"x": [1]}), r"has columns \['x'\], expected subset_id"),
+        (pa.table(NAMES | {"utility": ["x"]}), "utility: Failed to parse string: 'x'"),
+        (pa.table(NAMES | {"utility": [[1.0]]}), "utility: Unsupported cast"),
+        (pa.table(NAMES | {"target": [["sciq"]], "utility": [1.0]}), "target: got list"),
+        (pa.table([["a"], ["b"], ["t"], [1.0]], [*NAMES, "target", "utility"]), "as the name of 2 columns"),
+        (pa.table(NAMES | {"utility": [1e308]}), r"must be finite, and at most 1e\+100"),
+    ],
+)
+def test_tables_that_are_no_predictions_are_refused(env, tmp_path, table, said):
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(EnvironmentDataError, match=said):
+        read(env, tmp_path / "x.parquet").aligned(["a"], "sciq", [])
 
 
 def test_constant_predictions_are_said_to_be_undefined_everywhere(env):

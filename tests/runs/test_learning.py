@@ -93,10 +93,7 @@ def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environmen
     everything = {"all": next(artifact.row_batches(["row_id"])).column(0).to_pylist()}
     whole = ask(subsets=everything).to_pandas()
     np.testing.assert_allclose(whole[["nats", "nats_low", "nats_high"]], 0.0, atol=1e-4)
-    assert (
-        "nats, nats_low, nats_high: change in nats a token, 90% interval, for a model retrained as in env (recipe "
-        "tiny, mean of 2 seeds)"
-    ) in ask(by="topic").notes
+    assert any(note.startswith("nats, nats_low, nats_high: change in nats a token") for note in ask(by="topic").notes)
 
 
 def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, ask):
@@ -115,7 +112,7 @@ def test_units_have_no_interval(ask):
 def test_what_is_held_out_is_refused(artifact, tmp_path):
     held = write_environment(tmp_path / "held", artifact, lambda b, s, _: 0.1 * b, role="held-out")
     predictor = Predictor.from_artifact(artifact, PROTOCOL)
-    with pytest.raises(ProtocolLeakError, match="held: is held out; intervals are fitted on development environments"):
+    with pytest.raises(ProtocolLeakError, match="held: is held out"):
         learn(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
     found = learn(predictor, artifact, partly)
@@ -240,17 +237,16 @@ def test_runs_of_documents_and_of_expressions(artifact):
 
 
 def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
-    predictor = Predictor.from_artifact(artifact, PROTOCOL)
-    with pytest.raises(EnvironmentDataError, match="2 values of topic are not in the artifact: news, code; it has"):
-        learn(predictor, artifact, imported(("games", "news", "code"))[0])
-    with pytest.raises(EnvironmentDataError, match="has the metrics arc/acc, asked are sciq, boolq; a metric belongs"):
-        learn(predictor, artifact, imported(metric="arc/acc")[0])
-    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 1 run\(s\), expected 2 or more"):
-        learn(predictor, artifact, imported(n=1)[0])
     rows = pa.table({"run": ["a", "b"], "row_id": ["row-1", "nowhere"]})
-    other = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
-    with pytest.raises(EnvironmentDataError, match="1 rows or documents are not in the artifact: nowhere"):
-        learn(predictor, artifact, other)
+    strange = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
+    for runs, said in (
+        (imported(("games", "news", "code"))[0], "2 values of topic are not in the artifact: news, code"),
+        (imported(metric="arc/acc")[0], "has the metrics arc/acc, asked are sciq, boolq"),
+        (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
+        (strange, "1 rows or documents are not in the artifact: nowhere"),
+    ):
+        with pytest.raises(EnvironmentDataError, match=said):
+            learn(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
 
 
 def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
@@ -260,13 +256,13 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
     results = pa.table({"run": names, "sciq/acc": -((share_RG - peak_G) ** 2).sum(axis=1)})
     runs = grasp.import_runs(shares, results, label="topic")
-    table = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs).to_pandas().set_index("value")
+    plain = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs)
+    table = plain.to_pandas().set_index("value")
     np.testing.assert_allclose(table.loc[list(TOPICS), "proposed"], peak_G, atol=0.05)
     careful = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cautious=True)
-    plain = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs)
     lower = [one.targets["acc_low"][0].as_py() for one in (careful, plain)]
     assert lower[0] >= lower[1] - 1e-6
-    with pytest.raises(SettingsError, match="cautious: is of what runs lead to expect; give runs"):
+    with pytest.raises(SettingsError, match=r"cautious: .* give runs"):
         mix(artifact, "topic", "sciq", protocol=PROTOCOL, cautious=True)
     alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
     assert np.abs(alone.loc[list(TOPICS), "proposed"] - peak_G).max() > 0.1  # relevance alone ends elsewhere
@@ -296,10 +292,8 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     best, low = ([one.targets[name][0].as_py() for one in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
     assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
-    text = re.search(r"expect, (\S+) acc; the best by relevance alone have (\S+)", str(plain))
-    assert text[1] == f"{best[0]:+.4f}"
-    assert float(text[2]) < 0
-    with pytest.raises(SettingsError, match="cautious: is of what runs lead to expect; give runs"):
+    assert f"expect, {best[0]:+.4f} acc; the best by relevance alone have -" in str(plain)
+    with pytest.raises(SettingsError, match=r"cautious: .* give runs"):
         choose(cautious=True)
     with pytest.raises(SettingsError, match=r"diversity 0\.25 has geometry, or counts rows"):
         choose(runs=runs, cautious=True, diversity=0.25)

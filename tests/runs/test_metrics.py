@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -28,6 +28,7 @@ def tied_columns(draw):
     return x, y
 
 
+@settings(max_examples=40)
 @given(tied_columns())
 def test_rho_is_that_of_scipy_with_ties_and_constants(columns):
     x, y = columns
@@ -35,6 +36,7 @@ def test_rho_is_that_of_scipy_with_ties_and_constants(columns):
     np.testing.assert_allclose(m.spearman(x, y), expected, atol=1e-12)
 
 
+@settings(max_examples=30)
 @given(tied_columns(), st.integers(0, 10_000))
 def test_a_resample_is_the_rho_of_the_subsets_it_drew(columns, seed):
     x, y = columns

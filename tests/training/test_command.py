@@ -19,28 +19,7 @@ from grasp.errors import EnvironmentDataError, ModelError, SettingsError
 from grasp.models.tokenizer import train_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/finetune.py"
-WORDS = [
-    "the",
-    "river",
-    "runs",
-    "into",
-    "the",
-    "sea",
-    "and",
-    "iron",
-    "is",
-    "a",
-    "metal",
-    "that",
-    "burns",
-    "in",
-    "the",
-    "furnace",
-    "with",
-    "coal",
-    "and",
-    "light",
-]
+WORDS = "the river runs into the sea and iron is a metal that burns in the furnace with coal and light"
 # copies the corpus beside `seen`, then fails as it is told, or leaves the base model
 TRAINER = """
 import pathlib, shutil, sys
@@ -65,7 +44,7 @@ def world(tmp_path_factory):
     """A corpus of 40 rows, a target of two units, three subsets (one with weights), and a model without training."""
     directory = tmp_path_factory.mktemp("world")
     rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(40)]
+    texts = [" ".join(rng.choice(WORDS.split(), 12)) for _ in range(40)]
     lines = [json.dumps({"text": text, "row_id": f"r{i}", "topic": "ab"[i % 2]}) for i, text in enumerate(texts)]
     (directory / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     units = [("the river runs into the", " sea"), ("iron is a", " metal")]
@@ -137,11 +116,16 @@ def test_each_subset_is_written_trained_on_and_scored_once(world, tmp_path):
     assert (seen / "calls").read_text().split() == calls
 
 
-def test_the_example_trains_as_asked(world, tmp_path):
+@pytest.fixture(scope="module")
+def example(world, tmp_path_factory):
+    """The command of the documented example, and what it trained here."""
     words = [sys.executable, EXAMPLE, "--model", world / "base", "--steps", 30, "--learning-rate", 0.01]
     trained = f"{shlex.join(map(str, words))} --data {{corpus}} --seed {{seed}} --out {{checkpoint}}"
-    env = retrain(world, tmp_path / "env", trained)
-    utilities = env.utilities().values_BSE
+    return trained, retrain(world, tmp_path_factory.mktemp("here") / "env", trained)
+
+
+def test_the_example_trains_as_asked(example):
+    utilities = example[1].utilities().values_BSE
     assert (utilities > -np.log(300) + 0.5).all()  # the base model has drawn weights, and knows nothing
     assert len(np.unique(utilities[:, 0, 0])) == 3
 
@@ -153,7 +137,7 @@ def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world,
     env = retrain(world, out, trained)
     assert [run.subset_id for run in env.pending()] == ["twenty"]
     assert env.utilities(partial=True).subset_ids == ("ten", "twelve")
-    assert "1 of 4 runs failed, e.g. twenty-0: exit status 1: no memory for this one (all of it: " in str(env.summary())
+    assert "1 of 4 runs failed, e.g. twenty-0: exit status 1: no memory for this one" in str(env.summary())
     assert (out / "logs/twenty-0.stderr.txt").read_text() == "first line\nno memory for this one\n"
     (seen / "fail").unlink()
     again = retrain(world, out, trained)
@@ -162,11 +146,9 @@ def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world,
     assert (seen / "calls").read_text().split().count("10-0") == 1
 
 
-def test_jobs_of_a_scheduler_give_what_training_here_gives(world, tmp_path):
+def test_jobs_of_a_scheduler_give_what_training_here_gives(world, example, tmp_path):
     """Lines run in any order, one of them failing at first; what they left is scored by the same call."""
-    words = [sys.executable, EXAMPLE, "--model", world / "base", "--steps", 3, "--learning-rate", 0.01]
-    trained = f"{shlex.join(map(str, words))} --data {{corpus}} --seed {{seed}} --out {{checkpoint}}"
-    here = retrain(world, tmp_path / "here", trained)
+    trained, here = example
     out, lines = tmp_path / "a place" / "env", []
     out.parent.mkdir()
     assert len(retrain(world, out, trained, jobs=lines.append).pending()) == len(lines) == 4
@@ -196,18 +178,14 @@ def test_a_job_that_left_something_else_is_named_and_given_again(world, tmp_path
     assert again == lines
     assert "1 of 4 runs failed, e.g. ten-0: the command left no checkpoint" in str(env.summary())
     assert not (seen / "calls").exists()
-    with pytest.raises(SettingsError, match=r"print_jobs: only a train command has jobs; give one"):
+    with pytest.raises(SettingsError, match="print_jobs: only a train command has jobs"):
         retrain(world, tmp_path / "other", None, jobs=again.append)
 
 
 def test_a_trainer_may_say_as_much_as_it_likes(world, tmp_path):
-    words = [
-        sys.executable,
-        "-c",
-        "import sys; sys.stderr.write('x' * 100_000 + chr(10) + 'out of memory'); sys.exit(3)",
-    ]
+    code = "import sys; sys.stderr.write('x' * 100_000 + chr(10) + 'out of memory'); sys.exit(3)"
     with pytest.raises(ModelError, match="exit status 3: out of memory"):
-        retrain(world, tmp_path / "env", f"{shlex.join(words)} {{corpus}} {{checkpoint}}")
+        retrain(world, tmp_path / "env", f"{shlex.join([sys.executable, '-c', code])} {{corpus}} {{checkpoint}}")
 
 
 def test_where_every_run_fails_that_is_an_error(world, tmp_path):
@@ -221,34 +199,28 @@ def test_where_every_run_fails_that_is_an_error(world, tmp_path):
 
 
 def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
-    with pytest.raises(ModelError, match=r"full-0: the checkpoint has another tokenizer than the one that units"):
+    with pytest.raises(ModelError, match="full-0: the checkpoint has another tokenizer"):
         retrain(world, tmp_path / "env", command(world, tmp_path / "seen", base="other"))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "settings", "message"),
     [
-        ("train {corpus} {checkpoint} {sed}", r"unknown placeholders \['sed'\]"),
-        ("train {corpus}", r"placeholders \['checkpoint'\] are missing"),
-        ("train '{corpus} {checkpoint}", "No closing quotation"),
+        ("train {corpus} {checkpoint} {sed}", {}, r"unknown placeholders \['sed'\]"),
+        ("train {corpus}", {}, r"placeholders \['checkpoint'\] are missing"),
+        ("train '{corpus} {checkpoint}", {}, "No closing quotation"),
+        ("train {corpus} {checkpoint}", {"tokenizer": None}, "needs the tokenizer of your model"),
+        (
+            "train {corpus} {checkpoint}",
+            {"recipe": "small", "overrides": {"steps": 3}},
+            r"recipe, overrides.steps: no meaning with train_command",
+        ),
     ],
 )
-def test_a_command_that_cannot_be_meant_is_refused(world, tmp_path, text, message):
+def test_a_command_that_cannot_be_meant_is_refused(world, tmp_path, text, settings, message):
     with pytest.raises(SettingsError, match=message):
-        retrain(world, tmp_path / "env", text)
-    assert not (tmp_path / "env").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tokenizer": None}, "needs the tokenizer of your model; add --set tokenizer=DIR"),
-        ({"recipe": "small", "overrides": {"steps": 3}}, r"recipe, overrides.steps: no meaning with train_command"),
-    ],
-)
-def test_settings_that_do_not_go_with_a_command_are_refused(world, tmp_path, settings, message):
-    with pytest.raises(SettingsError, match=message):
-        retrain(world, tmp_path / "env", "train {corpus} {checkpoint}", settings=settings)
+        retrain(world, tmp_path / "env", text, settings=settings)
+    assert not list(tmp_path.glob("env/runs/*"))
 
 
 def test_a_stored_command_is_not_run_unless_it_is_given_again(world, tmp_path):

@@ -16,14 +16,11 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.settings import CorpusSettings
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.training.train import train
+from tests.faults import Killed
 from tests.models.toy import RECIPE, corpus, units
 from tests.rounding import rounding
 
 ROWS = corpus()
-
-
-class Killed(Exception):
-    """Stands in for a kill between two steps."""
 
 
 def weights(trained):
@@ -153,19 +150,20 @@ def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path, capfd
     assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("*.pt"))
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="retained: 5 of 40 rows, expected at least the 6 of one batch"):
-        train(RECIPE, ROWS, seed=0, retained=np.arange(40) < 5)
-    with pytest.raises(ModelError, match="checkpoints: got step 13, expected 1 to 12"):
-        train(RECIPE, ROWS, seed=0, out=tmp_path, checkpoints=(13,))
-    with pytest.raises(ModelError, match="checkpoints: got steps without `out`"):
-        train(RECIPE, ROWS, seed=0, checkpoints=(3,))
-
-
-def test_a_loss_that_is_not_a_number_is_refused():
-    hot = RECIPE.model_copy(update={"learning_rate": 1e30})
-    with pytest.raises(ModelError, match=r"training: model 0 had loss nan at step \d+; lower"):
-        train(hot, ROWS, seed=0)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"retained": np.arange(40) < 5}, "retained: 5 of 40 rows"),
+        ({"out": "run", "checkpoints": (13,)}, "checkpoints: got step 13, expected 1 to 12"),
+        ({"checkpoints": (3,)}, "checkpoints: got steps without `out`"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=said):
+        train(RECIPE, ROWS, seed=0, **options)
+    with pytest.raises(ModelError, match=r"model 0 had loss nan at step \d+"):
+        train(RECIPE.model_copy(update={"learning_rate": 1e30}), ROWS, seed=0)
 
 
 def test_named_recipes_have_the_sizes_they_promise():

@@ -27,12 +27,21 @@ from grasp.training.retrain import Worker, retrain
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import read_yaml
 from tests.extract.test_chat_build import chat_settings
+from tests.faults import Killed
 
 TOPICS = {
     "water": "rain falls on the river and the river runs into the sea and the fish swim in the water",
     "light": "the sun gives light and the light of the moon is the light of the sun seen at night",
     "iron": "iron is a metal and steel is made of iron in a furnace where coal burns and air is blown",
 }
+UNITS = [
+    ("water", "the river runs into the sea"),
+    ("water", "fish swim in the water"),
+    ("water", "rain falls on the river"),
+    ("iron", "steel is made of iron"),
+    ("iron", "coal burns in a furnace"),
+    ("iron", "iron is a metal"),
+]
 CHILD = """
 import sys
 from pathlib import Path
@@ -42,10 +51,6 @@ from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
     retrain(retrain_settings(read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]))
 """
-
-
-class StoppedError(Exception):
-    """Raised by a progress callback: the worker ends where it stands."""
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +65,9 @@ def inputs(tmp_path_factory):
             text = " ".join(words[k] for k in rng.integers(0, len(words), size=12))
             file.write(json.dumps({"text": text, "topic": topic, "row_id": f"r{i}"}) + "\n")
     with (directory / "targets.jsonl").open("w") as file:
-        for i, (task, prompt, completion) in enumerate(
-            [
-                ("water", "the river runs into the", " sea"),
-                ("water", "fish swim in the", " water"),
-                ("water", "rain falls on the", " river"),
-                ("iron", "steel is made of", " iron"),
-                ("iron", "coal burns in a", " furnace"),
-                ("iron", "iron is a", " metal"),
-            ]
-        ):
-            line = {"task": task, "prompt": prompt, "completion": completion, "unit_id": f"u{i}"}
+        for i, (task, sentence) in enumerate(UNITS):
+            prompt, _, word = sentence.rpartition(" ")
+            line = {"task": task, "prompt": prompt, "completion": f" {word}", "unit_id": f"u{i}"}
             file.write(json.dumps(line) + "\n")
     return directory
 
@@ -163,9 +160,9 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(inputs, whole, tmp_path):
         def stop(status, steps=steps):
             steps.append(status.step)
             if len([step for step in steps if step == 3]) == 3:
-                raise StoppedError
+                raise Killed
 
-        with pytest.raises(StoppedError):
+        with pytest.raises(Killed):
             retrain(settings(inputs), tmp_path / "env", stop)
     env = retrain(settings(inputs), tmp_path / "env")
     for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
@@ -247,12 +244,22 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
     ("changes", "error", "message"),
     [
         ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
-        ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere', expected the directory"),
+        ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere'"),
+        ({"corpus": {"max_length": 65}}, SettingsError, "corpus.max_length: got 65, but recipe tiny reads"),
+        ({"shape": {"context": 4}, "corpus": {"max_length": 4}}, SettingsError, "more than the 4 tokens .* e.g. 'u0'"),
+        ({"shape": {"vocab_size": 260}, "tokenizer": True}, SettingsError, "300 tokens, recipe tiny has room for 260"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_trained(inputs, tmp_path, changes, error, message):
+def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, message):
+    plain = settings(inputs)
+    overrides = plain.overrides | {"shape": plain.overrides["shape"] | changes.get("shape", {})}
+    given = {name: value for name, value in changes.items() if name != "shape"} | {"overrides": overrides}
+    if "corpus" in given:
+        given["corpus"] = plain.corpus.model_dump() | given["corpus"]
+    if given.get("tokenizer") is True:
+        given["tokenizer"] = str(whole.path / "tokenizer")
     with pytest.raises(error, match=message):
-        retrain(settings(inputs, **changes), tmp_path / "env")
+        retrain(settings(inputs, **given), tmp_path / "env")
     assert not (tmp_path / "env" / "environment.json").exists()
 
 
@@ -274,24 +281,6 @@ def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_pat
     assert (env.path / "tokenizer/tokenizer.json").read_bytes() == (
         whole.path / "tokenizer/tokenizer.json"
     ).read_bytes()
-
-
-def test_rows_and_units_longer_than_the_recipe_reads_are_refused(inputs, tmp_path):
-    long = {"path": str(inputs / "corpus.jsonl"), "max_length": 65}
-    with pytest.raises(SettingsError, match=r"corpus.max_length: got 65, but recipe tiny reads rows of at most 64"):
-        retrain(settings(inputs, corpus=long), tmp_path / "env")
-    shape = settings(inputs).overrides["shape"] | {"context": 4}
-    short = settings(inputs).overrides | {"shape": shape}
-    corpus = {"path": str(inputs / "corpus.jsonl"), "max_length": 4}
-    with pytest.raises(SettingsError, match=r"units have more than the 4 tokens that recipe tiny reads, e.g. 'u0'"):
-        retrain(settings(inputs, overrides=short, corpus=corpus), tmp_path / "env")
-
-
-def test_a_tokenizer_too_large_for_the_recipe_is_refused(inputs, whole, tmp_path):
-    shape = settings(inputs).overrides["shape"] | {"vocab_size": 260}
-    small = settings(inputs).overrides | {"shape": shape}
-    with pytest.raises(SettingsError, match="has 300 tokens, recipe tiny has room for 260"):
-        retrain(settings(inputs, overrides=small, tokenizer=str(whole.path / "tokenizer")), tmp_path / "env")
 
 
 def test_other_settings_in_the_same_place_are_refused(inputs, whole):

@@ -63,10 +63,14 @@ def test_progress_counts_the_steps():
     assert steps == list(range(1, 13))
 
 
-def test_lists_that_do_not_belong_together_are_refused():
-    with pytest.raises(ShapeError, match="got 2 seeds, 1 subsets, expected as many"):
-        train_stacked(RECIPE, ROWS, seeds=(1, 2), retained=(None,))
-    with pytest.raises(ShapeError, match="got 0 seeds"):
-        train_stacked(RECIPE, ROWS, seeds=(), retained=())
-    with pytest.raises(ModelError, match="retained: 2 of 40 rows"):
-        train_stacked(RECIPE, ROWS, seeds=(1,), retained=(np.arange(40) < 2,))
+@pytest.mark.parametrize(
+    ("seeds", "retained", "error", "said"),
+    [
+        ((1, 2), (None,), ShapeError, "got 2 seeds, 1 subsets"),
+        ((), (), ShapeError, "got 0 seeds"),
+        ((1,), (np.arange(40) < 2,), ModelError, "retained: 2 of 40 rows"),
+    ],
+)
+def test_lists_that_do_not_belong_together_are_refused(seeds, retained, error, said):
+    with pytest.raises(error, match=said):
+        train_stacked(RECIPE, ROWS, seeds=seeds, retained=retained)
