@@ -58,8 +58,9 @@ def declared(module: str, verb: str) -> Declaration:
         module: dotted name.
         verb: a function of the module.
     """
-    tree = _tree(module)
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == verb)
+    begins = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)  # all that is parsed, to be quick
+    (function,) = (node for head in begins.findall(_source(module)) for node in ast.parse(head).body)
+    assert isinstance(function, ast.FunctionDef)
     about, texts = _documented(ast.get_docstring(function) or "")
     given, found = function.args, {}
     required = [None] * (len(given.args) - len(given.defaults))
@@ -90,12 +91,11 @@ def signed(function: Any, parameters: Mapping[str, tuple[Any, Any]], about: str,
     function.__doc__ = about
 
 
-@cache
-def _tree(module: str) -> ast.Module:
+def _source(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
@@ -132,7 +132,7 @@ def _value(module: str, node: ast.expr) -> Any:
     """A default: a literal, or a constant of the module or of one that it imports from."""
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
-    for statement in _tree(module).body:
+    for statement in ast.parse(_source(module)).body:
         match statement:
             case ast.Assign(targets=[ast.Name(node.id)]):
                 return _value(module, statement.value)
