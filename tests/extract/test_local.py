@@ -44,7 +44,6 @@ from grasp.extract.progress import Silent
 from grasp.extract.reopen import BuildSource
 from grasp.features import extract
 from grasp.files import discard
-from grasp.models.causal_lm import ReferenceModel
 from grasp.predict.protocol import BESIDE_GRADIENT, default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from grasp.targets import load_units
@@ -303,7 +302,7 @@ def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, 
 
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
-    inputs = prepare(settings, ReferenceModel.load(settings.model), tmp_path / "tokens", Silent())
+    inputs = prepare(settings, tmp_path / "tokens", Silent())
     kernel = build_token_kernel(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
     own = kernel.unit_relevance(inputs.units)
     whole = kernel.relevance(inputs.units.block(0, 6))

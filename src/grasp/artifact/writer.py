@@ -74,7 +74,9 @@ class ArtifactWriter(PartWriter):
         """
         path = Path(path)
         writer = cls(path, 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
-        _unit_columns(arrays)
+        widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
+        if len(set(widths.values())) > 1:
+            raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
         try:
             writer.claim(lock or lock_artifact(path))
         except BaseException:
@@ -138,7 +140,7 @@ class ArtifactWriter(PartWriter):
         wrong = {name: gain for name, gain in (gains or {}).items() if not 0 < gain < np.inf}
         if unknown or wrong:
             raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
-        check_units(units, _unit_columns(self.arrays))
+        check_units(units, next((spec.width for name, spec in self.arrays.items() if name.startswith(PER_UNIT)), None))
         missing = sorted(set(range(self.grid.n_shards)) - self.finished)
         if missing:
             raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
@@ -206,13 +208,6 @@ def moment_bytes(moments: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray
     if clash:
         raise ArtifactError(f"moments: {clash}: names beginning with {SUM!r} are kept for the sums over rows")
     return tensor_bytes({**moments, **{SUM + name: value for name, value in sums.items()}})
-
-
-def _unit_columns(arrays: Mapping[str, ArraySpec]) -> int | None:
-    widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
-    if len(set(widths.values())) > 1:
-        raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
-    return next(iter(widths.values()), None)
 
 
 class ArtifactExtension(PartWriter):

@@ -7,6 +7,7 @@ next shard begins, `store.json` that the store is complete.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
@@ -244,6 +245,11 @@ class ShardStore(ABC, Generic[S]):
     def supervised(self) -> NDArray[np.int64]:
         """Positions of every row that carry loss, (N,)."""
         return self.lengths()
+
+    @cached_property
+    def n_supervised(self) -> int:
+        """Positions that carry loss."""
+        return int(self.supervised().sum())
 
     def rows(self, row_index: NDArray[np.int64]) -> S:
         """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.

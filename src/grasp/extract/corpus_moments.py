@@ -43,19 +43,14 @@ def token_sample(supervised_N: NDArray[np.int64], positions: int, seed: int) -> 
     return np.sort(order[:count])
 
 
-def taken_whole(store: Store, settings: FeatureSettings) -> bool:
-    """Whether all rows are in the sample."""
-    return int(store.supervised().sum()) <= settings.moment_positions
-
-
 def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> bool:
     """Whether what the model gives for the moments is kept for the shards: of a small corpus, where memory allows.
 
     Not where rows go there and back: their own forward pass is needed for that.
     """
-    size = int(store.supervised().sum()) * (4 * model.hidden_size + 12 * (settings.top_k + 3))
-    small = taken_whole(store, settings) and store.n_rows <= settings.moment_rows and size <= SEEN_BYTES
-    return small and not settings.gradient
+    size = store.n_supervised * (4 * model.hidden_size + 12 * (settings.top_k + 3))
+    all_sampled = store.n_supervised <= settings.moment_positions and store.n_rows <= settings.moment_rows
+    return all_sampled and size <= SEEN_BYTES and not settings.gradient
 
 
 def build_token_moments(
@@ -74,7 +69,7 @@ def build_token_moments(
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     rows = (store.rows(index[start : start + PART_ROWS]) for start in range(0, len(index), PART_ROWS))
     shards = (store.shard(k) for k in range(store.n_shards))
-    parts = shards if taken_whole(store, settings) else rows
+    parts = shards if store.n_supervised <= settings.moment_positions else rows
     every = max(1, int(supervised_N[index].sum()) // STATES)
     sums = PositionSums.empty(model, settings, every)
     for own in workers.position_sums(parts, every, progress.advance):

@@ -43,7 +43,7 @@ def add_target(
         origin = BuildSource(artifact, own)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets})
-        inputs = prepare(settings, origin.model, out / "tokens", progress)
+        inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
         token, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
         with ArtifactExtension.open(

@@ -54,31 +54,29 @@ ON_DISK = InMemory()
 SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # by which a column is taken for names of documents
 
 
-def load_model(settings: BuildSettings, in_memory: InMemory) -> Reference:
-    """The model, once what is cheap to read has been seen to be there."""
-    if settings.model.classifier is None:
-        if in_memory.model is None:
-            refuse_unreadable(settings.model.path)
-        load_units(settings.targets, in_memory.units)
-        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
-        next(documents_of(source, settings.corpus), None)
-    return in_memory.model or load_reference(settings.model)
-
-
 def prepare(
     settings: BuildSettings,
-    model: Reference,
     tokens: Path,
     progress: Progress,
     *,
+    model: Reference | None = None,
     in_memory: InMemory = ON_DISK,
     replace: bool = False,
 ) -> Inputs:
     """Rows on disk, units through the model; the settings get what follows from model and corpus.
 
     Args:
+        model: loaded already; None: it is loaded, once what is cheap to read has been seen to be there.
         replace: rows of another corpus that lie in `tokens` are thrown away.
     """
+    unit_set, source = None, in_memory.source
+    if model is None and settings.model.classifier is None:
+        if in_memory.model is None:
+            refuse_unreadable(settings.model.path)
+        unit_set = load_units(settings.targets, in_memory.units)
+        source = source or open_source(settings.corpus.path, settings.corpus.split)
+        next(documents_of(source, settings.corpus), None)
+    model = model or in_memory.model or load_reference(settings.model)
     progress.stage("rows", rows=None, tokens=None)
     store: Store
     units: Units
@@ -86,7 +84,8 @@ def prepare(
         unit_set, units, store = vision().read(settings, model, tokens, replace=replace, progress=_difference(progress))
         positions_E = [1] * len(unit_set.units)
     else:
-        unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
+        unit_set = unit_set or load_units(settings.targets, in_memory.units)
+        unit_set, units, store, settings = _texts(settings, model, unit_set, source, tokens, progress, replace)
         positions_E = [len(unit.input_ids) - unit.first for unit in units]
         tell_rows(store, model, progress)
         tell_units(unit_set, progress)
@@ -103,7 +102,13 @@ def prepare(
 
 
 def _texts(
-    settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress, in_memory: InMemory, replace: bool
+    settings: BuildSettings,
+    model: ReferenceModel,
+    unit_set: UnitSet,
+    source: Source | None,
+    tokens: Path,
+    progress: Progress,
+    replace: bool,
 ) -> tuple[UnitSet, list[UnitTokens], RowStore, BuildSettings]:
     """Units and rows as tokens, and the settings with the lengths that they have."""
     context = model.context
@@ -113,7 +118,6 @@ def _texts(
             f"{context} or less"
         )
     longest = min(settings.targets.max_length, context or settings.targets.max_length)
-    unit_set = load_units(settings.targets, in_memory.units)
     as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
     if as_text and model.tokenizer.writes_chats:
         progress.note(
@@ -128,7 +132,7 @@ def _texts(
         model.tokenizer,
         shard_rows=settings.shard_rows,
         context=context,
-        source=in_memory.source,
+        source=source,
         replace=replace,
         progress=_difference(progress),
     )
@@ -152,8 +156,7 @@ def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> Non
     left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
     progress.note(f"labels: {labels}{left_out}")
     reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
-    supervised = int(store.supervised().sum())
-    loss = f", {supervised:,} with loss" if supervised < store.n_tokens - store.n_rows else ""
+    loss = f", {store.n_supervised:,} with loss" if store.n_supervised < store.n_tokens - store.n_rows else ""
     progress.note(
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({reads})"

@@ -49,7 +49,6 @@ from grasp.extract.inputs import (
     Inputs,
     describe_build,
     identity,
-    load_model,
     prepare,
     unit_table,
 )
@@ -97,9 +96,9 @@ def build_artifact(
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
-        model, fresh = load_model(settings, in_memory), not has_work(out)
-        inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=fresh)
-        settings = inputs.settings
+        fresh = not has_work(out)
+        inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
+        settings, model = inputs.settings, inputs.model
         made_of = identity(inputs)
         work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
         given = given_moments(inputs, work, progress)
@@ -208,9 +207,9 @@ def foretell(
         if (out / MANIFEST).exists():
             raise ArtifactError(f"{out}: is finished, so there is nothing to foretell; choose another --out")
         begin(settings, out, progress)
-        model = load_model(settings, ON_DISK)
-        inputs = prepare(settings, model, out / "tokens", progress, replace=not has_work(out))
-        store, features, rows = inputs.store, inputs.settings.features, first_rows(inputs.store)
+        inputs = prepare(settings, out / "tokens", progress, replace=not has_work(out))
+        model, store, features = inputs.model, inputs.store, inputs.settings.features
+        rows = first_rows(store)
         if must_be_trained and isinstance(model, ReferenceModel):
             refuse_untrained(model, rows, features)
         forward_shard(model, rows, features, None)  # the first time takes longer

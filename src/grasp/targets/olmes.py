@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,16 @@ def find_source(name: str, variant: str, root: Path) -> RequestFile:
             those that there are).
     """
     task_dir = root / shipped_name(name)
-    if not variants(task_dir):
+    shipped = variants(task_dir)
+    if not shipped:
         raise TargetError(_unknown_task(name, task_dir, root))
-    if variant in variants(task_dir):
+    if variant in shipped:
         return RequestFile(task_dir / variant / "requests.jsonl.gz", zero_shot=False)
-    few_shot = _few_shot(variant, variants(task_dir))
+    zero_shot = _ZERO_SHOT.fullmatch(variant)  # its few-shot sibling: rc_5shot for rc_0shot
+    sibling = zero_shot and re.compile(re.escape(zero_shot["style"]) + r"_[1-9]\d*shot")
+    few_shot = next((name for name in shipped if sibling and sibling.fullmatch(name)), None)
     if few_shot is None:
-        raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(variants(task_dir))}")
+        raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(shipped)}")
     return RequestFile(task_dir / few_shot / "requests.jsonl.gz", zero_shot=True)
 
 
@@ -81,17 +83,11 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
             with the document's own question, so that no zero-shot prompt can be taken from it.
     """
     source = find_source(name, variant, root)
-    return list(_units(name, loss_on, source, source.path.stat().st_mtime_ns))
-
-
-@lru_cache(maxsize=8)  # a build reads its targets twice: to refuse bad ones before the model is loaded, and after
-def _units(name: str, loss_on: LossOn, source: RequestFile, changed_ns: int) -> tuple[Unit, ...]:
-    """Every unit of a request file that was last changed then."""
     records_by_doc: dict[int, list[Mapping[str, Any]]] = {}
     for record in _records(source.path):
         if record["doc_id"] < UNCONDITIONAL:
             records_by_doc.setdefault(record["doc_id"], []).append(record)
-    return tuple(_unit(name, doc_id, records, loss_on, source) for doc_id, records in records_by_doc.items())
+    return [_unit(name, doc_id, records, loss_on, source) for doc_id, records in records_by_doc.items()]
 
 
 def _unknown_task(name: str, task_dir: Path, root: Path) -> str:
@@ -101,15 +97,6 @@ def _unknown_task(name: str, task_dir: Path, root: Path) -> str:
     close = get_close_matches(name, usable, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(usable)}"
     return f"targets.names: no OLMES task is called {name!r}; {hint} (a file of units: name its path)"
-
-
-def _few_shot(variant: str, shipped: tuple[str, ...]) -> str | None:
-    """The few-shot sibling of a zero-shot variant: rc_5shot for rc_0shot."""
-    wanted = _ZERO_SHOT.fullmatch(variant)
-    if wanted is None:
-        return None
-    sibling = re.compile(re.escape(wanted["style"]) + r"_[1-9]\d*shot")
-    return next((name for name in shipped if sibling.fullmatch(name)), None)
 
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
