@@ -79,7 +79,7 @@ def select(
         floor: at least so much of the budget, e.g. Games:5%, or 1% of each value.
         cap: at most so much of the budget, e.g. Games:20%, or 10% of each value.
         runs: runs, retrained or imported: rows are chosen by the change that they lead to expect, with an interval.
-            Not with `train_tokens`, nor under a protocol with geometry.
+            With `train_tokens`, or a protocol with geometry, they are chosen by relevance.
         exclude: row_ids or doc_ids to leave out: text or Parquet. In Python also a list.
         exclude_where: condition on labels: these rows are left out.
         documents: write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -125,7 +126,7 @@ METAVARS = {
         "ID": "unit row",
         "AMOUNT": "budget",
         "[VALUE:]AMOUNT": "floor cap",
-        "SHARE": "distance false_positives delta",
+        "SHARE": "distance false_positives",
         "TIMES": "max_repeat",
         "N": "train_tokens",
         "RULE": "documents",
@@ -140,8 +141,8 @@ METAVARS = {
     }.items()
     for name in names.split()
 }
-BY_KIND = {"str": "NAME", "int": "N", "float": "X", "bool": None, "Path": "FILE"}
-LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "port": 0, "resamples": 10}
+BY_KIND = {str: "NAME", int: "N", float: "X", bool: "", Path: "FILE"}
+LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "resamples": 10}
 LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack"), 1)
 
 
@@ -151,7 +152,7 @@ def command(
     name: str | None = None,
     group: typer.Typer = app,
     verb: str | None = None,
-    seldom: str = "",
+    more: str = "",
 ) -> Callable[[F], F]:
     """Register a function as a command, by default of its own name.
 
@@ -160,7 +161,7 @@ def command(
         also: what stands below them.
         verb: module of the verb of the function's name. What it declares are options of the command, which are given to
             the function as keywords; those that the function has itself take the place of the verb's.
-        seldom: options of the verb that stand under MORE.
+        more: options of the verb that stand under MORE.
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b keeps the lines as they are
@@ -169,13 +170,13 @@ def command(
 
     def made(function: F) -> F:
         if verb is not None:
-            _take(function, declared(verb, function.__name__), seldom.split())
+            _take(function, declared(verb, function.__name__), more.split())
         return registered(function)
 
     return made
 
 
-def _take(function: Callable[..., None], verb: Declaration, seldom: list[str]) -> None:
+def _take(function: Callable[..., None], verb: Declaration, more: list[str]) -> None:
     """Give a function of keywords the options of a verb, and its words where it has none of its own."""
     flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in verb.arguments}
 
@@ -184,20 +185,12 @@ def _take(function: Callable[..., None], verb: Declaration, seldom: list[str]) -
 
     options = {}
     for name, argument in verb.arguments.items():
-        metavar = METAVARS.get(name, BY_KIND[argument.kind.__name__])
-        options[name] = (
-            argument.annotation,
-            (rare if name in seldom else option)(
-                f"{flags[name]} {metavar or ''}{'S' * argument.in_commas}".strip(),
-                with_flags(argument.about[:1].upper() + argument.about[1:]) + " Repeatable." * argument.repeatable,
-                ...
-                if argument.default is REQUIRED
-                else list(argument.default)
-                if argument.repeatable
-                else argument.default,
-                min=LEAST.get(name),
-            ),
-        )
+        metavar = METAVARS.get(name, BY_KIND[argument.kind]) + "S" * argument.in_commas
+        about = argument.about[:1].upper() + argument.about[1:] + " Repeatable." * argument.repeatable
+        default = ... if argument.default is REQUIRED else argument.default
+        made = rare if name in more else option
+        shown = made(f"{flags[name]} {metavar}".strip(), with_flags(about), default, min=LEAST.get(name))
+        options[name] = argument.annotation, shown
     own = inspect.signature(function).parameters.values()
     mine = {each.name: (each.annotation, each.default) for each in own if each.kind is not each.VAR_KEYWORD}
     signed(function, options | mine, function.__doc__ or with_flags(verb.about))

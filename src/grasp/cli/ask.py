@@ -32,7 +32,7 @@ TOP = 10
     "grasp score art --target sciq --out rows.parquet",
     "grasp score art --target sciq --method bm25",
     verb="grasp.verbs.score",
-    seldom="protocol unit match method method_settings checkpoints runs cache",
+    more="protocol unit match method method_settings checkpoints runs cache",
 )
 def score(
     art: Art,
@@ -60,7 +60,7 @@ ENDS = 5  # rows shown of either end
     "grasp explain art --target sciq --unit sciq:152",
     "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
     verb="grasp.audit.explain",
-    seldom="match protocol",
+    more="match protocol",
 )
 def explain(
     art: Art,
@@ -108,7 +108,7 @@ def explain(
     "grasp report art --atlas map",
     "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
     verb="grasp.report.verb",
-    seldom="protocol explain partial previous",
+    more="protocol explain partial previous",
 )
 def report(
     art: Art,
@@ -174,7 +174,7 @@ def _tell(address: str) -> None:
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
     "grasp predict art --by topic --runs dev",
     verb="grasp.verbs.predict",
-    seldom="protocol omitted family count seed units components",
+    more="protocol omitted family count seed units components",
 )
 def predict(art: Art, out: ResultFile = None, **asked: Any) -> None:
     from grasp.verbs.predict import parse_weights

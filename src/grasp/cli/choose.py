@@ -26,7 +26,7 @@ from grasp.text import plain
     "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
     verb="grasp.choose.select",
-    seldom="exclude exclude_where documents protocol diversity cautious",
+    more="exclude exclude_where documents protocol diversity cautious",
 )
 def select(
     art: Art,
@@ -39,7 +39,7 @@ def select(
         "What is not kept: a new directory, written as that of --export; or a .parquet or .csv of snippets and labels.",
         None,
     ),
-    form: str = rare("--format", "Of the export: parquet, jsonl or datasets.", "parquet"),
+    form: str = rare("--format NAME", "Of the export: parquet, jsonl or datasets.", "parquet"),
     ids_out: Path | None = rare(
         "--ids-out FILE",
         "Names of the documents that --documents takes: .csv or .parquet with their places in the corpus, else text.",
@@ -84,7 +84,7 @@ def select(
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
     verb="grasp.choose.mixture",
-    seldom="distance protocol diversity cautious",
+    more="distance protocol diversity cautious",
 )
 def mix(
     art: Art,
@@ -109,7 +109,7 @@ def mix(
     "grasp distil art --target sciq --out scorer",
     "grasp info scorer",
     verb="grasp.choose.distil",
-    seldom="protocol seed",
+    more="protocol seed",
 )
 def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
     with Watch(quiet=quiet) as watch:

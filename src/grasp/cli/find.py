@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
     verb="grasp.audit.detect",
-    seldom="k neighbours match",
+    more="k neighbours match",
 )
 def detect(art: Art, out: ResultFile = None, quiet: Quiet = False, **asked: Any) -> None:
     artifact = grasp.open(art)

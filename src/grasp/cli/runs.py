@@ -28,7 +28,7 @@ def root() -> None:
     name="import",
     group=runs,
     verb="grasp.runs.readers",
-    seldom="higher lower size skip_failed",
+    more="higher lower size skip_failed",
 )
 def import_runs(
     trained: Path = typer.Argument(

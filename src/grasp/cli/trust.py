@@ -71,7 +71,7 @@ def methods(
     "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
     verb="grasp.verbs.retrain",
-    seldom="text_column id_column workers train_command stack",
+    more="text_column id_column workers train_command stack",
 )
 def retrain(
     settings: ConfigFile = None,
@@ -106,7 +106,7 @@ def retrain(
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
     verb="grasp.verbs.evaluate",
-    seldom="partial controls development family method_settings checkpoints cache oracles resamples",
+    more="partial controls development family method_settings checkpoints cache oracles resamples",
 )
 def evaluate(
     art: Art,
