@@ -7,26 +7,30 @@ from pathlib import Path
 import pytest
 
 from grasp.declared import REQUIRED, declared
+from grasp.report.serve import LISTS, QUESTIONS
 
-VERBS = {
-    "grasp.audit.explain": "explain",
-    "grasp.audit.detect": "detect",
-    "grasp.choose.apply": "apply",
-    "grasp.choose.distil": "distil",
-    "grasp.choose.mixture": "mix",
-    "grasp.choose.select": "select",
-    "grasp.report.serve": "serve",
-    "grasp.report.verb": "report",
-    "grasp.verbs.evaluate": "evaluate",
-    "grasp.verbs.predict": "predict",
-    "grasp.runs.readers": "import_runs",
-    "grasp.verbs.retrain": "retrain",
-    "grasp.verbs.score": "score",
-}
+VERBS = [
+    ("grasp.audit.detect", "detect"),
+    ("grasp.audit.explain", "explain"),
+    ("grasp.choose.alone", "mix_runs"),
+    ("grasp.choose.alone", "predict_runs"),
+    ("grasp.choose.alone", "propose_runs"),
+    ("grasp.choose.apply", "apply"),
+    ("grasp.choose.distil", "distil"),
+    ("grasp.choose.mixture", "mix"),
+    ("grasp.choose.select", "select"),
+    ("grasp.report.serve", "serve"),
+    ("grasp.report.verb", "report"),
+    ("grasp.runs.readers", "import_runs"),
+    ("grasp.verbs.evaluate", "evaluate"),
+    ("grasp.verbs.predict", "predict"),
+    ("grasp.verbs.retrain", "retrain"),
+    ("grasp.verbs.score", "score"),
+]
 OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them
 
 
-@pytest.mark.parametrize(("module", "name"), VERBS.items())
+@pytest.mark.parametrize(("module", "name"), VERBS)
 def test_a_verb_is_declared_as_python_sees_it(module, name):
     verb, found = getattr(import_module(module), name), declared(module, name)
     takes = {one.name: one.default for one in inspect.signature(verb).parameters.values()}
@@ -44,3 +48,10 @@ def test_kinds_are_those_that_can_be_written():
     assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "omitted": bool, "count": int}
     assert [name for name, argument in found.items() if argument.in_commas] == ["target"]
     assert "In Python" not in found["weight"].about
+
+
+def test_a_question_of_a_page_or_an_agent_names_no_file():
+    for verb, (module, names) in QUESTIONS.items():
+        asked = [declared(module, verb).arguments[name] for name in names]
+        assert all(argument.kind is not Path for argument in asked)
+        assert {argument.name for argument in asked if argument.repeatable} <= set(LISTS)

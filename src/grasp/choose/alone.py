@@ -137,11 +137,14 @@ class Proposal(Result):
 
 
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
-    """What mixtures would give, by what imported runs teach, with an interval that holds nine of ten runs.
+    """What would these mixtures give? By runs alone, without an artifact.
+
+    The interval of a metric holds nine of ten runs.
 
     Args:
-        mixtures: a line a mixture, a column a value of the label, shares that add up to 1.
-        metric: one or several; None: all.
+        runs: imported runs, see `grasp runs import`.
+        mixtures: a line a mixture, a column a value of the label: shares that add up to 1.
+        metric: metrics, separated by commas. Default: all of them.
     Raises:
         EnvironmentDataError: see `Taught.from_runs`; values that no run has; shares that do not add up to 1.
     """
@@ -158,11 +161,14 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
 def mix_runs(
     runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
 ) -> Result:
-    """The mixture that imported runs say is best; no value gets more, or less, than in any run.
+    """Which mixture is best? By runs alone, for the mean of the metrics.
+
+    No value gets more, or less, than in any run.
 
     Args:
-        metric: one, several, or metrics and weights; None: all alike.
-        cautious: so many standard deviations are taken off what is expected: what is little known counts as worse.
+        runs: imported runs, see `grasp runs import`.
+        metric: metrics, separated by commas. Default: all of them. In Python also metrics and weights.
+        cautious: take so many standard deviations off: the little known counts as worse.
     """
     taught = Taught.from_runs(runs, metric)
     low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
@@ -198,18 +204,21 @@ def propose_runs(
     *,
     count: int = 4,
     decide: str = "best",
+    subsets: Path | str | None = None,
     seed: int = 0,
     artifact: Opened | None = None,
-    subsets: Path | str | None = None,
 ) -> Result:
-    """Mixtures to train next, so that a decision becomes surest for the fewest runs.
+    """Which mixtures should be trained next, to decide with the fewest runs?
 
     Args:
-        metric: one, several, or metrics and weights; None: all alike.
-        decide: best: which mixture is best; values: what each value of the label is worth.
+        runs: imported runs, see `grasp runs import`; or, with an artifact, retrained ones.
+        metric: metrics, separated by commas. Default: all of them. In Python also metrics and weights.
+        count: mixtures to propose.
+        decide: what is to be decided. best: which mixture is; values: what each value is worth.
+        subsets: the mixtures as weights of rows, for `grasp retrain` --set subsets=FILE.
+        seed: seed of the mixtures that are looked at.
         artifact: of the corpus; for retrained runs, whose shares are those of the label that they were drawn by, and
             for `subsets`.
-        subsets: Parquet file for the mixtures as weights of rows, which `retrain` takes.
     Returns:
         A line a mixture, in the order in which they should be trained: mixture, settles, and the shares of all values.
         For `best`, settles is by how much the best mixture is expected to become better, in the unit of the metric; for

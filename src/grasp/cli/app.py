@@ -142,7 +142,7 @@ METAVARS = {
     for name in names.split()
 }
 BY_KIND = {str: "NAME", int: "N", float: "X", bool: "", Path: "FILE"}
-LEAST = {"top": 0, "bottom": 0, "min_tokens": 0, "seed": 0, "explain": 0, "resamples": 10}
+LEAST = {"resamples": 10} | dict.fromkeys(("top", "bottom", "min_tokens", "seed", "explain", "cautious"), 0)
 LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack"), 1)
 
 

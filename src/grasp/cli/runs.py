@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 import grasp
 from grasp.cli.app import app, command, option
 from grasp.cli.console import check_outputs, tell
-from grasp.cli.options import ResultFile, names
+from grasp.cli.options import ResultFile
 
 runs = typer.Typer(cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(runs, name="runs", help="Use the training runs you already have.")
@@ -47,24 +47,22 @@ def import_runs(
 
 
 RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported runs, see grasp runs import.")]
-Metrics = Annotated[str | None, option("--metric NAMES", "Metrics, separated by commas. Default: all of them.")]
 
 
 @command(
     "grasp runs predict runs mixtures.csv --metric sciq/loss",
     name="predict",
     group=runs,
+    verb="grasp.choose.alone",
 )
 def predict_runs(
-    directory: RunsDirectory,
+    runs: RunsDirectory,
     mixtures: Path = typer.Argument(..., metavar="MIXTURES", help="A line a mixture, a column a value of the label."),
-    metric: Metrics = None,
     out: ResultFile = None,
+    **asked: Any,
 ) -> None:
-    """What would these mixtures give? By runs alone, without an artifact."""
-    check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": directory}, tables=["--out"])
-    result = grasp.predict_runs(directory, mixtures, names(metric))
-    tell(result, out)
+    check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": runs}, tables=["--out"])
+    tell(grasp.predict_runs(runs, mixtures, **asked), out)
 
 
 @command(
@@ -72,22 +70,11 @@ def predict_runs(
     "grasp runs mix runs --cautious 1 --out best.csv",
     name="mix",
     group=runs,
+    verb="grasp.choose.alone",
 )
-def mix_runs(
-    directory: RunsDirectory,
-    metric: Metrics = None,
-    cautious: float = option(
-        "--cautious K", "Take K standard deviations off: the little known counts as worse.", 0.0, min=0
-    ),
-    out: ResultFile = None,
-) -> None:
-    """Which mixture is best? By runs alone, for the mean of the metrics.
-
-    No value gets more, or less, than in any run.
-    """
-    check_outputs({"--out": out}, {"holds the runs": directory}, tables=["--out"])
-    result = grasp.mix_runs(directory, names(metric), cautious=cautious)
-    tell(result, out)
+def mix_runs(runs: RunsDirectory, out: ResultFile = None, **asked: Any) -> None:
+    check_outputs({"--out": out}, {"holds the runs": runs}, tables=["--out"])
+    tell(grasp.mix_runs(runs, **asked), out)
 
 
 @command(
@@ -95,24 +82,16 @@ def mix_runs(
     "grasp runs propose runs --art art --subsets next.parquet",
     name="propose",
     group=runs,
+    verb="grasp.choose.alone",
 )
 def propose_runs(
-    directory: RunsDirectory,
-    metric: Metrics = None,
+    runs: RunsDirectory,
     count: int = option("--count N", "Mixtures to propose.", 4, min=1),
-    decide: str = option("--decide WHAT", "best: which mixture is; values: what each value is worth.", "best"),
     art: Path | None = option("--art ART", "Artifact of the corpus: for retrained runs, and for --subsets.", None),
-    subsets: Path | None = option(
-        "--subsets FILE", "The mixtures as weights of rows, for retrain --set subsets=FILE.", None
-    ),
-    seed: int = option("--seed N", "Seed of the mixtures that are looked at.", 0, min=0),
     out: ResultFile = None,
+    **asked: Any,
 ) -> None:
-    """Which mixtures should be trained next, to decide with the fewest runs?"""
-    read = {"holds the runs": directory, "is the artifact": art}
-    check_outputs({"--out": out, "--subsets": subsets}, read, tables=["--out"])
+    read = {"holds the runs": runs, "is the artifact": art}
+    check_outputs({"--out": out, "--subsets": asked["subsets"]}, read, tables=["--out"])
     opened = None if art is None else grasp.open(art)
-    result = grasp.propose_runs(
-        directory, names(metric), count=count, decide=decide, seed=seed, artifact=opened, subsets=subsets
-    )
-    tell(result, out)
+    tell(grasp.propose_runs(runs, count=count, artifact=opened, **asked), out)
