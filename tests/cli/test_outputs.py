@@ -66,6 +66,21 @@ def test_the_ending_of_an_output_of_a_verb_is_seen_before_the_work(art, tmp_path
             verb(art.parent / "facts.jsonl")
 
 
+def test_what_an_option_names_is_not_replaced(art, tmp_path):
+    mine = tmp_path / "mine.parquet"
+    mine.write_text("mine")
+    for command, flag in (
+        ("predict", "--subsets"),
+        ("predict", "--protocol"),
+        ("score", "--method-settings"),
+        ("select", "--exclude"),
+        ("report", "--detect"),
+    ):
+        said = f"--out: would write {mine}, which {flag} reads; give it a name of its own"
+        assert refused(command, art, flag, mine, "--out", mine) == said
+    assert mine.read_text() == "mine"
+
+
 def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs").mkdir()

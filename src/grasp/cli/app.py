@@ -146,6 +146,11 @@ LEAST = {"resamples": 10} | dict.fromkeys(("top", "bottom", "min_tokens", "seed"
 LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack"), 1)
 
 
+def flag_of(name: str) -> str:
+    """The flag of a verb's argument."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
 def command(
     *examples: str,
     also: str = "",
@@ -178,7 +183,7 @@ def command(
 
 def _take(function: Callable[..., None], verb: Declaration, more: list[str]) -> None:
     """Give a function of keywords the options of a verb, and its words where it has none of its own."""
-    flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in verb.arguments}
+    flags = {name: flag_of(name) for name in verb.arguments}
 
     def with_flags(text: str) -> str:
         return re.sub("`([^`]+)`", lambda word: flags.get(word[1], word[1]), text)

@@ -9,15 +9,7 @@ from typing import Any
 import grasp
 from grasp.cli.app import command, option
 from grasp.cli.console import PlainStream, check_outputs, in_colour, reads, tell
-from grasp.cli.options import (
-    Art,
-    JsonFile,
-    OwnSettings,
-    Quiet,
-    ResultFile,
-    merged,
-    names,
-)
+from grasp.cli.options import Art, JsonFile, OwnSettings, Quiet, ResultFile, merged, names
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import write_whole

@@ -9,11 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads
-from grasp.cli.options import (
-    Art,
-    Quiet,
-    beside,
-)
+from grasp.cli.options import Art, Quiet, beside
 from grasp.cli.progress import Watch
 from grasp.files import check_place
 from grasp.text import plain

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 from grasp import files
+from grasp.cli.app import flag_of
 from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def reads(asked: Mapping[str, Any]) -> dict[str, files.Reads]:
     """What a command reads: the paths among the arguments of its verb, as `check_outputs` takes them."""
     found = {name: value if isinstance(value, list) else [value] for name, value in asked.items() if name != "cache"}
     return {
-        READS.get(name, f"--{name.replace('_', '-')} reads"): [one for one in values if isinstance(one, Path)]
+        READS.get(name, f"{flag_of(name)} reads"): [one for one in values if isinstance(one, Path)]
         for name, values in found.items()
     }
 

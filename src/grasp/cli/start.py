@@ -10,15 +10,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program, show
-from grasp.cli.options import (
-    Address,
-    Assignments,
-    ConfigFile,
-    OwnSettings,
-    Quiet,
-    cluster,
-    merged,
-)
+from grasp.cli.options import Address, Assignments, ConfigFile, OwnSettings, Quiet, cluster, merged
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.text import json_text, size_text, skipped_text

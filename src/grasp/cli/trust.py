@@ -9,17 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads, show, tell
-from grasp.cli.options import (
-    Address,
-    Art,
-    Assignments,
-    ConfigFile,
-    JsonFile,
-    Quiet,
-    cluster,
-    merged,
-    names,
-)
+from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import STREAMS, write_whole
