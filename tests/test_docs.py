@@ -12,7 +12,7 @@ from grasp.cli import app
 from tools.prose import figures, printed
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name != "paper_map.md"]
 
 
@@ -44,11 +44,6 @@ STOP = "{long} {long} a list of words"
     assert set(printed(module).split("\n\n")) == {f"{long}, ", f"the `x` rows {long} {long}: too long"}
     (fault,) = figures(printed(module), module=True).faults()
     assert fault.startswith("a sentence of 55 words; at most 40: the `x` rows")
-
-
-def test_the_tutorial_goes_the_whole_way():
-    shown = [argv[1] for argv in commands(ROOT / "docs" / "tutorial.md")]
-    assert list(dict.fromkeys(shown)) == ["build", "info", "verify", "score", "predict", "select", "report"]
 
 
 def test_check_builds_the_site_as_docs_does():

@@ -66,6 +66,8 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
         "--subsets": by_command("--subsets", tmp_path / "kept.parquet"),
         "drop": in_python(drop="topic = 'life'"),
         "weight": in_python(weight={"topic = 'life'": 0.0}),
+        "weight as text": in_python(weight="topic = 'life': 0"),
+        "weight as a list": in_python(weight=["topic = 'life': 0"]),
         "row ids": in_python(subsets={"kept": kept_ids}),
         "omitted row ids": in_python(subsets={"gone": gone}, omitted=True),
         "DataFrame": in_python(subsets=pq.read_table(tmp_path / "kept.parquet").to_pandas()),

@@ -29,9 +29,8 @@ def test_the_version_is_one():
 
 def test_every_make_target_that_is_named_is_there():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    asked = set(
-        re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", CONTRIBUTING, re.S)))
-    )
+    pages = CONTRIBUTING + (ROOT / "README.md").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", pages, re.S))))
     assert {"test", "check", "docs", "coverage"} <= asked <= targets
 
 

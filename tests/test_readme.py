@@ -111,17 +111,3 @@ def test_the_reference_has_every_command_in_its_own_words():
     page = (ROOT / "docs" / "reference.md").read_text()
     shown = dict(re.findall(r"^\| `grasp ([\w -]+)` \| (.*?) \|", page, re.MULTILINE))
     assert shown == {name: each.get_short_help_str(200) for name, each in found.items()}
-
-
-def test_every_command_is_one_that_grasp_takes():
-    group = typer.main.get_command(app)
-    for argv in commands():
-        if argv[0] == "grasp":
-            group.commands[argv[1]].make_context(argv[1], argv[2:])  # or it says what it does not know
-
-
-def test_every_make_target_is_there():
-    makefile = (ROOT / "Makefile").read_text()
-    asked = [argv[1] for argv in commands() if argv[0] == "make"]
-    assert asked
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in asked)

@@ -106,17 +106,13 @@ def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"corpus": pd.DataFrame({"body": ["x"], "topic": ["a"]})},
-            CorpusError,
-            "columns found: body, topic; name the",
-        ),
-        ({"corpus": 3}, CorpusError, "corpus: got int, expected a path, a pandas DataFrame"),
-        ({"targets": 3}, TargetError, "targets: got int, .* or names, or a list of dicts"),
-        ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: has the fields text; expected `prompt` and"),
-        ({"model": object()}, SettingsError, "model.path: got object, expected a path or a transformers model"),
-        ({"model": None}, SettingsError, r"build: missing --model \(model.path\); give it"),
-        ({"out": ""}, SettingsError, "--out: got nothing, expected a directory"),
+        ({"corpus": pd.DataFrame({"body": ["x"], "topic": ["a"]})}, CorpusError, "columns found: body, topic"),
+        ({"corpus": 3}, CorpusError, "corpus: got int"),
+        ({"targets": 3}, TargetError, "targets: got int"),
+        ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: has the fields text"),
+        ({"model": object()}, SettingsError, "model.path: got object"),
+        ({"model": None}, SettingsError, "missing --model"),
+        ({"out": ""}, SettingsError, "--out: got nothing"),
     ],
 )
 def test_what_cannot_be_built_from_is_refused_in_a_line(root, tmp_path, changes, error, message):

@@ -15,11 +15,10 @@ from grasp.extract.extend import add_target
 from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.extract.pictures import load_reference
-from grasp.extract.progress import Silent
 from grasp.extract.reopen import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.corpus.chats import CHATML, turns
-from tests.extract.test_local import arrays
+from tests.extract.test_local import Notes, arrays
 from tests.extract.world import WORDS, world, write_targets
 
 
@@ -38,14 +37,6 @@ def chat_settings(root: Path) -> BuildSettings:
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
     (root / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in conversations(20)))
     return build_settings(settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}})
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")

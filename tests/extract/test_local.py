@@ -20,7 +20,6 @@ from grasp.artifact.inspection import verify
 from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import lock_artifact
 from grasp.choose.export import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
@@ -48,6 +47,7 @@ from grasp.predict.protocol import BESIDE_GRADIENT, default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from grasp.targets import load_units
 from tests.extract.world import texts, world, write_checkpoint, write_targets
+from tests.says import says
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
@@ -229,17 +229,23 @@ def test_sampled_moments_need_one_pass_and_come_close(root, built):
         assert_same({name: found[name]}, {name: expected[name]})
 
 
-def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
-    root, tmp_path, monkeypatch
-):
-    looked_at, real = [], extract.head_residual
+@pytest.fixture
+def looked_at(monkeypatch) -> list[int]:
+    """How many positions the head was run at, call by call, in the passes alone."""
+    found, real = [], extract.head_residual
 
     def head_residual(head, hidden_PH, *rest):
-        looked_at.append(len(hidden_PH))
+        found.append(len(hidden_PH))
         return real(head, hidden_PH, *rest)
 
     monkeypatch.setattr(extract, "head_residual", head_residual)
-    monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)  # of the passes alone
+    monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)
+    return found
+
+
+def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
+    root, tmp_path, monkeypatch, looked_at
+):
     settings = world(root, features={"moment_positions": 10**6}, shard_rows=17)
     once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
     of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
@@ -268,23 +274,14 @@ def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp
     assert_same(found, expected)
 
 
-def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, monkeypatch):
-    looked_at = []
-    real = extract.head_residual
-
-    def head_residual(head, hidden_PH, *rest):
-        looked_at.append(len(hidden_PH))
-        return real(head, hidden_PH, *rest)
-
-    monkeypatch.setattr(extract, "head_residual", head_residual)
-    monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)  # of the pass alone
+def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, looked_at):
     settings = world(root).model_dump(mode="json")
     del settings["features"]["product_width"]
     settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
     artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "pooled"))
     (positions_of_units, *of_rows) = looked_at
     assert positions_of_units > 6
-    assert 2.9 * artifact.grid.n_rows < sum(of_rows) <= 3 * artifact.grid.n_rows  # some rows are shorter
+    assert 2.9 * artifact.n_rows < sum(of_rows) <= 3 * artifact.n_rows  # some rows are shorter
     assert "product_sketch" not in artifact.array_names
 
 
@@ -353,11 +350,7 @@ def test_settings_that_a_later_version_has_do_not_change_what_was_built(root, bu
 
 
 def test_another_build_in_its_place_is_refused_with_every_difference(root, built):
-    with pytest.raises(
-        ArtifactError,
-        match=r"holds a finished artifact, built with other settings: features.tau: was 0.01, now 0.02; shard_rows: "
-        r"was 8, now 9; choose another --out, give the old settings, or delete",
-    ):
+    with pytest.raises(ArtifactError, match=r"features\.tau: was 0\.01, now 0\.02; shard_rows: was 8, now 9"):
         build_artifact(world(root, shard_rows=9, features={"tau": 0.02}), built)
 
 
@@ -384,42 +377,26 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
     assert verify(path).ok
 
 
-CUT = "; longer documents are cut into several rows"
-
-
 def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
-    notes = Notes()
+    notes, fewer, made = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
     columns, labels, rows, questions, time, which = notes.lines
-    assert questions == "questions: all 6 of facts"
-    fewer = Notes()
-    tell_units(load_units(world(root).targets.model_copy(update={"units_per_target": 4})), fewer)
-    assert fewer.lines == ["questions: 4 of the 6 of facts"]
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"
-    lines = [
-        json.loads(line) | {"url": f"u{i}"} for i, line in enumerate((root / "corpus.jsonl").read_text().splitlines())
-    ]
-    unnamed = tmp_path / "unnamed.jsonl"
-    unnamed.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "row_id"}) + "\n" for line in lines))
-    made = Notes()
-    settings = world(root)
-    corpus = settings.corpus.model_copy(update={"path": str(unnamed)})
-    build_artifact(settings.model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
-    assert made.lines[0] == (
-        "columns: text from 'text'; names of rows are made from content and position; 'url' differs in every "
-        "document: --id-column url takes it"
-    )
-    assert re.fullmatch(
-        r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row \(the model reads 128\)" + CUT, rows
-    )
-    assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows(; .*)?", time)
-    assert re.fullmatch(
-        r"to be trained: a new model, from scratch; rows rank by token, input, neighbour; loss on the corpus: \d\.\d "
-        "nats a token",
-        which,
-    )
+    assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)
+    assert questions == "questions: all 6 of facts"
+    assert re.match(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
+    says(which, "a new model, from scratch", "rows rank by token, input, neighbour", "nats a token")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
+    tell_units(load_units(world(root).targets.model_copy(update={"units_per_target": 4})), fewer)
+    assert fewer.lines == ["questions: 4 of the 6 of facts"]
+
+    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
+    unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
+    (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
+    corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
+    build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
+    says(made.lines[0], "names of rows are made from content", "--id-column url")
 
 
 def test_a_forecast_on_a_busy_machine_says_how_much_is_computing():
@@ -502,14 +479,6 @@ def test_lengths_that_follow_from_the_model_leave_the_artifact_whole(root, tmp_p
     targets = asked.targets.model_copy(update={"max_length": 512})  # the model reads 128
     artifact = build_artifact(asked.model_copy(update={"corpus": corpus, "targets": targets}), tmp_path / "art")
     assert verify(artifact).problems == ()
-
-
-def test_a_locked_artifact_is_refused(root, tmp_path):
-    with (
-        lock_artifact(tmp_path / "artifact"),
-        pytest.raises(ArtifactError, match=rf"locked by process {os.getpid()} on .*: wait for it or stop it"),
-    ):
-        build_artifact(world(root), tmp_path / "artifact")
 
 
 def test_nan_from_the_model_names_the_row(root, tmp_path):

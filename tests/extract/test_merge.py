@@ -21,6 +21,7 @@ from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
+from tests.extract.test_local import arrays
 from tests.extract.world import texts, world, write_targets
 
 DOCUMENTS = 20, 14  # of each part; some become two rows
@@ -63,11 +64,6 @@ def parts(tmp_path_factory) -> SimpleNamespace:
         two=two,
         lines=lines,
     )
-
-
-def arrays(path: str | Path) -> dict[str, np.ndarray]:
-    artifact = ArtifactReader.open(path)
-    return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
 def test_merged_parts_have_the_numbers_of_one_build(parts):
@@ -121,20 +117,20 @@ def test_the_other_verbs_work_and_files_are_whole(parts, tmp_path):
     assert merged.report(tmp_path / "report.html").exists()
 
 
-def test_what_needs_texts_says_to_ask_the_parts(parts, tmp_path):
-    merged = grasp.open(parts.root / "merged")
-    said = (
-        f"merged: was merged, and its parts have corpora of their own; .* ask the parts: {parts.first}, {parts.second}"
-    )
-    with pytest.raises(ArtifactError, match=said):
-        merged.select("30%", "facts").export(tmp_path / "kept")
-    with pytest.raises(ArtifactError, match=said):
-        merged.explain("facts", "row-3")
-    with pytest.raises(ArtifactError, match=said):
-        merged.distil("facts", tmp_path / "scorer")
-    with pytest.raises(ArtifactError, match=said):
-        add_targets(parts.root / "merged", str(write_targets(parts.root / "more.jsonl", "more")))
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda merged, place: merged.select("30%", "facts").export(place / "kept"),
+        lambda merged, place: merged.explain("facts", "row-3"),
+        lambda merged, place: merged.distil("facts", place / "scorer"),
+        lambda merged, place: add_targets(merged.path, str(write_targets(place.parent / "more.jsonl", "more"))),
+    ],
+)
+def test_what_needs_texts_says_to_ask_the_parts(parts, tmp_path, ask):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactError, match=f"ask the parts: {parts.first}, {parts.second}"):
+        ask(grasp.open(parts.root / "merged"), tmp_path / "empty")
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_parts_are_named_in_the_manifest_and_the_fingerprint_follows_from_theirs(parts, tmp_path):
@@ -198,14 +194,15 @@ def test_like_refuses_other_features(parts):
 
 
 def test_outputs_are_guarded(parts, tmp_path):
-    with pytest.raises(SettingsError, match="parts: got 1, expected at least two"):
-        merge([parts.first], tmp_path / "out")
-    with pytest.raises(SettingsError, match=r"--out: .*second is there already"):
-        merge([parts.first, parts.second], parts.second)
-    with pytest.raises(SettingsError, match="which is a part; give it a name of its own"):
-        merge([parts.first, parts.second], Path(parts.first) / "inside")
-    with pytest.raises(SettingsError, match="expected a directory on this machine"):
-        merge([parts.first, parts.second], "s3://bucket/art")
+    both = [parts.first, parts.second]
+    for sources, out, said in (
+        ([parts.first], tmp_path / "out", "parts: got 1"),
+        (both, parts.second, "--out: .*second is there already"),
+        (both, Path(parts.first) / "inside", "which is a part"),
+        (both, "s3://bucket/art", "expected a directory on this machine"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            merge(sources, out)
 
 
 def test_nothing_appears_before_it_is_whole(parts, tmp_path, monkeypatch):

@@ -9,14 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import grasp
 from grasp.choose.ngrams import LENGTHS, SLOTS
-from grasp.choose.scorer import Card, Quality, Scorer
+from grasp.choose.scorer import Scorer
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
-from grasp.files import FileEntry
 from grasp.yaml_files import write_yaml
+from tests.choose.scorers import scorer_of
 from tests.corpus.world import write_parquet
 from tests.extract.test_local import arrays, assert_same
 from tests.extract.world import texts, world
@@ -120,22 +119,9 @@ def test_a_build_whose_head_was_lost_goes_on_under_a_new_one(nodes, tmp_path):
 
 def scorer() -> Scorer:
     """A scorer of random numbers, which no artifact is needed for."""
-    unknown = (0.0, 0.0, 0.0)
-    card = Card(
-        target="facts",
-        scored_by="chance",
-        made_by={"grasp": grasp.__version__},
-        fingerprints={},
-        rows=1,
-        penalty=1.0,
-        intercept=0.0,
-        rarest=1.0,
-        quality=Quality(rows=1, spearman=unknown, recall=unknown, gain=unknown),
-        weights=FileEntry(bytes=0, checksum=""),
-    )
     draw = np.random.default_rng(0)
     tables_KV = draw.normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
-    return Scorer(card, tables_KV, draw.random(SLOTS).astype(np.float32))
+    return scorer_of(tables_KV, draw.random(SLOTS).astype(np.float32))
 
 
 def test_ray_data_scores_every_document_although_a_node_dies(nodes, tmp_path):

@@ -27,12 +27,11 @@ import grasp
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.ngrams import LENGTHS, SLOTS
-from grasp.choose.scorer import CARD, WEIGHTS, Card, Quality, Scorer
+from grasp.choose.scorer import CARD, WEIGHTS, Scorer
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.corpus import read_documents
 from grasp.errors import GraspError
-from grasp.files import UNSIGNED, FileEntry, entry_of, with_checksum
+from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
@@ -42,6 +41,7 @@ from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
 from grasp.yaml_files import read_yaml
+from tests.choose.scorers import silent_scorer
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 # a stranger's numbers may be too large to scale: they are theirs, and numpy says so
@@ -49,39 +49,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 EXAMPLES = int(os.environ.get("GRASP_FUZZ", "6"))
 LONGEST_S = 20.0
 MOST_BYTES = 512 << 20
-PIECES = (
-    b"\x00",
-    b"\xff\xfe",
-    b"../../victim",
-    b"[" * 2000,
-    b"{" * 50,
-    b"9" * 400,
-    b"NaN",
-    b"null",
-    b'"',
-    b"\n",
-    b"-1",
-    b"1e308",
-)
-HOSTILE = (
-    "../../victim",
-    "/etc/passwd",
-    "",
-    "\x00",
-    "\x1b[2J",
-    "x" * 5000,
-    -1,
-    0,
-    10**30,
-    1e308,
-    2.5,
-    True,
-    None,
-    [],
-    {},
-    ["a"],
-    {"a": 1},
-)
+PIECES = (b"\x00", b"\xff\xfe", b"../../victim", b"[" * 2000, b"{" * 50, b"9" * 400, b"NaN", b"null", b'"', b"\n")
+PIECES += (b"-1", b"1e308")
+HOSTILE = ("../../victim", "/etc/passwd", "", "\x00", "\x1b[2J", "x" * 5000, -1, 0, 10**30, 1e308, 2.5, True, None)
+HOSTILE += ([], {}, ["a"], {"a": 1})
 
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -171,26 +142,8 @@ def whole(tmp_path_factory) -> Path:
     pacsv.write_csv(mixtures, place / "in" / "mixtures.csv")
     pacsv.write_csv(metrics, place / "in" / "metrics.csv")
     grasp.import_runs(mixtures, metrics, label="topic").save(place / "in" / "runs")
-    a_scorer().save(place / "in" / "scorer")
+    silent_scorer().save(place / "in" / "scorer")
     return place
-
-
-def a_scorer() -> Scorer:
-    """It says nothing of any text."""
-    third = (0.5, 0.4, 0.6)
-    card = Card(
-        target="sciq",
-        scored_by="nothing",
-        made_by={"grasp": "1"},
-        fingerprints={"corpus": "c0ffee"},
-        rows=9,
-        penalty=1.0,
-        intercept=0.0,
-        rarest=9.0,
-        quality=Quality(rows=9, spearman=third, recall=third, gain=third),
-        weights=FileEntry(bytes=0, checksum="0" * 32),
-    )
-    return Scorer(card, np.zeros((len(LENGTHS), SLOTS), np.float32), np.zeros(SLOTS, np.float32))
 
 
 @pytest.fixture
@@ -394,15 +347,8 @@ def test_predictions(data, suffix, place):
 @fuzz
 def test_summaries(data, kind, place):
     path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
-    value = {
-        "checksum": UNSIGNED,
-        "kind": "selection",
-        "format_version": 1,
-        "corpus": "c0ffee",
-        "headline": "h",
-        "rows": 1,
-        "targets": [],
-    }
+    value = {"checksum": UNSIGNED, "kind": "selection", "format_version": 1, "corpus": "c0ffee"}
+    value |= {"headline": "h", "rows": 1, "targets": []}
     path.write_bytes(changed_json(data.draw, with_checksum((json.dumps(value, indent=1) + "\n").encode())))
     survives(lambda: read_summary(kind, path, art), place)
 

@@ -23,10 +23,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.spool import FeatureSpool
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer
 from grasp.choose.apply import MARKER, apply
-from grasp.choose.scorer import SHAPES, SIGNED_CARD, Card, Quality, Scorer
+from grasp.choose.scorer import SIGNED_CARD, Scorer
 from grasp.corpus import RowStore
 from grasp.errors import GraspError
-from grasp.files import FileEntry
 from grasp.methods.contract import Account, NoSettings
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
@@ -34,6 +33,7 @@ from grasp.runs.table import SIGNED_INFO as SIGNED_RUNS
 from grasp.runs.table import RunsInfo, RunTable
 from grasp.store.remote import publish
 from tests.artifact.artifact_world import World
+from tests.choose.scorers import silent_scorer
 from tests.corpus.world import Words, settings_for, write_jsonl
 from tests.faults import Killed, raising
 from tests.runs.environments import write_artifact, write_environment
@@ -88,23 +88,10 @@ def extension(path: Path) -> None:
 
 
 def scorer(path: Path) -> None:
-    one, quality = (0.5, 0.4, 0.6), (0.5, 0.4, 0.6)
-    card = Card(
-        target="facts",
-        scored_by="tests",
-        made_by={"grasp": "0"},
-        fingerprints={},
-        rows=20,
-        penalty=1.0,
-        intercept=0.25,
-        rarest=1.0,
-        quality=Quality(rows=20, spearman=one, recall=one, gain=quality),
-        weights=FileEntry(bytes=0, checksum=""),
-    )
-    tables = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    tables["tables"][:, ::7] = 0.5
     if not path.exists():
-        Scorer(card, tables["tables"], tables["rarity"]).save(path)
+        one = silent_scorer()
+        one.tables_KV[:, ::7] = 0.5
+        one.save(path)
 
 
 def read_scorer(path: Path) -> Any:
@@ -123,23 +110,12 @@ def scored(path: Path, texts: int = 8) -> None:
 
 def runs(path: Path) -> None:
     names = ["a", "b", "c"]
-    trained = pa.table(
-        {"run": [n for n in names for _ in "xy"], "name": [*"xy"] * 3, "weight": [0.5, 0.5, 0.2, 0.8, 0.7, 0.3]}
-    )
-    results = pa.table(
-        {
-            "run": names,
-            "seed": [0, 0, 0],
-            "size": ["1M"] * 3,
-            "tokens": [1.0] * 3,
-            "metric": ["loss"] * 3,
-            "unit_id": pa.array([None] * 3, pa.string()),
-            "value": [3.0, 2.5, 2.75],
-        }
-    )
+    shares = {"run": [n for n in names for _ in "xy"], "name": [*"xy"] * 3, "weight": [0.5, 0.5, 0.2, 0.8, 0.7, 0.3]}
+    results = {"run": names, "seed": [0] * 3, "size": ["1M"] * 3, "tokens": [1.0] * 3, "metric": ["loss"] * 3}
+    results |= {"unit_id": pa.array([None] * 3, pa.string()), "value": [3.0, 2.5, 2.75]}
     if not path.exists():
         info = RunsInfo(kind="shares", label="topic", metrics={"loss": "lower"})
-        RunTable.from_results("runs", info, trained, results).save(path)
+        RunTable.from_results("runs", info, pa.table(shares), pa.table(results)).save(path)
 
 
 def read_runs(path: Path) -> Any:

@@ -13,15 +13,11 @@ from grasp.extract.extend import add_target
 from grasp.extract.local import build_artifact
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
+from tests.extract.test_local import arrays, assert_same
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 TAU = CLASSIFIER_FEATURES["tau"]
 OWN = {"model": {"classifier": {"factory": "tests.vision.images_world:TinyNet"}}}  # the code that the user names
-
-
-def arrays(path):
-    artifact = ArtifactReader.open(path)
-    return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +99,7 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     build_artifact(build_settings(settings(root)), out)
-    for name, array in arrays(built).items():
-        assert np.array_equal(array, arrays(out)[name]), name
+    assert_same(arrays(built), arrays(out))
 
 
 @pytest.mark.parametrize("keep", [True, False])
