@@ -229,12 +229,12 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         "body": lambda: model.hidden(ids),
         "body, head and residuals": forward,
         "token kernel": lambda: token_relevance(kernel.targets, batch.hidden_PH, residual, *rows),
-        "input kernel": lambda: input_relevance(kernel.inputs, residual, batch.input_P, *rows),
+        "input kernel": lambda: input_relevance(kernel.inputs, kernel.head, residual, batch.input_P, *rows),
         "product sketch": lambda: sketch.apply(batch.hidden_PH, residual, *rows),
         "  of it W^T xi, were it taken everywhere": lambda: hidden_gradient(model.head, residual),
     }
     found = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}
-    shared = float((kernel.inputs.shared.compact_V[batch.input_P] >= 0).float().mean())
+    shared = float((kernel.inputs.compact_V[batch.input_P] >= 0).float().mean())
     return {"units": args.units, "unit_positions": len(unit_features.unit_S), "shared": shared, "us": found}
 
 

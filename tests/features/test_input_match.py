@@ -18,10 +18,10 @@ from grasp.features.input_match import (
     input_relevance,
     input_tokens,
     input_whitener,
-    prepare_input_targets,
 )
 from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
+from grasp.features.token_match import prepare_targets
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import OutputHead
 from tests.features.test_residuals import dense
@@ -60,7 +60,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
 
 def prepared(head, units, whitener):
     residual, token, unit = units
-    return prepare_input_targets(head, hidden_gradient(head, residual), token, unit, E, whitener, N)
+    return prepare_targets(hidden_gradient(head, residual), input_tokens(token), unit, E, whitener, N)
 
 
 def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.ndarray:
@@ -87,7 +87,7 @@ def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.nd
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 30))
 def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(seed, vocab):
     head, rows, units, whitener = world(seed, vocab=vocab)
-    found = input_relevance(prepared(head, units, whitener), *rows, N).numpy()
+    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -95,7 +95,7 @@ def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(see
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_settings_have_their_meaning(alpha):
     head, rows, units, whitener = world(4, tau=0.5, alpha=alpha, epsilon=2.0)
-    found = input_relevance(prepared(head, units, whitener), *rows, N).numpy()
+    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units, tau=0.5, alpha=alpha, epsilon=2.0)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -105,7 +105,7 @@ def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
     head, rows, units, whitener = world(7)
     monkeypatch.setattr(token_match, "BLOCK_ELEMENTS", block)
     monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
-    found = input_relevance(prepared(head, units, whitener), *rows, N).numpy()
+    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -113,9 +113,9 @@ def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
 def test_a_row_alone_has_the_relevance_it_has_among_others():
     head, (residual, token, row), units, whitener = world(3)
     targets = prepared(head, units, whitener)
-    together = input_relevance(targets, residual, token, row, N)
+    together = input_relevance(targets, head, residual, token, row, N)
     mask = row == 2
-    found = input_relevance(targets, residual.at(mask), token[mask], torch.zeros_like(row[mask]), 1)
+    found = input_relevance(targets, head, residual.at(mask), token[mask], torch.zeros_like(row[mask]), 1)
     torch.testing.assert_close(found[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
@@ -123,10 +123,10 @@ def test_rows_without_a_token_of_any_unit_have_no_relevance():
     head, (residual, token, row), units, whitener = world(5)
     targets = prepared(head, units, whitener)
     strange = torch.where(row == 1, 40, token)
-    found = input_relevance(targets, residual, strange, row, N)
+    found = input_relevance(targets, head, residual, strange, row, N)
     assert not found[1].any()
     assert found[[0, 2, 3, 4]].any(dim=1).all()
-    assert not input_relevance(targets, residual, torch.full_like(token, 40), row, N).any()
+    assert not input_relevance(targets, head, residual, torch.full_like(token, 40), row, N).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -207,8 +207,8 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
-    targets = prepare_input_targets(model.head, delta_SH, unit.inputs(0), unit.row_P, 2, whitener, 3)
-    found = input_relevance(targets, row.residual, row.inputs(0), row.row_P, 3).numpy()
+    targets = prepare_targets(delta_SH, input_tokens(unit.inputs(0)), unit.row_P, 2, whitener, 3)
+    found = input_relevance(targets, model.head, row.residual, row.inputs(0), row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1

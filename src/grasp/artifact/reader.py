@@ -279,7 +279,14 @@ class ArtifactReader:
 
     def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
         entry = self._entry(name)
-        chosen = _chosen(columns, entry.width, name)
+        every = np.arange(entry.width, dtype=np.int64)
+        if columns is None or isinstance(columns, slice):
+            chosen = every[columns or slice(None)]
+        else:
+            chosen = np.asarray(columns, dtype=np.int64)
+        outside = chosen[(chosen < 0) | (chosen >= entry.width)]
+        if outside.size:
+            raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {entry.width - 1}")
         picks = [
             _Pick(
                 group=group,
@@ -401,16 +408,6 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._found)
-
-
-def _chosen(columns: Columns, width: int, name: str) -> NDArray[np.int64]:
-    if columns is None or isinstance(columns, slice):
-        return np.arange(width, dtype=np.int64)[columns or slice(None)]
-    chosen = np.asarray(columns, dtype=np.int64)
-    outside = chosen[(chosen < 0) | (chosen >= width)]
-    if outside.size:
-        raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {width - 1}")
-    return chosen
 
 
 def _as_slice(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:

@@ -20,12 +20,10 @@ from grasp.extract.backward import GradientKernel
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, row_passes, unit_passes
 from grasp.features.input_match import (
-    InputTargets,
     hidden_gradient,
     input_relevance,
     input_tokens,
     input_whitener,
-    prepare_input_targets,
     prepare_shift,
     shift_relevance,
 )
@@ -99,8 +97,9 @@ class TokenKernel:
     """The kernels that look at single positions, and the product sketch, ready to be applied to rows."""
 
     moments: PositionMoments
+    head: OutputHead
     targets: TokenTargets | None
-    inputs: InputTargets | None
+    inputs: TokenTargets | None  # of the input kernel: gradients and tokens in the place of states and mistakes
     shift_EH: Tensor | None
     tilt: TiltTargets | None
     neighbours: NeighbourTargets | None
@@ -125,7 +124,7 @@ class TokenKernel:
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
             delta_SH = hidden_gradient(model.head, units.residual)
-            inputs = prepare_input_targets(model.head, delta_SH, units.input_S, *of_units, own, BATCH_ROWS)
+            inputs = prepare_targets(delta_SH, input_tokens(units.input_S), *of_units, own, BATCH_ROWS)
             if settings.shift:
                 shift = prepare_shift(delta_SH, *of_units, own)
             if settings.tilt:
@@ -136,7 +135,7 @@ class TokenKernel:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
         if settings.gradient and moments.gradient_K is not None:
             gradient = GradientKernel.prepare(model, units.examples, moments.gradient_K, settings)
-        return cls(moments, targets, inputs, shift, tilt, neighbours, sketch, gradient)
+        return cls(moments, model.head, targets, inputs, shift, tilt, neighbours, sketch, gradient)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
@@ -152,9 +151,9 @@ class TokenKernel:
         if self.targets is not None:
             out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
         if self.inputs is not None:
-            out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
-        if self.inputs is not None and (self.shift_EH is not None or self.tilt is not None):
-            delta_PH = hidden_gradient(self.inputs.head, batch.residual)
+            out["relevance_input"] = input_relevance(self.inputs, self.head, batch.residual, batch.input_P, *of_rows)
+        if self.shift_EH is not None or self.tilt is not None:
+            delta_PH = hidden_gradient(self.head, batch.residual)
             if self.shift_EH is not None:
                 out["relevance_shift"] = shift_relevance(self.shift_EH, delta_PH, *of_rows)
             if self.tilt is not None:

@@ -19,15 +19,13 @@ whatever their tokens.
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from grasp.features.moments import Moments, Whitener, preconditioner, whitening_map
 from grasp.features.residuals import SparseResidual
-from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
+from grasp.features.token_match import TokenTargets, token_relevance
 from grasp.models.head import OutputHead
 
 # Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
@@ -74,51 +72,23 @@ def input_whitener(moments: Moments, *, tau: float, alpha: float, epsilon: float
     )
 
 
-@dataclass(frozen=True, slots=True)
-class InputTargets:
-    """The questions' side of the input kernel, prepared once a build."""
-
-    head: OutputHead
-    shared: TokenTargets  # of delta and input tokens
-
-
-def prepare_input_targets(
-    head: OutputHead,
-    delta_SH: Tensor,
-    token_S: Tensor,
-    unit_S: Tensor,
-    n_units: int,
-    whitener: Whitener,
-    rows: int,
-) -> InputTargets:
-    """Fold whitening, c and the mean over a unit's positions into one vector a unit and token.
-
-    Args:
-        delta_SH: `hidden_gradient` at the units' supervised positions.
-        token_S: the input token at each of them.
-        unit_S: which unit each belongs to.
-        whitener: of `input_whitener`.
-        rows: rows a later call will pass at once; sets the size of blocks, not the result.
-    Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
-    """
-    return InputTargets(head, prepare_targets(delta_SH, input_tokens(token_S), unit_S, n_units, whitener, rows))
-
-
 def input_relevance(
-    targets: InputTargets, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
+    targets: TokenTargets, head: OutputHead, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
 ) -> Tensor:
     """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
 
     Args:
+        targets: `prepare_targets` of the units' `hidden_gradient` and `input_tokens`, with `input_whitener`.
         residual: sparse residuals at the rows' used positions.
         token_P: the input token at each of them.
         row_P: which row each belongs to, in [0, n_rows), in order.
     Positive: training on the row should lower the unit's loss.
+    Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
     Cost: O(K H) a position whose token a unit has, and for each such token a vector of H for every row.
     """
-    match_P = targets.shared.compact_V[token_P] >= 0  # the others have nothing to be multiplied with
-    delta_PH = hidden_gradient(targets.head, residual.at(match_P))
-    matched = token_relevance(targets.shared, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
+    match_P = targets.compact_V[token_P] >= 0  # the others have nothing to be multiplied with
+    delta_PH = hidden_gradient(head, residual.at(match_P))
+    matched = token_relevance(targets, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
     return matched * (matched_N / positions_N)[:, None]

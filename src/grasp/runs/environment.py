@@ -456,12 +456,9 @@ class Environment:
         runs = self.path / "runs"
         stems = {path.name for path in runs.iterdir()} if runs.exists() else set()
         done = {run for run in self.runs() if self._run_path(run).name in stems}
-        return done | self._merged_runs()
-
-    def _merged_runs(self) -> set[Run]:
         paths = [self.path / name for name in (UTILITIES, REFERENCE)]
-        found = {run for path in paths if path.exists() for run in runs_in(path)}
-        return found & set(self.runs())
+        merged = {run for path in paths if path.exists() for run in runs_in(path)}
+        return done | (merged & set(self.runs()))
 
     def _read_run(self, run: Run) -> F64:
         return read_runs(self._run_path(run), self.runs(), self.units)[run]

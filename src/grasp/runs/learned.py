@@ -157,7 +157,7 @@ class Learned:
         means, spreads = [], []
         for own in self._measured(features):
             cross_Gbn = covariance(self.numbers, self._curves, own, self.runs)
-            mean_bT = self._level_T + own.relevance_BT + _cross(cross_Gbn, self._rest_nT)
+            mean_bT = self._level_T + own.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn)
             variance_bG += (1 - 2 * np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn) * self._solved.mass_G) / (
                 self._solved.mass_G
@@ -199,7 +199,7 @@ class Learned:
             apart_bG = self._apart(own, whole)
             variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
             variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
-            mean_bT = own.relevance_BT - whole.relevance_BT + _cross(cross_Gbn, self._rest_nT)
+            mean_bT = own.relevance_BT - whole.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             means.append(self.scale_T * mean_bT)
             variance_bG *= self._ruler.edge(own.share_BG)
             spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
@@ -384,16 +384,11 @@ def _independent(utility_nT: F64) -> float:
     return float(utility_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
 
-def _apply(matrix_Gnn: F64, values_nT: F64) -> F64:
-    if len(matrix_Gnn) == 1:
-        return np.asarray(matrix_Gnn[0] @ values_nT)
-    return np.asarray(np.einsum("tnm,mt->nt", matrix_Gnn, values_nT))
-
-
-def _cross(cross_Gbn: F64, rest_nT: F64) -> F64:
-    if len(cross_Gbn) == 1:
-        return np.asarray(cross_Gbn[0] @ rest_nT)
-    return np.asarray(np.einsum("tbn,nt->bt", cross_Gbn, rest_nT))
+def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:
+    """(b, T) matrices times values; one matrix for all tasks, or one for each."""
+    if len(matrix_Gbn) == 1:
+        return np.asarray(matrix_Gbn[0] @ values_nT)
+    return np.asarray(np.einsum("tbn,nt->bt", matrix_Gbn, values_nT))
 
 
 def _explained(cross_Gbn: F64, inverse_Gnn: F64) -> F64:

@@ -100,12 +100,6 @@ class TargetMetrics:
 # ---------------------------------------------------------------------------------------------- ranks
 
 
-def _comparisons(values_BE: F64, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """(E, B, B): 1/2 where the first subset lies below the second, 0 where they tie, -1/2 where above."""
-    values_EB = values_BE.T
-    return np.sign(values_EB[:, None, :] - values_EB[:, :, None]).astype(dtype) / 2
-
-
 def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Weights) -> F64:
     """Spearman's rho between pairs of column sets, for every unit and every resample.
 
@@ -136,7 +130,9 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     units_at_once = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
     for start in range(0, n_units, units_at_once):
         part = slice(start, start + units_at_once)
-        compared = [_comparisons(column[:, part], weights_RB.dtype) for column in columns]
+        parts_EB = [column[:, part].T for column in columns]
+        # (E, B, B): 1/2 where the first subset lies below the second, 0 where they tie, -1/2 where above
+        compared = [np.sign(p[:, None, :] - p[:, :, None]).astype(weights_RB.dtype) / 2 for p in parts_EB]
         step = max(1, _BLOCK_NUMBERS // (compared[0].shape[0] * n_subsets * len(columns)))
         for first in range(0, n_resamples, step):
             draws = slice(first, first + step)
@@ -247,7 +243,7 @@ def _ceiling(realized_BSE: F64, weights_RB: Weights) -> Estimate:
         return Estimate.undefined(ONE_SEED)
     if n_subsets < MIN_SUBSETS:
         return Estimate.undefined(TOO_FEW_SUBSETS)
-    plain = float(mean_defined(seed_agreement(realized_BSE, _ones(n_subsets)), axis=0)[0])
+    plain = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
     if np.isnan(plain):
         return Estimate.undefined(CONSTANT_UTILITY)
     resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
@@ -314,7 +310,7 @@ def target_metrics(
         )
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
-    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, _ones(n_subsets))
+    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, np.ones((1, n_subsets)))
     resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
     task_why, units_why = _why_undefined(task_B, realized_BE)
     units_why = NO_UNIT_PREDICTIONS if only_task else units_why
@@ -335,10 +331,6 @@ def target_metrics(
         rho_E=rho_E[:, 0],
         resamples=resamples,
     )
-
-
-def _ones(n_subsets: int) -> F64:
-    return np.ones((1, n_subsets))
 
 
 def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Weights) -> tuple[dict[str, F64], F64]:
@@ -384,7 +376,7 @@ def _undefined_units(predicted_BE: F64, realized_BE: F64) -> dict[str, int]:
 def _over_seeds(predicted_BE: F64, task_B: F64, realized_BSE: F64) -> dict[str, Spread]:
     """Each metric against each seed alone: mean and sd, masks and predictions fixed."""
     n_subsets, n_seeds, _ = realized_BSE.shape
-    runs = [_metrics(predicted_BE, task_B, realized_BSE[:, s], _ones(n_subsets))[0] for s in range(n_seeds)]
+    runs = [_metrics(predicted_BE, task_B, realized_BSE[:, s], np.ones((1, n_subsets)))[0] for s in range(n_seeds)]
     return {name: _spread(np.array([run[name][0] for run in runs])) for name in METRICS}
 
 

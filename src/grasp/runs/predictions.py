@@ -169,7 +169,9 @@ def read_predictions(
     method = method or path.stem
     if path.suffix == ".npy":
         if (ids := _read_ids(path)).subset_ids is not None:
-            return _of_array(path, ids, method)
+            shape = len(ids.subset_ids), len(ids.units)
+            values_BE = np.asarray(_load(path, shape, "(B, E) subsets and units that its ids name"), np.float64)
+            return Predictions(method, ids.subset_ids, ids.units, values_BE)
     elif "subset_id" in (table := _open(path)).column_names:
         return _of_table(path, table, method)
     return read_row_scores(path, rows, method).sum_over(subsets)
@@ -229,12 +231,6 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
     values_BE = np.full(counts_BE.shape, np.nan)
     values_BE[b, e] = _numbers(table, "utility", path)
     return _split(method, tuple(b_of), tuple(e_of), values_BE)
-
-
-def _of_array(path: Path, ids: _Ids, method: str) -> Predictions:
-    subset_ids = ids.subset_ids or ()
-    values_BE = _load(path, (len(subset_ids), len(ids.units)), "(B, E) subsets and units that its ids name")
-    return Predictions(method, subset_ids, ids.units, np.asarray(values_BE, np.float64))
 
 
 def _numbers(table: pa.Table, name: str, path: Path) -> F64:

@@ -95,7 +95,11 @@ class Capture:
                     self._quiet = False
                 use = Use(right.new_ones(len(right), 1, 1), right[:, None, :])
             elif isinstance(module, nn.Embedding):
-                use = _embedding_use(module, received, scaled)
+                scale = _embedding_scale(module)
+                rows = scaled if scale == 1.0 else scaled * scale
+                if module.padding_idx is not None:  # as torch does: the padding token is not trained
+                    rows = rows * (received != module.padding_idx)[..., None]
+                use = Use(received, rows)
             else:
                 use = Use(scaled.flatten(1, -2), self._right(received, block))
             self.consume(number, use, examples)
@@ -143,14 +147,6 @@ def augmented(received: Tensor, block: Block) -> Tensor:
         return received
     one = received.new_ones(*received.shape[:-1], 1)
     return torch.cat([received, one], dim=-1) if block.weight else one
-
-
-def _embedding_use(module: nn.Embedding, ids: Tensor, grad: Tensor) -> Use:
-    scale = _embedding_scale(module)
-    grad = grad if scale == 1.0 else grad * scale
-    if module.padding_idx is not None:  # as torch does: the padding token is not trained
-        grad = grad * (ids != module.padding_idx)[..., None]
-    return Use(ids, grad)
 
 
 def _vector_gradients(module: nn.Module, block: Block, received: Tensor, grad: Tensor) -> Tensor:

@@ -132,9 +132,10 @@ class _Names:
 
     def match(self, pattern: str) -> set[str]:
         """Canonical names of the parameters."""
-        word = self._word(pattern)
-        if word is not None:
-            return word
+        if (block := BLOCK.fullmatch(pattern)) is not None:
+            return self._of(self._block(int(block[1]), pattern))
+        if (word := self._words().get(pattern)) is not None:
+            return word()
         test = _expression(pattern[3:]).fullmatch if pattern.startswith("re:") else None
         found = set()
         for name, canonical in self._canonical.items():
@@ -149,14 +150,6 @@ class _Names:
                 f"{WORDS}, or a pattern over names such as {', '.join(shown)}"
             )
         return found
-
-    def _word(self, pattern: str) -> set[str] | None:
-        """Parameters that a word stands for; None: it is no word."""
-        block = BLOCK.fullmatch(pattern)
-        if block is not None:
-            return self._of(self._block(int(block[1]), pattern))
-        find = self._words().get(pattern)
-        return None if find is None else find()
 
     def _words(self) -> dict[str, Callable[[], set[str]]]:
         everything, model = set(self._canonical.values()), self._model
@@ -212,17 +205,16 @@ def _decoder(model: ReferenceModel) -> tuple[nn.Module, nn.ModuleList]:
 
 def _final_norm(model: ReferenceModel) -> nn.Module:
     parent, _ = _decoder(model)
-    found = [child for child in parent.children() if _is_norm(child)]
+    found = [
+        child
+        for child in parent.children()
+        if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
+    ]
     if not found:
         raise SettingsError(
             f"layers: {type(model.model).__name__} has no norm after its blocks; name it by a pattern over names"
         )
     return found[-1]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not list(module.children()) and all(parameter.ndim == 1 for parameter in own)
 
 
 def _kind(module: nn.Module) -> Kind:

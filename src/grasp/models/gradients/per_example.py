@@ -10,7 +10,6 @@ Shape letters: B examples, L tokens, S supervised positions (padded), H hidden w
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from grasp.models.gradients.output import Output, residual
 
 CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
 CUDA_LOGITS = 1 << 28
+FLOAT16_HINT = "; float16 overflows, set dtype to bfloat16 or float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,14 @@ class PerExample:
             by_position,
         )
         with torch.enable_grad(), self._hooked(capture):
-            hidden_BLH = self.model.body(**self._inputs(ids_BL)).last_hidden_state
+            where = {}
+            if self.pass_positions:
+                where["position_ids"] = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
+            hidden_BLH = self.model.body(input_ids=ids_BL, use_cache=False, **where).last_hidden_state
             outcome, grad_BLH = self._through_head(hidden_BLH.detach(), places, scale_B, output, consume)
             if hidden_BLH.requires_grad:
                 hidden_BLH.backward(grad_BLH)
         return outcome
-
-    def _inputs(self, ids_BL: Tensor) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"input_ids": ids_BL, "use_cache": False}
-        if self.pass_positions:
-            inputs["position_ids"] = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
-        return inputs
 
     def _through_head(
         self, hidden_BLH: Tensor, places: "_Places", scale_B: Tensor, output: Output, consume: Consumer
@@ -163,7 +160,13 @@ class PerExample:
                 right = augmented(hidden_BSH.to(self.work), self.layers.blocks[block])
                 consume(block, Use(found.value_BSV, right), rows)
         outcome = Outcome(torch.cat(loss), torch.cat(doubt), hidden_BLH)
-        _refuse_non_finite(outcome.loss_B, model.dtype)
+        bad = (~outcome.loss_B.isfinite()).nonzero()[:, 0]
+        if len(bad):
+            raise ModelError(
+                f"example {int(bad[0])} of a batch: its loss is {float(outcome.loss_B[bad[0]])} in "
+                f"{str(model.dtype).split('.')[1]}, expected a number"
+                f"{FLOAT16_HINT if model.dtype == torch.float16 else ''}"
+            )
         return outcome, grad_BLH
 
     @contextmanager
@@ -232,15 +235,3 @@ def _places(ids_BL: Tensor, labelled_BL: Tensor, uniforms: Sequence[NDArray[np.f
             row[: len(numbers)] = numbers
         uniform_BS = torch.from_numpy(padded).to(device)
     return _Places(at_BS, label_BS, mask_BS, uniform_BS)
-
-
-def _refuse_non_finite(loss_B: Tensor, dtype: torch.dtype) -> None:
-    bad = (~loss_B.isfinite()).nonzero()[:, 0]
-    if len(bad):
-        raise ModelError(
-            f"example {int(bad[0])} of a batch: its loss is {float(loss_B[bad[0]])} in {str(dtype).split('.')[1]}, "
-            f"expected a number{FLOAT16_HINT if dtype == torch.float16 else ''}"
-        )
-
-
-FLOAT16_HINT = "; float16 overflows, set dtype to bfloat16 or float32"
