@@ -1,11 +1,12 @@
 """At which weights a gradient is taken: the plain model's, those of an adapter before it is trained, a warm-up's.
 
-    python -m experiments.finetune.starts documents-lora longer-12 longer-24 longer-60 --data ../shared/data \\
-        --out experiments/finetune/starts.json
+    python -m experiments.finetune.starts documents-lora documents lengths longer-12 longer-24 longer-60 \\
+        --data ../shared/data --out experiments/finetune/starts.json
 
 Every start has an artifact of `grasp build --train further`; killed, a build goes on. `warm-up` is a checkpoint after
 12 steps on 96 rows that are drawn from the corpus. `both` is the mean of the gradients at the start and there, each
-divided by its spread. Nothing is chosen here. What ships is the gradient and a quarter each of token and input.
+divided by its spread. What ships is the gradient and a quarter each of token and input. Differences are to the gradient
+of the first start.
 """
 
 import json
@@ -31,7 +32,8 @@ from grasp.runs.environment import Environment
 
 F64 = NDArray[np.float64]
 STARTS = ("adapter", "start", "warm-up")
-FORWARD = ("token", "input")  # alike for all starts, but for a warm-up's
+KERNELS = ("gradient", "token", "input")
+WEIGHTS = (1.0, 0.25, 0.25)
 FORWARD_ALONE = "token + input"
 
 
@@ -42,8 +44,8 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
         where, there = model_directory(name, work), bool(kind.recipe.lora_rank)
         return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, start) if there else None
     if start == "warm-up":
-        there = kind.rows == "longer"
-        where = warm_up("longer-60", work, plain, reader) if there else plain
+        there = kind.recipe.bfloat16 and not kind.recipe.lora_rank
+        where = warm_up("longer-60" if kind.rows == "longer" else name, work, plain, reader) if there else plain
         return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, start) if there else None
     return artifact_of(name, work, plain, reader, FEATURES, 8192, "further")
 
@@ -53,22 +55,21 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
     _, reader = prepared(name, data, work)
     environment = Environment.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
-    gradients: dict[str, tuple[F64, ...]] = {}
-    forward: tuple[F64, ...] = ()
+    found: dict[str, tuple[F64, ...]] = {}
     for start in starts:
         artifact = artifact_at(start, name, work, reader)
         if artifact is not None:
             columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
             assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
-            gradients[start] = (relevance(artifact, "gradient", columns),)
-            forward = forward or tuple(relevance(artifact, kernel, columns) for kernel in FORWARD)
-    if {"start", "warm-up"} <= set(gradients):
-        gradients["both"] = gradients["start"] + gradients["warm-up"]
-    methods = {FORWARD_ALONE: Method(forward, negative=0.25)}
-    for start, parts in gradients.items():
-        weights, whole = (1.0 / len(parts),) * len(parts), (1.0,) * len(parts)
-        methods[f"{start}: gradient"] = Method(parts, whole, weights)
-        methods[f"{start}: what ships"] = Method((*parts, *forward), (*whole, 0.25, 0.25), (*weights, 0.25, 0.25))
+            found[start] = tuple(relevance(artifact, kernel, columns) for kernel in KERNELS)
+    first = next(iter(found))
+    methods = {FORWARD_ALONE: Method(found[first][1:], negative=0.25)}
+    for start, kernels in found.items():
+        methods[f"{start}: gradient"] = Method(kernels[:1])
+        methods[f"{start}: what ships"] = Method(kernels, WEIGHTS, WEIGHTS)
+    if {"start", "warm-up"} <= set(found):
+        both = found["start"][0], found["warm-up"][0]
+        methods["both: gradient"] = Method(both, (1.0, 1.0), (0.5, 0.5))
     share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
     print(f"{name}: {len(share_BN)} subsets", flush=True)
     return {
@@ -76,7 +77,7 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
         "role": environment.role,
         "subsets": len(share_BN),
         "noise": noise(environment, utilities),
-        "methods": compare(methods, utilities, share_BN, base=FORWARD_ALONE),
+        "methods": compare(methods, utilities, share_BN, base=f"{first}: gradient"),
     }
 
 

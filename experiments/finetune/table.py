@@ -43,6 +43,7 @@ STARTS = {
     "start: gradient": "the plain model",
     "start: what ships": "the same, and a quarter each of token and input (what ships)",
     "warm-up: gradient": "the plain model after 12 steps on 96 rows",
+    "warm-up: what ships": "the same, and a quarter each of token and input",
     "both: gradient": "the mean of the plain model's and these",
     "token + input": "no gradients: token + input",
 }
