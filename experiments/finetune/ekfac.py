@@ -1,7 +1,6 @@
 """EK-FAC over all layers: the same sample of coordinates as ours, taken in the eigenbasis of the Kronecker factors.
 
-    python -m experiments.finetune.ekfac documents lengths instructions --data ../shared/data \\
-        --out experiments/finetune/ekfac.json
+    python -m experiments.finetune.ekfac documents --data ../shared/data --out experiments/finetune/ekfac.json
 
 Whole gradients of 106 million numbers for every question fill no common memory. But EK-FAC is a diagonal in another
 basis: factors of every layer by one pass over the rows, with labels drawn from the model, then the second moments
@@ -10,7 +9,7 @@ are taken, as `grasp build` takes them: n tiles a matrix, unbiased. Scores, for 
 
     a_ie = sum_k w_k g_ik g_ek / (Lambda_k + d mean Lambda),    the mean over the layer
 
-Some 15 minutes of CPU an environment, which a kill costs; what is done is in the JSON and is not made again.
+Some 24 minutes of CPU an environment, which a kill costs; what is done is in the JSON and is not made again.
 Shape letters: N rows, E units, B rows of a batch, K coordinates.
 """
 

@@ -161,7 +161,9 @@ def main() -> None:
     text = put(text, "ekfac", in_columns(read("ekfac")["environments"], EKFAC, "mean LDS / task rho"))
     text = put(text, "width", widths(read("width")))
     text = put(text, "beside", beside(read("beside")["environments"]))
-    text = put(text, "starts", in_columns(read("starts")["environments"], STARTS, "gradients of"))
+    by_start = read("starts")["environments"]
+    for name, some in (("adapter", by_start[:1]), ("starts", by_start[1:])):
+        text = put(text, name, in_columns(some, STARTS, "gradients of"))
     page.write_text(text, encoding="utf-8")
 
 
