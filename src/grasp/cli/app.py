@@ -193,8 +193,8 @@ def _take(function: Callable[..., None], verb: Declaration, more: list[str]) -> 
         metavar = METAVARS.get(name, BY_KIND[argument.kind]) + "S" * argument.in_commas
         about = argument.about[:1].upper() + argument.about[1:] + " Repeatable." * argument.repeatable
         default = ... if argument.default is REQUIRED else argument.default
-        made = rare if name in more else option
-        shown = made(f"{flags[name]} {metavar}".strip(), with_flags(about), default, min=LEAST.get(name))
+        made, least = rare if name in more else option, None if argument.kind is bool else LEAST.get(name)
+        shown = made(f"{flags[name]} {metavar}".strip(), with_flags(about), default, min=least)
         options[name] = argument.annotation, shown
     own = inspect.signature(function).parameters.values()
     mine = {each.name: (each.annotation, each.default) for each in own if each.kind is not each.VAR_KEYWORD}
