@@ -108,6 +108,7 @@ def warmed_up(
     train(model, rows, first_N, [int(i) for i in drawn], recipe, moments)
     part = directory.with_suffix(".part")
     model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(start).save_pretrained(part)
     save_file(moments, part / "optimizer.safetensors")
     last = recipe.learning_rate / (recipe.steps - 1)
     state = {"global_step": recipe.steps, "log_history": [{"learning_rate": last}]}
