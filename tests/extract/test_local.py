@@ -1,5 +1,6 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
+import functools
 import json
 import math
 import os
@@ -464,13 +465,13 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
         ({"model": {"path": "nowhere"}}, "none can be had from a hub"),
     ],
 )
-def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, tmp_path, change, message):
+def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):
     good = world(root)
     ((group, values),) = change.items()
     wrong = build_settings(good.model_dump() | {group: getattr(good, group).model_dump() | values})
     with pytest.raises(GraspError, match=message):
         build_artifact(wrong, tmp_path / "art")
-    assert_same(arrays(build_artifact(good, tmp_path / "art")), arrays(build_artifact(good, tmp_path / "clean")))
+    assert_same(arrays(build_artifact(good, tmp_path / "art")), arrays(built))
 
 
 def test_lengths_that_follow_from_the_model_leave_the_artifact_whole(root, tmp_path):
@@ -517,9 +518,10 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("train", "moment_rows"), [("new", 60), ("new", 65_536), ("further", 60)])
-def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root, tmp_path, train, moment_rows):
-    settings = world(root, train=train, features={"moment_rows": moment_rows, "gradient_rows": 30})
+@pytest.mark.parametrize(("train", "moment_rows"), [("new", 16), ("new", 65_536), ("further", 16)])
+def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, moment_rows):
+    features = {"moment_rows": moment_rows, "gradient_rows": 10, "gradient_coordinates": 3_000}
+    settings = world(tmp_path, n_rows=16, train=train, shard_rows=4, features=features)
     begun = time.monotonic()
     expected = arrays(build_artifact(settings, tmp_path / "whole"))
     whole_seconds = time.monotonic() - begun
@@ -533,24 +535,32 @@ def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root,
         attempt += 1
 
 
+@pytest.fixture(scope="module")
+def joint(root, tmp_path_factory):
+    """The arrays of a build of both targets, for one way to train."""
+
+    @functools.cache
+    def of(train: str) -> dict[str, np.ndarray]:
+        names = (str(root / "facts.jsonl"), str(write_targets(root / "more.jsonl", task="more", seed=5)))
+        settings = world(root, train=train, targets={"names": names, "max_length": 64})
+        return arrays(build_artifact(settings, tmp_path_factory.mktemp("joint") / "art"))
+
+    return of
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("train", ["new", "further"])
-def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_path, train, keep):
-    write_targets(root / "more.jsonl", task="more", seed=5)
-    names = (str(root / "facts.jsonl"), str(root / "more.jsonl"))
-    joint = arrays(
-        build_artifact(world(root, train=train, targets={"names": names, "max_length": 64}), tmp_path / "joint")
-    )
+def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, tmp_path, train, keep):
+    expected = joint(train)
     out = build_artifact(world(root, train=train, keep_features=keep), tmp_path / "grown")
-    more = TargetSettings(names=names[1:], max_length=64)
+    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
     assert add_target(out, more) == ("kept features" if keep else "pass")
     assert add_target(out, more) == "there already"
-    artifact = ArtifactReader.open(out)
-    assert artifact.targets == ("facts", "more")
+    assert ArtifactReader.open(out).targets == ("facts", "more")
     grown = arrays(out)
-    for name, expected in joint.items():
-        tolerance = (2e-3 if keep else 1e-5) * np.abs(expected).max()
-        np.testing.assert_allclose(grown[name], expected, atol=tolerance, err_msg=name)
+    for name, array in expected.items():
+        tolerance = (2e-3 if keep else 1e-5) * np.abs(array).max()
+        np.testing.assert_allclose(grown[name], array, atol=tolerance, err_msg=name)
 
 
 def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):

@@ -13,13 +13,9 @@ from grasp.targets import load_units
 from grasp.targets.records import target_name, units_of
 
 QUESTIONS = [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}]
-CHOICE = {
-    "doc_id": 7,
-    "doc": {"q": "Sky?"},
-    "target": "1",
-    "arguments": [["Q: Sky?\nA:", " green"], ["Q: Sky?\nA:", " blue"]],
-    "resps": [],
-}
+CHOICE = {"doc_id": 7, "doc": {"q": "Sky?"}, "target": "1", "resps": []}
+CHOICE |= {"arguments": [["Q: Sky?\nA:", " green"], ["Q: Sky?\nA:", " blue"]]}
+TWO = {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}
 
 
 def write(path, records):
@@ -62,12 +58,7 @@ def test_a_target_is_named_after_its_file(path, name):
     [
         ({}, "Q: Sky?\nA:", " blue", 1),
         ({"target": "blue"}, "Q: Sky?\nA:", " blue", 1),
-        (
-            {"arguments": {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}},
-            "Q:",
-            " b",
-            1,
-        ),
+        ({"arguments": TWO}, "Q:", " b", 1),
         ({"arguments": [["It is", " x"], ["He is", " x"]]}, "He is", " x", 1),
         ({"arguments": [["The end of the", " road"]], "target": " road"}, "The end of the", " road", None),
         ({"arguments": [["2+2=", {"until": ["\n"]}]], "target": "4"}, "2+2=", " 4", None),
@@ -76,13 +67,8 @@ def test_a_target_is_named_after_its_file(path, name):
 )
 def test_sample_logs_of_the_harness(changes, prompt, completion, gold):
     (unit,) = units_of([("x:1", CHOICE | changes)], "sky", "completion")
-    assert (unit.unit_id, unit.target, unit.prompt, unit.completion, unit.gold) == (
-        "7",
-        "sky",
-        prompt,
-        completion,
-        gold,
-    )
+    assert (unit.unit_id, unit.target) == ("7", "sky")
+    assert (unit.prompt, unit.completion, unit.gold) == (prompt, completion, gold)
     if gold is not None:
         assert unit.choices[gold] in (completion, prompt)
 
@@ -90,14 +76,11 @@ def test_sample_logs_of_the_harness(changes, prompt, completion, gold):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"text": "x", "label": 1},
-            r"exam.jsonl:1: has the fields text, label; expected `prompt` and `completion`, `ques",
-        ),
-        ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\); expected"),
-        ({**CHOICE, "target": "red"}, r"exam.jsonl:1: target: got 'red', expected the number or the text of one"),
-        ({**CHOICE, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\], expected the requests of a sample"),
-        ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' ', expected text to score"),
+        ({"text": "x", "label": 1}, r"exam.jsonl:1: has the fields text, label; expected `prompt`"),
+        ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\)"),
+        ({**CHOICE, "target": "red"}, r"exam.jsonl:1: target: got 'red'"),
+        ({**CHOICE, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
+        ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' '"),
     ],
 )
 def test_what_fits_no_form_says_what_was_looked_for(tmp_path, record, message):

@@ -13,14 +13,7 @@ from grasp.targets import load_units
 LINES = [
     {"task": "math", "prompt": "1+1=", "completion": "2", "note": "ignored"},
     {"task": "math", "prompt": "1+2=", "completion": "3", "unit_id": "m-two"},
-    {
-        "task": "geo",
-        "prompt": "",
-        "completion": "Rome",
-        "loss_on": "all",
-        "choices": ["Rome", "Bonn"],
-        "gold": 0,
-    },
+    {"task": "geo", "prompt": "", "completion": "Rome", "loss_on": "all", "choices": ["Rome", "Bonn"], "gold": 0},
 ]
 
 
@@ -43,24 +36,11 @@ def test_lines_become_units_of_their_tasks(file):
     assert units.targets == ("math", "geo")
     by_id = {unit.unit_id: unit for unit in units.units}
     assert set(by_id) == {"math:0", "m-two", "geo:0"}
-    assert (by_id["m-two"].prompt, by_id["m-two"].completion, by_id["m-two"].loss_on) == (
-        "1+2=",
-        "3",
-        "completion",
-    )
-    assert (by_id["geo:0"].loss_on, by_id["geo:0"].choices, by_id["geo:0"].gold) == (
-        "all",
-        ("Rome", "Bonn"),
-        0,
-    )
-
-
-def test_the_setting_decides_where_a_line_does_not(file):
+    two, rome = by_id["m-two"], by_id["geo:0"]
+    assert (two.prompt, two.completion, two.loss_on) == ("1+2=", "3", "completion")
+    assert (rome.loss_on, rome.choices, rome.gold) == ("all", ("Rome", "Bonn"), 0)
     assert {unit.loss_on for unit in load(file, loss_on="all").units} == {"all"}
-
-
-def test_units_are_drawn_per_task(file):
-    assert len(load(file, units_per_target=1).units) == 2
+    assert len(load(file, units_per_target=1).units) == 2  # drawn per task
 
 
 @pytest.mark.parametrize(
@@ -75,19 +55,14 @@ def test_compressed_files_read_the_same(file, ending, pack):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{bad", r"units.jsonl:2: not JSON"),
-        ('["list"]', r"units.jsonl:2: got list, expected a JSON object"),
-        ('{"task": "t", "prompt": "p"}', r"units.jsonl:2: completion: missing"),
-        ('{"task": "t", "prompt": 3}', r"units.jsonl:2: prompt: .* got 3; completion: missing"),
-        ('{"task": "", "prompt": "p", "completion": "c"}', r"units.jsonl:2: task: .* got ''"),
-        (
-            '{"task": "t", "prompt": "p", "completion": " "}',
-            r"units.jsonl:2: completion: got ' ', expected text",
-        ),
-        (
-            '{"task": "t", "prompt": "p", "completion": "c", "gold": 2, "choices": ["c"]}',
-            r"gold: got 2, .* 1 choices",
-        ),
+        ("{bad", "units.jsonl:2: not JSON"),
+        ('["list"]', "units.jsonl:2: got list"),
+        ('{"task": "t", "prompt": "p"}', "units.jsonl:2: completion: missing"),
+        ('{"task": "t", "prompt": 3}', "units.jsonl:2: prompt: .* got 3; completion: missing"),
+        ('{"task": "", "prompt": "p", "completion": "c"}', "units.jsonl:2: task: .* got ''"),
+        ('{"task": "t", "prompt": "p", "completion": " "}', "units.jsonl:2: completion: got ' '"),
+        ('{"task": "t", "prompt": "p", "completion": "c", "gold": 2, "choices": ["c"]}', "gold: got 2, .* 1 choices"),
+        (json.dumps(LINES[0]) + "\n" + json.dumps(LINES[1]) + "\n" + json.dumps(LINES[1]), "'m-two' occurs twice"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -97,23 +72,17 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
-    path = tmp_path / "units.jsonl"
-    path.write_bytes(b'{"task": "\xff"}\n')
-    with pytest.raises(TargetError, match=r"units.jsonl:1: not JSON"):
-        load(path)
-
-
-def test_a_unit_id_that_occurs_twice_is_named(tmp_path):
-    line = json.dumps({"task": "t", "prompt": "p", "completion": "c", "unit_id": "same"})
-    with pytest.raises(TargetError, match=r"unit_id 'same' occurs twice \(in t and t\)"):
-        load(write(tmp_path / "units.jsonl", f"{line}\n{line}\n"))
-
-
-def test_empty_missing_and_damaged_files(tmp_path):
-    with pytest.raises(TargetError, match=r"empty.jsonl: no units"):
-        load(write(tmp_path / "empty.jsonl", "\n"))
-    with pytest.raises(TargetError, match=r"targets.names: .*gone.jsonl: no such file"):
-        load(tmp_path / "gone.jsonl")
-    with pytest.raises(TargetError, match=r"bad.jsonl.gz: damaged or cut short"):
-        load(write(tmp_path / "bad.jsonl.gz", "no gzip"))
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"\n", "empty.jsonl: no units"),
+        ("gone.jsonl", None, "gone.jsonl: no such file"),
+        ("bad.jsonl.gz", b"no gzip", "bad.jsonl.gz: damaged or cut short"),
+        ("units.jsonl", b'{"task": "\xff"}\n', "units.jsonl:1: not JSON"),
+    ],
+)
+def test_empty_missing_and_damaged_files(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TargetError, match=message):
+        load(tmp_path / name)

@@ -12,13 +12,8 @@ from grasp.targets import load_units, olmes
 
 
 def record(doc_id, idx, *, context, continuation, label=1, **doc):
-    return {
-        "doc_id": doc_id,
-        "doc": doc,
-        "idx": idx,
-        "label": label,
-        "request": {"context": context, "continuation": continuation},
-    }
+    request = {"context": context, "continuation": continuation}
+    return {"doc_id": doc_id, "doc": doc, "idx": idx, "label": label, "request": request}
 
 
 def question(doc_id, *, shots="", **doc):
@@ -69,12 +64,7 @@ def test_candidates_that_differ_in_the_prompt_keep_their_prompts(root):
     lines = [record(0, k, context=who, continuation=" ran.", query="?") for k, who in enumerate(("Ann", "Bob"))]
     write(root, "winogrande", "rc_0shot", lines)
     (unit,) = olmes.read_task("winogrande", "rc_0shot", "all", root)
-    assert (unit.prompt, unit.completion, unit.choices, unit.loss_on) == (
-        "Bob",
-        " ran.",
-        ("Ann", "Bob"),
-        "all",
-    )
+    assert (unit.prompt, unit.completion, unit.choices, unit.loss_on) == ("Bob", " ran.", ("Ann", "Bob"), "all")
 
 
 def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
@@ -96,12 +86,8 @@ def test_a_few_shot_prompt_that_does_not_end_with_the_question_is_refused(root):
     [
         ("scoq", "rc_0shot", "no OLMES task is called 'scoq'; did you mean sciq"),
         ("zzzzzz", "rc_0shot", "there are: basic, commonsense_qa, csqa, sciq "),
-        (
-            "drop",
-            "rc_0shot",
-            "'drop' is no multiple-choice task; what can be used: basic, commonsense_qa, csqa, sciq",
-        ),
-        ("sciq", "mc_0shot", "targets.variant: sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
+        ("drop", "rc_0shot", "'drop' is no multiple-choice task; what can be used: basic"),
+        ("sciq", "mc_0shot", "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
         ("sciq", "bpb_0shot", "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
     ],
 )
@@ -164,19 +150,21 @@ class TestDraw:
         assert [unit.unit_id for unit in units.units] == [u for u in draw(units_per_target=17) if u != gone]
         assert units.excluded == (gone,)
 
-    def test_excluding_everything_is_an_error(self):
-        with pytest.raises(TargetError, match="sciq has 40 units and all are in exclude_units"):
-            draw(exclude_units=tuple(f"sciq:{k}" for k in range(40)))
-
-    def test_naming_a_task_twice_is_an_error(self):
-        with pytest.raises(TargetError, match="sciq is named twice"):
-            draw(names=("sciq", "sciq"))
-        with pytest.raises(TargetError, match="'csqa:0' occurs twice"):
-            draw(names=("csqa", "commonsense_qa"))
-
-    def test_no_targets_is_an_error(self):
-        with pytest.raises(TargetError, match=r"targets.names: got none"):
-            draw(names=())
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            (
+                {"exclude_units": tuple(f"sciq:{k}" for k in range(40))},
+                "sciq has 40 units and all are in exclude_units",
+            ),
+            ({"names": ("sciq", "sciq")}, "sciq is named twice"),
+            ({"names": ("csqa", "commonsense_qa")}, "'csqa:0' occurs twice"),
+            ({"names": ()}, "targets.names: got none"),
+        ],
+    )
+    def test_draws_of_nothing_or_of_one_thing_twice_are_refused(self, changes, said):
+        with pytest.raises(TargetError, match=said):
+            draw(**changes)
 
 
 PAPER_TASKS = {

@@ -57,12 +57,6 @@ def test_unit_losses_do_not_depend_on_the_batch(stacked):
     np.testing.assert_allclose(stacked.model.unit_losses(units(), 1), expected, rtol=0, atol=close)
 
 
-def test_progress_counts_the_steps():
-    steps = []
-    train_stacked(RECIPE, ROWS, seeds=(1,), retained=(None,), progress=steps.append)
-    assert steps == list(range(1, 13))
-
-
 @pytest.mark.parametrize(
     ("seeds", "retained", "error", "said"),
     [

@@ -43,10 +43,6 @@ def test_going_on_at_a_step_gives_the_same_batches(first):
     assert order(kept, first=first) == order(kept)[first * 4 :]
 
 
-def test_seeds_give_different_orders():
-    assert order([True] * 20, seed=1) != order([True] * 20)
-
-
 @pytest.mark.parametrize("window", [1, 9, 10_000])
 def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     monkeypatch.setattr("grasp.training.train.WINDOW_ROWS", window)
