@@ -122,16 +122,28 @@ def test_an_output_is_a_new_name_or_a_regular_file(name, kind, special):
     assert (special / "kept").read_text() == "kept"
 
 
-def test_an_output_has_a_name_in_a_directory(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no/new", "but there is no directory .*/no; make it first"),
+        ("a\0b", "which is no name for a file"),
+        ("\udcff\ud800", "which is no name for a file"),
+        ("a\udcff.parquet", "no name for a file: it is not UTF-8"),
+    ],
+)
+def test_an_output_has_a_name_in_a_directory(tmp_path, name, said):
     check_outputs({"--out": tmp_path / "new", "--list": None})
     check_outputs({"--json": Path("-"), "--csv": Path("/dev/stdout")}, streamed=("--json", "--csv"))
-    with pytest.raises(SettingsError, match=r"--out: got .*/no/new, but there is no directory .*/no; make it first"):
-        check_outputs({"--out": tmp_path / "no" / "new"})
-    for path in (Path("-"), tmp_path / "a\0b", tmp_path / "\udcff\ud800"):
-        with pytest.raises(SettingsError, match="which is no name for a file"):
+    for path, what in (
+        (tmp_path / name, said),
+        (Path("-"), "which is no name for a file"),
+        (Path(), "which is a directory"),
+    ):
+        with pytest.raises(SettingsError, match=f"--out: got .*{what}"):
             check_outputs({"--out": path})
-    with pytest.raises(SettingsError, match=r"--out: got \., which is a directory"):
-        check_outputs({"--out": Path("")})
+    with pytest.raises(SettingsError, match="it is not UTF-8"):
+        own_directory(tmp_path / "a\udcff", ".mark", lambda path: False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_is_never_what_is_read(special):
@@ -150,14 +162,6 @@ def test_an_output_is_never_what_is_read(special):
         check_outputs({"--out": directory / "new"}, reads)
     with pytest.raises(SettingsError, match=r"--csv: would write .*/new, which --out writes"):
         check_outputs({"--out": special / "new", "--csv": special / "new"}, reads)
-
-
-def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match=r"--out: got .* which is no name for a file: it is not UTF-8"):
-        check_outputs({"--out": tmp_path / "a\udcff.parquet"})
-    with pytest.raises(SettingsError, match="it is not UTF-8; choose another"):
-        own_directory(tmp_path / "a\udcff", ".mark", lambda path: False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_two_that_write_one_directory_the_second_is_told(tmp_path):

@@ -357,9 +357,7 @@ def test_a_module_that_does_more_than_its_type_says_is_refused():
     made = llama()
     made.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
     model = ReferenceModel(made, NoTokenizer())
-    with pytest.raises(
-        ModelError, match=r"up_proj \(_Doubled\) gives something else .* leave it out with !model.layers"
-    ):
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) gives something else"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
@@ -380,9 +378,7 @@ def test_a_layer_that_sees_tokens_without_their_rows_is_refused():
     inner = made.model.layers[0].mlp.forward
     made.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
     model = ReferenceModel(made, NoTokenizer())
-    with pytest.raises(
-        ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\), expected one entry a token, \(2, 6\)"
-    ):
+    with pytest.raises(ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\)"):
         PerExample(model, choose_layers(model, ["block:0"]))
 
 

@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.export import (
     Kept,
     checked_format,
@@ -28,8 +26,10 @@ from grasp.choose.selection import write_ids
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of
+from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
+from tests.runs.environments import write_arrays
 
 
 def texts(n=25, seed=0):
@@ -47,23 +47,18 @@ def build(directory, path, **changes) -> ArtifactReader:
     """An artifact of the rows of a corpus; its arrays say nothing."""
     corpus = settings_for(path, **changes)
     store = RowStore.write(directory / "rows", corpus, Words(), shard_rows=6)
-    fields = {"identity": {}, "n_rows": store.n_rows, "shard_rows": 6, "dtype": "float32"}
-    arrays = {"relevance_token": ArraySpec(1, "1", "positive: lowers loss")}
-    with ArtifactWriter.open(directory / "art", arrays=arrays, **fields) as writer:
-        for k in range(writer.grid.n_shards):
-            table = store.shard(k).table
-            table = table.append_column("loss", pa.array(np.ones(len(table), np.float32)))
-            writer.write_shard(k, {"relevance_token": np.ones((len(table), 1), np.float32)}, table, {})
-        writer.finish(
-            manifest={
-                "settings": {"corpus": corpus.model_dump(mode="json")},
-                "details": {"n_documents": store.n_documents, "columns": store.details["columns"]},
-                "fingerprints": {"corpus": store.fingerprint},
-            },
-            moments={},
-            units=pa.table({"unit_id": ["u"], "target": ["sciq"]}),
-        )
-    return ArtifactReader.open(directory / "art")
+    table = pa.concat_tables(store.shard(k).table for k in range(store.n_shards))
+    ones = np.ones((store.n_rows, 1), np.float32)
+    return write_arrays(
+        directory / "art",
+        {"relevance_token": ones},
+        table.append_column("loss", pa.array(ones[:, 0])),
+        [Unit("u", "sciq", "", "x")],
+        6,
+        settings={"corpus": corpus.model_dump(mode="json")},
+        details={"n_documents": store.n_documents, "columns": store.details["columns"]},
+        fingerprints={"corpus": store.fingerprint},
+    )
 
 
 def choose(artifact, seed=0, share=0.5):

@@ -603,9 +603,7 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
     out = build_artifact(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
     corpus.write_text(corpus.read_text().replace("water", "fire"))
     write_targets(root / "more.jsonl", task="more", seed=5)
-    with pytest.raises(
-        ArtifactError, match=r"corpus changed since it was built .corpus .*; restore what it was built from"
-    ):
+    with pytest.raises(ArtifactError, match="corpus changed since it was built"):
         add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
 
 

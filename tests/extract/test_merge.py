@@ -152,9 +152,7 @@ def test_a_row_in_two_parts_is_refused(parts, tmp_path):
 
 def test_moments_of_its_own_are_refused(parts, tmp_path):
     own = parts.built("own-moments", parts.two)
-    with pytest.raises(
-        ArtifactError, match=r"own-moments cannot be merged with .*first .*moments\.pooled\.mean: other"
-    ):
+    with pytest.raises(ArtifactError, match=r"cannot be merged with .*moments\.pooled\.mean: other"):
         merge([parts.first, own], tmp_path / "out")
 
 
@@ -186,9 +184,7 @@ def test_a_label_of_another_type_is_refused(parts, tmp_path):
 
 def test_like_refuses_other_features(parts):
     features = parts.settings.features.model_copy(update={"tau": 0.5})
-    with pytest.raises(
-        ArtifactError, match=r"like: .*first was built with another model or other features.*features\.tau"
-    ):
+    with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
         parts.built("other-tau", parts.two, like=parts.first, features=features)
     assert not (parts.root / "other-tau" / "work").exists()
 

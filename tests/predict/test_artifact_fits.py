@@ -4,43 +4,27 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.targets import Unit
 from grasp.verbs.predict import prediction_table
 from grasp.verbs.score import score
 from tests.predict.source import FakeSource
 from tests.rules import rule
+from tests.runs.environments import write_arrays
 
 FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
+    rows = FAKE.table.append_column("loss", pa.array(np.ones(40, np.float32)))
+    rows = rows.set_column(rows.column_names.index("n_tokens"), "n_tokens", rows["n_tokens"].cast(pa.int32()))
+    units = [Unit(f"u{i}", target, "", "x") for i, target in enumerate(FAKE.unit_targets)]
     path = tmp_path_factory.mktemp("artifact") / "art"
-    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in FAKE.arrays.items()}
-    rows = pa.table(
-        {
-            "row_id": [f"row-{i}" for i in range(40)],
-            "doc_id": [f"doc-{i}" for i in range(40)],
-            "loss": np.ones(40, dtype=np.float32),
-            "snippet": [f"text {i}" for i in range(40)],
-            "n_tokens": pa.array(np.arange(40) + 2, pa.int32()),
-            "topic": [["a", "b", None][i % 3] for i in range(40)],
-        }
-    )
-    with ArtifactWriter.open(path, identity={}, n_rows=40, shard_rows=16, arrays=specs, dtype="float32") as writer:
-        for k in range(3):
-            start, stop = writer.grid.bounds(k)
-            arrays = {name: array[start:stop] for name, array in FAKE.arrays.items()}
-            writer.write_shard(k, arrays, rows.slice(start, stop - start), {})
-        settings = {"features": FAKE.feature_settings}
-        writer.finish(manifest={"settings": settings}, moments={}, units=FAKE.units)
-    return ArtifactReader.open(path)
+    return write_arrays(path, FAKE.arrays, rows, units, 16, settings={"features": FAKE.feature_settings})
 
 
 def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
@@ -71,7 +55,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
 def test_rows_are_a_full_sort_of_the_effects(artifact):
     effect_N = Predictor.from_artifact(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
     ranked = score(artifact, "sciq").to_pandas()
-    assert ranked["row_id"].tolist() == [f"row-{i}" for i in np.argsort(-effect_N, kind="stable")]
+    assert ranked["row_id"].tolist() == [f"r{i}" for i in np.argsort(-effect_N, kind="stable")]
     np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
     worst = score(artifact, "sciq", top=0, bottom=3).to_pandas()
-    assert worst["row_id"].tolist() == [f"row-{i}" for i in np.argsort(effect_N, kind="stable")[:3]]
+    assert worst["row_id"].tolist() == [f"r{i}" for i in np.argsort(effect_N, kind="stable")[:3]]
