@@ -240,11 +240,6 @@ def test_less_has_adams_step_of_the_row_and_the_gradient_of_the_unit(world, tmp_
     assert "rows by Adam's update instead of their gradient" in account(world, tmp_path, "less", dimension=None).notes
 
 
-def test_less_projected_nears_the_exact_one(world, tmp_path):
-    exact = scored(world, tmp_path, "less", dimension=None)
-    assert np.abs(scored(world, tmp_path, "less", dimension=1024) - exact).max() < 0.12
-
-
 def test_less_without_moments_is_tracin_and_finds_its_gradients_ready(world, tmp_path):
     tracin = scored(world, tmp_path, "tracin")
     assert np.array_equal(scored(world, tmp_path, "less", adam="never"), tracin)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
-from grasp.features import input_match, token_match
+from grasp.features import input_match
 from grasp.features.extract import extract
 from grasp.features.input_match import (
     hidden_gradient,
@@ -98,25 +98,6 @@ def test_settings_have_their_meaning(alpha):
     found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units, tau=0.5, alpha=alpha, epsilon=2.0)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
-
-
-@pytest.mark.parametrize(("block", "cached"), [(1, 0), (H * N * 3, 0), (1, 10**9)])
-def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
-    head, rows, units, whitener = world(7)
-    monkeypatch.setattr(token_match, "BLOCK_ELEMENTS", block)
-    monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
-    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
-    expected = reference(head, rows, units)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
-
-
-def test_a_row_alone_has_the_relevance_it_has_among_others():
-    head, (residual, token, row), units, whitener = world(3)
-    targets = prepared(head, units, whitener)
-    together = input_relevance(targets, head, residual, token, row, N)
-    mask = row == 2
-    found = input_relevance(targets, head, residual.at(mask), token[mask], torch.zeros_like(row[mask]), 1)
-    torch.testing.assert_close(found[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
 def test_rows_without_a_token_of_any_unit_have_no_relevance():

@@ -1,12 +1,10 @@
 """Law: neighbour relevance is the kernel language model's log-probability, to first order in what a row adds."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.features import neighbour_match
 from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments, Whitener
 from grasp.features.neighbour_match import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
 from grasp.features.residuals import sparse_residual
@@ -101,24 +99,6 @@ def test_it_is_the_slope_of_the_kernel_language_model():
         # of a difference of logarithms only the digits above `small` are left
         close = rounding(H + POSITIONS, np.abs(slope_S).max(), np.float64) / small
         np.testing.assert_allclose(law.relevance()[i], expected_E, rtol=0, atol=close)
-
-
-@pytest.mark.parametrize("elements", [1, 60 * 7, 10**9])
-def test_blocks_do_not_change_the_result(monkeypatch, elements):
-    rows, units, whitener, moments = made = world(7)
-    monkeypatch.setattr(neighbour_match, "BLOCK_ELEMENTS", elements)
-    found = neighbour_relevance(prepared(units, whitener, moments), *rows, N).numpy()
-    expected = Definition(*made).relevance()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
-
-
-def test_a_row_alone_has_the_relevance_it_has_among_others():
-    (hidden, label, row), units, whitener, moments = world(3)
-    targets = prepared(units, whitener, moments)
-    together = neighbour_relevance(targets, hidden, label, row, N)
-    mask = row == 2
-    alone = neighbour_relevance(targets, hidden[mask], label[mask], torch.zeros_like(row[mask]), 1)
-    torch.testing.assert_close(alone[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
 def test_a_row_that_says_what_the_unit_says_helps_and_one_that_says_something_else_harms():

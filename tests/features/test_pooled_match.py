@@ -64,12 +64,6 @@ def test_a_row_does_not_depend_on_its_block():
     np.testing.assert_allclose(np.concatenate(alone), whole, rtol=0, atol=close)
 
 
-def test_rows_without_residual_have_no_relevance():
-    hidden, unit_hidden, _, unit_residual, d = world(n=2)
-    units = prepare_units(unit_hidden, csr_array(unit_residual), d)
-    assert not pooled_relevance(hidden, csr_array((2, 40)), units).any()
-
-
 def test_float32_in_gives_float32_close_to_float64():
     hidden, unit_hidden, residual, unit_residual, d = world(4, h=64, v=400)
     units = prepare_units(unit_hidden, csr_array(unit_residual), d)

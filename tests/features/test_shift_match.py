@@ -22,6 +22,10 @@ def world(seed: int = 0):
     return OutputHead(linear), (hidden, label, row), (unit_hidden, unit_label, unit)
 
 
+def plain_whitener() -> Whitener:
+    return Whitener(np.zeros(H), np.eye(H), np.ones(V))
+
+
 def delta(head, hidden, label):
     return hidden_gradient(head, sparse_residual(head.linear_logits(hidden), label, V))
 
@@ -37,8 +41,7 @@ def gradient(head, hidden, label, owner, which) -> np.ndarray:
 
 def test_shift_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
-    plain = Whitener(np.zeros(H), np.eye(H), np.ones(V))
-    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, plain)
+    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, plain_whitener())
     found = shift_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
     of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
     close = rounding(TERMS, np.abs(of_rows) @ np.abs(of_units).T)

@@ -1,7 +1,6 @@
 """Law: token relevance is the mean over position pairs of <h~_t, h~_s> (xi_t D xi_s), whatever the blocks."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,27 +53,6 @@ def test_token_relevance_is_the_mean_over_position_pairs(seed):
     found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
     expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
-
-
-@pytest.mark.parametrize(("block", "cached"), [(1, 0), (H * N * 3, 0), (1, 10**9)])
-def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
-    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(7)
-    expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
-    monkeypatch.setattr(token_match, "BLOCK_ELEMENTS", block)
-    monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
-    targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
-    found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
-
-
-def test_a_row_alone_has_the_relevance_it_has_among_others():
-    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(3)
-    targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
-    together = token_match.token_relevance(targets, hidden, residual, row, N)
-    mask = row == 2
-    alone = type(residual)(residual.index_PK[mask], residual.value_PK[mask], residual.loss_P[mask])
-    found = token_match.token_relevance(targets, hidden[mask], alone, torch.zeros_like(row[mask]), 1)
-    torch.testing.assert_close(found[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
 def test_product_sketch_is_unbiased_for_the_product_geometry():
