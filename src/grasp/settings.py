@@ -392,7 +392,8 @@ class BuildSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_a_classifier(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not _is_classifier(data.get("model")):
+        model = data.get("model") if isinstance(data, dict) else None
+        if (model.classifier if isinstance(model, ModelSettings) else leaf(model, "classifier")) is None:
             return data
         features = data.get("features", {})
         if isinstance(features, FeatureSettings):
@@ -421,12 +422,6 @@ CLASSIFIER_FEATURES: dict[str, Any] = {
     "tau": 100.0,
     "hidden_width": 2048,
 }
-
-
-def _is_classifier(model: Any) -> bool:
-    if isinstance(model, ModelSettings):
-        return model.classifier is not None
-    return isinstance(model, dict) and model.get("classifier") is not None
 
 
 class FitSettings(Settings):

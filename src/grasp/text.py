@@ -24,7 +24,7 @@ SIGNS = {
 HUGE = 1e9  # from here on with an exponent
 NOISE = 1e-9  # what adding up in another order may leave of zero
 WIDTH = 160  # where output is not a terminal
-JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
+KEPT = "\n\t\u200c\u200d"  # the last two join letters in some languages and emoji; they change no order
 REPLACEMENT = "\ufffd"
 SKIPPED = {
     "empty": "empty documents",
@@ -157,7 +157,8 @@ def ending(text: object, longest: int = 240) -> str:
 
 def printable(text: str) -> str:
     """The same for text of several lines, tabs and all."""
-    return "".join(ch if ch in "\n\t" or _is_shown(ch) else REPLACEMENT for ch in text)
+    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return "".join(ch if ch in KEPT or unicodedata.category(ch) not in hidden else REPLACEMENT for ch in text)
 
 
 def visible(word: str) -> str:
@@ -166,10 +167,6 @@ def visible(word: str) -> str:
         return word
     signs = "".join(SIGNS.get(ch, SIGNS[" "]) for ch in word)
     return signs[:SIGNS_SHOWN] + "..." * (len(signs) > SIGNS_SHOWN) + "\n" * ("\n" in word)
-
-
-def _is_shown(ch: str) -> bool:
-    return ch in JOINERS or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def different(names: Sequence[object], longest: int | None = None) -> list[str]:

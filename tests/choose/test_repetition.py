@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.choose.repetition import Training
+from grasp.choose.choice import Training
 from grasp.predict.predictor import SubsetSums
 from grasp.predict.weights import (
     REPEAT_WORTH,
@@ -36,8 +36,8 @@ def test_the_published_numbers(times, want):
 
 
 def test_a_corpus_that_is_read_often_anyway_gains_less_by_more():
-    assert Training().exposure == Exposure()
-    gains = [float(Training(tokens).of_corpus(100).exposure(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
+    assert Training(None, 100).exposure == Exposure()
+    gains = [float(Training(tokens, 100).exposure(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
     assert gains[0] == 2.0
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] < 1.1

@@ -153,8 +153,11 @@ def test_killed_by_the_system_it_goes_on(tmp_path, corpus):
 
 
 def test_resuming_does_not_tokenise_again(tmp_path, corpus):
-    def stop(done):
-        if done >= 32:
+    done = []
+
+    def stop(rows):
+        done.append(rows)
+        if sum(done) >= 32:
             raise Killed
 
     with pytest.raises(Killed):

@@ -56,12 +56,14 @@ def parse_budget(given: str | float) -> Amount:
     return amount
 
 
-def parse_tokens(given: str | float) -> float:
-    """`100B`: tokens to train on.
+def parse_tokens(given: str | float | None) -> float | None:
+    """`100B`: tokens to train on; None: not said.
 
     Raises:
         SettingsError: anything else, or nothing at all.
     """
+    if given is None:
+        return None
     text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
     amount = _amount(text, "train_tokens", "100B")
     if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):

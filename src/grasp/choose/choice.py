@@ -15,14 +15,13 @@ from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.limits import I64
-from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.subset_tables import CORPUS
-from grasp.predict.weights import Weights
+from grasp.predict.weights import Exposure, Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -109,6 +108,28 @@ class Choice(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """How long the model will be trained: a budget of T tokens reads a corpus of C tokens T / C times.
+
+    A small choice has a high mean effect and is read often, all rows have the change 0, and the best budget lies in
+    between. Repetition is counted in rows: half of them are read twice as often, whatever their lengths.
+    """
+
+    tokens: float | None  # None: not said; as long as the corpus
+    corpus_tokens: int
+
+    @property
+    def epochs(self) -> float:
+        """How often the corpus is seen; 1 where no budget was said."""
+        return 1.0 if self.tokens is None else self.tokens / self.corpus_tokens
+
+    @property
+    def exposure(self) -> Exposure:
+        """What rows count that are seen more, or less, often."""
+        return Exposure(None if self.tokens is None else self.epochs)
+
+
+@dataclass(frozen=True, slots=True)
 class SelectionObjective:
     """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them."""
 
@@ -144,11 +165,10 @@ class SelectionObjective:
         beside = None if runs is None else runs_beside(artifact, runs)
         sketches = () if beside is None else measures(artifact.array_names)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        bound = training.of_corpus(int(tokens_N.sum()))
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
+        return cls(artifact, predictor, weights_T, effect_N, tokens_N, training, intervals, cautious)
 
     @property
     def trained(self) -> Predictor:

@@ -20,12 +20,11 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
-from grasp.choose.choice import Choice, SelectionObjective, protocol_of, text_of
+from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
+from grasp.choose.choice import Choice, SelectionObjective, Training, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, solve
-from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.interactions import geometry
@@ -122,7 +121,7 @@ def mix(
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(label_column(artifact, by, "by"), tokens_N)
-    training = Training.parsed(train_tokens).of_corpus(int(tokens_N.sum()))
+    training = Training(parse_tokens(train_tokens), int(tokens_N.sum()))
     far = None if distance is None else parse_share(distance, "distance")
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     bounds = _bounds(slices, floors, caps, max_repeat, training, far)

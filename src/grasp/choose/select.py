@@ -16,12 +16,20 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Chosen, Curve, SelectionObjective, curve_of, even_places, protocol_of, searched
+from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
+from grasp.choose.choice import (
+    Chosen,
+    Curve,
+    SelectionObjective,
+    Training,
+    curve_of,
+    even_places,
+    protocol_of,
+    searched,
+)
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import I64, Limits, read_exclusion, within
-from grasp.choose.repetition import Training
 from grasp.choose.selection import Selection
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
@@ -31,7 +39,7 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, ranked, short_of, short_rows
-from grasp.predict.row_arrays import F64, label_column, length_column, row_documents
+from grasp.predict.row_arrays import F64, label_column, length_column, row_documents, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
@@ -100,7 +108,7 @@ def select(
     table = LabelTable(artifact.rows_path)
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
     labels = None if by is None else label_column(artifact, by, "by")
-    training = Training.parsed(train_tokens)
+    training = Training(parse_tokens(train_tokens), int(row_tokens(artifact).sum()))
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:

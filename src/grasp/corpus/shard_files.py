@@ -184,12 +184,14 @@ class ShardStore(ABC, Generic[S]):
             cursor = marks[-1].cursor if marks else Cursor()
             stream.next_document = cursor.document
             rows = stream.rows(cursor, log)
+            untold = sum(mark.n_rows for mark in marks)
             while shard := list(islice(rows, size)):
                 # A short shard is the last one: what came after its last row has been read and counted as well.
                 after = shard[-1].after if len(shard) == size else Cursor(stream.next_document)
                 marks.append(_add(store, marks, shard, stream.payload(shard), after, log))
                 if progress is not None:
-                    progress(sum(mark.n_rows for mark in marks))
+                    progress(untold + len(shard))
+                untold = 0
             skipped = _skipped(marks, log)
             _check(store, stream, skipped)
             summary = StoreSummary(

@@ -114,7 +114,7 @@ class RowStore(ShardStore[RowShard]):
             context: positions of the model that will read them, where `settings.max_length` says nothing.
             source: the corpus, where it is in memory.
             replace: throw away what was begun here with other input.
-            progress: called with the number of rows finished so far, after each shard.
+            progress: called with the rows of each shard that is finished; the first time also with those before it.
         Raises:
             CorpusError: the corpus is empty or malformed, names a row twice, or is not the one that
                 `directory` was begun with.

@@ -3,7 +3,7 @@
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,9 @@ def prepare(
     store: Store
     units: Units
     if not isinstance(model, ReferenceModel):
-        unit_set, units, store = vision().read(settings, model, tokens, replace=replace, progress=_difference(progress))
+        unit_set, units, store = vision().read(
+            settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
+        )
         positions_E = [1] * len(unit_set.units)
     else:
         unit_set = unit_set or load_units(settings.targets, in_memory.units)
@@ -134,7 +136,7 @@ def _texts(
         context=context,
         source=source,
         replace=replace,
-        progress=_difference(progress),
+        progress=lambda rows: progress.advance(rows, 0),
     )
     corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
     targets = settings.targets.model_copy(update={"max_length": longest})
@@ -182,18 +184,6 @@ def _names_documents(store: RowStore, label: str) -> bool:
     return documents >= FEWEST_DOCUMENTS and len(table[label].unique()) == documents == len(
         table.group_by(["doc_id", label]).aggregate([])
     )
-
-
-def _difference(progress: Progress) -> Callable[[int], None]:
-    """Rows so far -> rows more."""
-    done = 0
-
-    def advance(so_far: int) -> None:
-        nonlocal done
-        progress.advance(so_far - done, 0)
-        done = so_far
-
-    return advance
 
 
 def identity(inputs: Inputs) -> dict[str, Any]:

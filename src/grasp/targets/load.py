@@ -9,7 +9,7 @@ from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import TargetError
 from grasp.seeds import stream
 from grasp.settings import TargetSettings
-from grasp.targets.olmes import read_task, shipped_name
+from grasp.targets.olmes import ALIASES, read_task
 from grasp.targets.records import is_path, read_mapped, read_units
 from grasp.targets.units import Unit, UnitSet
 
@@ -81,7 +81,7 @@ def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: Targ
         TargetError: all of it is left out.
     """
     # An alias draws what its task draws: the stream is named by the task that stands behind it.
-    order = stream(settings.seed, "units", shipped_name(target)).permutation(len(pool))
+    order = stream(settings.seed, "units", ALIASES.get(target, target)).permutation(len(pool))
     excluded = frozenset(settings.exclude_units)
     kept = [pool[k] for k in order if unit_ids[k] not in excluded]
     if not kept:

@@ -23,7 +23,7 @@ from typing import Any
 from grasp.errors import TargetError
 from grasp.targets.units import LossOn, Unit
 
-ALIASES = {"commonsense_qa": "csqa"}
+ALIASES = {"commonsense_qa": "csqa"}  # the folder behind a name; units are numbered and drawn by it
 UNCONDITIONAL = 1_000_000  # `uncond_docid_offset` of the OLMES task configurations
 
 _ZERO_SHOT = re.compile(r"(?P<style>.+)_0shot")
@@ -49,11 +49,6 @@ def task_names(root: Path) -> tuple[str, ...]:
     return tuple(sorted({*shipped, *(alias for alias, name in ALIASES.items() if name in shipped)}))
 
 
-def shipped_name(name: str) -> str:
-    """The folder that stands behind a task's name; units are numbered and drawn by it."""
-    return ALIASES.get(name, name)
-
-
 def find_source(name: str, variant: str, root: Path) -> RequestFile:
     """Where the requests of a task lie.
 
@@ -61,7 +56,7 @@ def find_source(name: str, variant: str, root: Path) -> RequestFile:
         TargetError: an unknown task (with close matches), a task without choices, an unknown variant (with
             those that there are).
     """
-    task_dir = root / shipped_name(name)
+    task_dir = root / ALIASES.get(name, name)
     shipped = variants(task_dir)
     if not shipped:
         raise TargetError(_unknown_task(name, task_dir, root))
@@ -124,7 +119,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
 def _unit(name: str, doc_id: int, records: list[Mapping[str, Any]], loss_on: LossOn, source: RequestFile) -> Unit:
     records = sorted(records, key=lambda record: int(record["idx"]))
     gold = [k for k, record in enumerate(records) if record["idx"] == record["label"]]
-    unit_id = f"{shipped_name(name)}:{doc_id}"
+    unit_id = f"{ALIASES.get(name, name)}:{doc_id}"
     if len(gold) != 1 or len(records) < 2:
         raise TargetError(
             f"{source.path}: document {doc_id} has {len(records)} candidates and {len(gold)} gold answers,"
