@@ -414,7 +414,11 @@ def _one_model(
         probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_VH.dtype)
         grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
-        _add_product(grad_head, residual.T, low * weight.to(low.dtype))
+        weighed = low * weight.to(low.dtype)
+        if residual.dtype == grad_head.dtype:
+            grad_head.addmm_(residual.T, weighed)
+        else:
+            grad_head += torch.mm(residual.T, weighed)
     return total
 
 
@@ -443,10 +447,3 @@ def _all_models(
         residual = probability.to(head_KVH.dtype)
         grad_hidden[k, t] = (torch.bmm(residual, head_KVH[k]).float() * weight).to(grad_hidden.dtype)
         grad_head[k] += torch.bmm(residual.transpose(1, 2), low * weight.to(low.dtype))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right)

@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,17 +262,14 @@ class Trainer:
 
     def _accumulate(self, ids_KBL: Tensor, weight_KBL: Tensor) -> Tensor:
         """Add the gradient of one piece of the batch; its share of the loss, (K,)."""
-        with self._autocast():
+        narrow = {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}.get(self.device.type, False)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if narrow else nullcontext():
             hidden = self.model.hidden(ids_KBL).flatten(1, 2)
             # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
             labels = ids_KBL.roll(-1, dims=2).flatten(1)
             loss_K = head_loss(hidden, self.model.head, labels, weight_KBL.flatten(1))
         loss_K.sum().backward()  # type: ignore[no-untyped-call]
         return loss_K.detach()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        wanted = {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted.get(self.device.type) else nullcontext()
 
     def _clip(self) -> None:
         """Scale the gradient of every model to a norm of at most `clip_norm`."""
@@ -339,7 +336,11 @@ def train(
             number; `out` holds a run of other arguments.
     """
     share = Share.from_batch(rows.n_rows, recipe.batch_rows, retained)
-    _check_checkpoints(recipe, checkpoints, out)
+    outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
+    if outside:
+        raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
+    if checkpoints and out is None:
+        raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
     identity = {
         "recipe": recipe.model_dump(mode="json"),
         "seed": seed,
@@ -363,14 +364,6 @@ def train(
         losses=trainer.losses[:, 0],
         checkpoints=() if run is None else run.checkpoints(),
     )
-
-
-def _check_checkpoints(recipe: TrainingRecipe, checkpoints: tuple[int, ...], out: Path | None) -> None:
-    outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
-    if outside:
-        raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
-    if checkpoints and out is None:
-        raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
 
 
 def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
@@ -458,14 +451,6 @@ class _Run:
 # ------------------------------------------------------------------------------------------------------- K at once
 
 
-def _in_cache(recipe: TrainingRecipe, n_models: int, device: str) -> TrainingRecipe:
-    """On a CPU, K models read a K-th of the batch at a time: more activations at once would only leave the
-    cache."""
-    if torch.device(device).type != "cpu" or recipe.micro_rows is not None:
-        return recipe
-    return recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // n_models)})
-
-
 def train_stacked(
     recipe: TrainingRecipe,
     rows: RowStore,
@@ -490,7 +475,10 @@ def train_stacked(
             " one"
         )
     shares = [Share.from_batch(rows.n_rows, recipe.batch_rows, one) for one in retained]
-    trainer = Trainer(_in_cache(recipe, len(seeds), device), seeds, device)
+    if torch.device(device).type == "cpu" and recipe.micro_rows is None:
+        # a K-th of the batch at a time: more activations at once would only leave the cache
+        recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
+    trainer = Trainer(recipe, seeds, device)
     for step in _steps(trainer, rows, shares, seeds):
         if progress is not None:
             progress(step)
