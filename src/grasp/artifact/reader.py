@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from grasp.artifact.floats import scaled_into
 from grasp.artifact.layout import (
     BUILD,
     FEATURES,
@@ -36,7 +36,6 @@ from grasp.artifact.manifest import (
     ColumnGroup,
     Manifest,
 )
-from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
 from grasp.files import Reads, kind_of
 from grasp.store.contents import read_table, read_tensors, readable
@@ -63,6 +62,11 @@ _BUILT_FROM = (
 )
 VERIFY = "`grasp verify` names everything that is broken"
 LARGEST = 1e30  # of a number: squares, and sums of them, stay finite
+HALF_EXPONENT = np.int16(0x7C00)  # all ones: infinity, or no number
+SIGN_AND_REST = np.int32(-0x70002000)  # where the bits of a float16 lie in a float32
+BIAS = np.float32(2.0**112)  # between the exponents of both
+WIDEST = 2.0**15  # scales up to it, times BIAS, are finite
+AT_ONCE = 1 << 16  # numbers that stay in the cache until they are done
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 
 
@@ -172,10 +176,9 @@ class ArtifactReader:
         """Units in the order of the columns of the relevance arrays."""
         tables = [read_table(self._files.file(name), VERIFY) for name in self.manifest.units]
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
-        if units_per_target(units) != self.manifest.targets:
+        if (found := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
             raise ArtifactError(
-                f"{self.where}: its manifest has units {self.manifest.targets}, the tables {units_per_target(units)}; "
-                "build it again"
+                f"{self.where}: its manifest has units {self.manifest.targets}, the tables {found}; build it again"
             )
         return units
 
@@ -330,7 +333,7 @@ class ArtifactReader:
             for pick in picks:
                 stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
                 if isinstance(goal, slice) and isinstance(pick.goal, slice):
-                    scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
+                    _scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
                 else:
                     rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
                     out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
@@ -435,6 +438,28 @@ def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, fields)
     return buffer.getvalue()
+
+
+def _scaled_into(out_NE: NDArray[np.float32], stored_NE: NDArray[Any], scale_E: NDArray[np.float32]) -> None:
+    """stored_NE * scale_E in float32; of float16 bit for bit what NumPy makes of it, in a third of the time.
+
+    NumPy widens one number at a time. Here the bits of all are moved to where float32 has sign, exponent and mantissa,
+    which leaves 2^-112 of the number, exactly. Infinity and large scales, which no build writes, take NumPy's way.
+    """
+    if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= WIDEST:
+        np.multiply(stored_NE, scale_E, out=out_NE)
+        return
+    stored_NE, step = np.asarray(stored_NE), max(1, AT_ONCE // max(1, out_NE.shape[1]))
+    for start in range(0, len(out_NE), step):
+        rows = slice(start, start + step)
+        bits_nE, wide_nE = stored_NE[rows].view(np.int16), out_NE[rows].view(np.int32)
+        if (bits_nE & HALF_EXPONENT).max(initial=0) == HALF_EXPONENT:
+            np.multiply(stored_NE[rows], scale_E, out=out_NE[rows])
+            continue
+        np.copyto(wide_nE, bits_nE)
+        wide_nE <<= 13
+        wide_nE &= SIGN_AND_REST
+        out_NE[rows] *= scale_E * BIAS
 
 
 def _features_of(k: int) -> str:

@@ -1,7 +1,6 @@
-"""Parquet tables: those of an artifact, which are rows and units, and what is wrong in one that a user gives."""
+"""The Parquet tables of an artifact: its rows, and its units."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,24 +8,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grasp.errors import ArtifactError, GraspError, ShapeError
+from grasp.errors import ArtifactError, ShapeError
 from grasp.files import written_aside
 
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")
 LOSS_TOKENS = "n_loss"  # a column beside them where not every token of a row carries loss
 UNIT_COLUMNS = ("unit_id", "target")
 _GROUP_ROWS = 65_536  # rows of one Parquet row group: enough to scan fast, little to hold
-
-
-@contextmanager
-def readable(place: Path | str, mistake: type[GraspError], expected: str) -> Iterator[None]:
-    """Say in one line why a table of the user's is none; `place`, with the flag or setting before it, begins it."""
-    try:
-        yield
-    except FileNotFoundError as err:
-        raise mistake(f"{place}: no such file; expected {expected}") from err
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise mistake(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
 
 
 def shard_table(rows: pa.Table, start: int, stop: int) -> pa.Table:
@@ -89,14 +77,6 @@ def check_units(units: pa.Table, n_columns: int | None) -> None:
             f"units: {first['target']}/{first['unit_id']} comes {first['count_all']} times; ids must differ "
             "within a target"
         )
-
-
-def units_per_target(units: pa.Table) -> dict[str, int]:
-    """Number of units of each target, in the order in which targets first occur."""
-    counts: dict[str, int] = {}
-    for target in units["target"].to_pylist():
-        counts[target] = counts.get(target, 0) + 1
-    return counts
 
 
 def _grouped(tables: Sequence[Path], schema: pa.Schema) -> Iterable[pa.Table]:

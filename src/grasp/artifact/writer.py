@@ -4,6 +4,7 @@ The columns of new targets are new arrays beside the old ones. Nothing that is t
 stays readable as it was until the manifest is replaced.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +37,7 @@ from grasp.artifact.manifest import (
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec, PartWriter
 from grasp.artifact.spool import FeatureSpool
-from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
+from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import FileEntry, checksum, entry_of, is_part, out_of_space, own_directory, write_whole
 from grasp.store.contents import parquet_bytes, tensor_bytes
@@ -164,7 +165,7 @@ class ArtifactWriter(PartWriter):
         return Manifest(
             n_rows=self.grid.n_rows,
             shard_rows=self.grid.shard_rows,
-            targets=units_per_target(units),
+            targets=dict(Counter(units["target"].to_pylist())),
             arrays={
                 name: ArrayEntry(
                     width=spec.width,
@@ -251,7 +252,7 @@ class ArtifactExtension(PartWriter):
             builds = {earlier: artifact.path / part_dir(earlier) / BUILD for earlier in range(1, part)}
             done = next((k for k, at in builds.items() if read_record(at, BuildRecord) == extension.record), None)
             if done is None:
-                if known := sorted(set(units_per_target(units)) & set(artifact.targets)):
+                if known := sorted(set(units["target"].to_pylist()) & set(artifact.targets)):
                     raise ArtifactError(
                         f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
                         "or build a new artifact"
@@ -331,7 +332,7 @@ class ArtifactExtension(PartWriter):
         }
         return old.model_copy(
             update={
-                "targets": old.targets | units_per_target(self._units),
+                "targets": old.targets | dict(Counter(self._units["target"].to_pylist())),
                 "arrays": old.arrays | widened,
                 "units": (*old.units, units),
                 "moments": (*old.moments, moments),

@@ -1,7 +1,6 @@
 """Rows that are a unit, whole and to the letter: images by their pixels, texts by their tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,13 @@ SNIPPET = 240  # characters, where the artifact does not say how many it keeps
 Pair = tuple[int, int]  # unit, counted within the target; row
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Which rows are which units of a target."""
-
-    pairs: tuple[Pair, ...]  # by unit, then row
-    note: str | None = None  # what could not be compared
-
-
-def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
+def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str | None]:
     """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
 
     Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
 
+    Returns:
+        The pairs, by unit, then row; and what could not be compared, in words.
     Raises:
         ArtifactError: no such target; an artifact of images whose units have no hash.
     """
@@ -40,7 +33,7 @@ def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
         if units[0].get(HASH_LABEL) is None:
             raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; build it again with this version")
         hashes = [unit[HASH_LABEL] for unit in units]
-        return Copies(tuple(sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL))))))
+        return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
     n_cut = 0
 
@@ -58,7 +51,7 @@ def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
     except GraspError as err:
         if n_cut:
             note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
-    return Copies(tuple(sorted(found)), note)
+    return sorted(found), note
 
 
 def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:

@@ -29,7 +29,7 @@ from grasp.audit.neighbours import COMPARED, disagreement
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.relevance import ColumnSpread, RowMoments
+from grasp.predict.relevance import RowMoments
 from grasp.predict.row_arrays import only_target
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
@@ -139,13 +139,13 @@ def detect(
             f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
             "against the others; build it on more, or read them"
         )
-    copies, progress = exact_copies(artifact, target), progress or Silent()
-    if copies.pairs:
+    progress = progress or Silent()
+    copies, not_compared = exact_copies(artifact, target)
+    if copies:
         raise ArtifactError(
-            f"{artifact.where}: {_named(artifact, target, copies.pairs)}; take them out of one of the two and build "
-            "again"
+            f"{artifact.where}: {_named(artifact, target, copies)}; take them out of one of the two and build again"
         )
-    notes = [] if copies.note is None else [copies.note]
+    notes = [] if not_compared is None else [not_compared]
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, relevance_array(artifact, match), target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
@@ -239,7 +239,7 @@ def standardised_blocks(
     for _, block in artifact.array_blocks(array, columns=columns):
         moments = moments.merge(RowMoments.from_values(block))
         progress.advance(len(block), 0)
-    scale_E = ColumnSpread(moments.mean_E, np.sqrt(moments.scatter_E / n_rows)).inverse_E
+    scale_E = moments.spread.inverse_E
     for start, block in artifact.array_blocks(array, columns=columns):
         yield start, (block - moments.mean_E) * scale_E
         progress.advance(len(block), 0)

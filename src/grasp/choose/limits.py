@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.tables import readable
 from grasp.choose.amounts import Amount, Bound, Unit
 from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
+from grasp.store.contents import readable_table
 from grasp.store.sealed import read_sealed
 
 SHOWN = 5
@@ -353,7 +353,7 @@ def read_exclusion(artifact: ArtifactReader, given: Path | str | Sequence[str]) 
 def _file_names(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
-    with readable(f"exclude: {path}", SettingsError, EXPECTED):
+    with readable_table(f"exclude: {path}", SettingsError, EXPECTED):
         if path.suffix != ".parquet":
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             return [line.rstrip("\r") for line in lines if line.strip()]

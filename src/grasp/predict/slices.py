@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
 from grasp.predict.labels import Label, LabelColumn, identifier
+from grasp.store.contents import readable_table
 from grasp.text import did_you_mean, plain
 
 BATCH = 1 << 16
@@ -66,7 +66,7 @@ class LabelTable:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        with readable(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
+        with readable_table(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
             self._schema: pa.Schema = file.schema_arrow
             self.n_rows = int(file.metadata.num_rows)
 

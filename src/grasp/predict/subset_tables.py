@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
 from grasp.files import written_aside
 from grasp.predict.blocks import (
@@ -29,6 +28,7 @@ from grasp.predict.blocks import (
     WeightedRows,
     in_blocks,
 )
+from grasp.store.contents import readable_table
 from grasp.store.sealed import SealedWriter, sealed_batches
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
@@ -170,7 +170,7 @@ def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
 def _schema(source: Path | pa.Table) -> pa.Schema:
     if isinstance(source, pa.Table):
         return source.schema
-    with readable(source, SubsetError, EXPECTED):
+    with readable_table(source, SubsetError, EXPECTED):
         return pq.read_schema(source)
 
 
@@ -185,7 +185,7 @@ def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBat
     has_id = "subset_id" in _schema(source).names
     columns = [*(["subset_id"] if has_id else []), "row_id", *(["weight"] if has_weight else [])]
     start = 0
-    with readable(_where(source), SubsetError, EXPECTED):
+    with readable_table(_where(source), SubsetError, EXPECTED):
         for batch in _batches(source, columns):
             n = batch.num_rows
             batch.validate(full=True)  # names that are no text would stop DuckDB

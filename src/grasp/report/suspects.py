@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.corpus.labels import HASH_LABEL
 from grasp.errors import SettingsError
@@ -18,6 +17,7 @@ from grasp.extract.pictures import vision
 from grasp.extract.reopen import BuildSource
 from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
+from grasp.store.contents import readable_table
 from grasp.store.sealed import sealed_batches
 from grasp.text import name, plain
 from grasp.yaml_files import describe
@@ -64,7 +64,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
 def _table(path: Path, artifact: ArtifactReader) -> tuple[DetectionRecord, list[dict[str, Any]]]:
     written = "the .parquet that grasp detect --out writes"
     expected = f"expected {written}"
-    with readable(f"--detect: {path}", SettingsError, written):
+    with readable_table(f"--detect: {path}", SettingsError, written):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
         batch = None
         for part in sealed_batches(path):  # all of it is proven

@@ -21,13 +21,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from grasp.artifact.tables import readable
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import inverse
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import sums_over
 from grasp.predict.subset_tables import RowIndex
+from grasp.store.contents import readable_table
 from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
@@ -303,7 +303,7 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 
 def _open(path: Path) -> pa.Table:
-    with readable(path, EnvironmentDataError, "Parquet"):
+    with readable_table(path, EnvironmentDataError, "Parquet"):
         table = read_sealed(path)
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:

@@ -1,4 +1,7 @@
-"""Tables and arrays as the bytes of files, and back: Parquet, .npy, safetensors. The same ones give the same bytes."""
+"""Tables and arrays as the bytes of files, and back: Parquet, .npy, safetensors. The same ones give the same bytes.
+
+What we wrote is `readable`, or damaged; a table that a user names is a `readable_table`, or something else.
+"""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -62,3 +65,14 @@ def read_tensors(path: Path, again: str, mistake: type[GraspError] = ArtifactErr
     with readable(path, again, mistake):
         arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(path)
     return arrays
+
+
+@contextmanager
+def readable_table(place: Path | str, mistake: type[GraspError], expected: str) -> Iterator[None]:
+    """Say in one line why a table that a user names is none; `place`, with the flag or setting before it, begins it."""
+    try:
+        yield
+    except FileNotFoundError as err:
+        raise mistake(f"{place}: no such file; expected {expected}") from err
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+        raise mistake(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
