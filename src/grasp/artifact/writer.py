@@ -192,7 +192,7 @@ def lock_artifact(path: Path) -> DirectoryLock:
         SettingsError: something else lies there, of which nothing is touched.
     """
     own_directory(path, MARKER, is_artifact)
-    return DirectoryLock.acquire(path, MARKER)
+    return DirectoryLock(path, MARKER)
 
 
 def is_artifact(path: Path) -> bool:

@@ -131,7 +131,7 @@ class BlockMethod(RowMethod[S]):
                 raise SettingsError(
                     f"{cache}: scores cannot be kept here ({err.strerror}); name another place with --cache"
                 ) from err
-            with DirectoryLock.acquire(place, LOCK):
+            with DirectoryLock(place, LOCK):
                 run = _Run(place, shared_of(cache, material, self.version), self, material)
                 if not (place / RECORD.name).exists():
                     run.finish(described)

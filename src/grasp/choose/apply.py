@@ -114,7 +114,7 @@ def apply(
     if isinstance(source, FileSource):
         files = [FileSource(source.fs, [file], source.root) for file in source.files]
     own_directory(out, MARKER, lambda _: False, reads)
-    with DirectoryLock.acquire(out, MARKER):
+    with DirectoryLock(out, MARKER):
         copies = budget is not None and not _kept_already(out / KEPT, str(keep))
         store = Store(out, SCORED)
         store.begin(

@@ -182,23 +182,19 @@ def parse_family(text: str) -> Family:
         spelled = spelled[:-1].replace("(", ":", 1)
     kind, _, argument = (part.strip() for part in spelled.partition(":"))
     if kind in ("uniform", "bernoulli"):
-        return Family("uniform" if kind == "uniform" else "bernoulli", fraction=_parse_fraction(text, argument))
+        try:
+            fraction = float(argument)
+        except ValueError:
+            fraction = math.nan
+        if not 0.0 < fraction < 1.0:
+            raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction between 0 and 1, both excluded")
+        return Family("uniform" if kind == "uniform" else "bernoulli", fraction=fraction)
     for labelled in LABELLED:
         if kind == labelled:
             if not argument:
                 raise SubsetError(f"family {text!r}: names no label; expected {kind}:LABEL, e.g. {kind}:topic")
             return Family(labelled, label=argument)
     raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {SPELLINGS}")
-
-
-def _parse_fraction(text: str, argument: str) -> float:
-    try:
-        fraction = float(argument)
-    except ValueError:
-        fraction = math.nan
-    if not 0.0 < fraction < 1.0:
-        raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction between 0 and 1, both excluded")
-    return fraction
 
 
 def _name(purpose: str, b: int) -> str:

@@ -22,14 +22,9 @@ TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abando
 
 
 class DirectoryLock:
-    """An exclusive `flock` on a file of a directory; the file's text says who holds it."""
+    """An exclusive `flock` on a file of a directory, held from the start; the file's text says who holds it."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor: int | None = descriptor
-
-    @classmethod
-    def acquire(cls, path: Path, name: str) -> Self:
+    def __init__(self, path: Path, name: str) -> None:
         """Take the lock `name` of the directory `path`.
 
         Raises:
@@ -57,7 +52,7 @@ class DirectoryLock:
             ) from err
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
-        return cls(path, descriptor)
+        self._descriptor: int | None = descriptor
 
     @property
     def held(self) -> bool:

@@ -73,7 +73,17 @@ class UnitSet:
         Raises:
             TargetError: one that the tokenizer's chat template cannot write out; the message names the unit.
         """
-        return replace(self, units=tuple(_written_out(unit, tokenizer) for unit in self.units))
+        units = []
+        for unit in self.units:
+            if unit.conversation is None:
+                units.append(unit)
+                continue
+            try:
+                text, ((start, stop),) = tokenizer.chat(unit.conversation, last_only=True)
+            except ModelError as err:
+                raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
+            units.append(replace(unit, prompt=text[:start], completion=text[start:stop], conversation=None))
+        return replace(self, units=tuple(units))
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
         """Prompt and completion encoded apart and joined, at most `max_length` tokens each.
@@ -91,16 +101,6 @@ class UnitSet:
             _join(unit, prompt, completion, tokenizer, max_length)
             for unit, prompt, completion in zip(self.units, prompts, completions, strict=True)
         ]
-
-
-def _written_out(unit: Unit, tokenizer: "Tokenizer") -> Unit:
-    if unit.conversation is None:
-        return unit
-    try:
-        text, ((start, stop),) = tokenizer.chat(unit.conversation, last_only=True)
-    except ModelError as err:
-        raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
-    return replace(unit, prompt=text[:start], completion=text[start:stop], conversation=None)
 
 
 def _join(
