@@ -28,7 +28,7 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
-from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
+from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl
 from tests.runs.environments import write_arrays
 
 
@@ -203,23 +203,6 @@ def test_documents_are_kept_by_the_share_of_their_tokens(rule, packing, named, t
     assert {"any": kept.lost == 0, "half": True, "all": kept.added == 0}[rule]
 
 
-@pytest.mark.parametrize(("suffix", "kind"), [(".jsonl", "jsonl"), (".jsonl.gz", "jsonl"), (".parquet", "parquet")])
-def test_records_are_copied_as_they_are(suffix, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.choose.export.SHARD_RECORDS", 4)
-    rows = records()
-    path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
-    artifact = build(tmp_path, path)
-    kept = kept_documents(rows_of(artifact), choose(artifact), "half")
-    n = copy(path, kept.mask_M, tmp_path / "out", kind).records
-    want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
-    files = parts(tmp_path / "out")
-    assert n == len(want) > 4
-    assert len(files) > 1
-    assert read(files) == want
-    again = build(tmp_path / "again", tmp_path / "out")  # a corpus like any other
-    assert again.n_rows <= artifact.n_rows
-
-
 def parts(directory):
     return sorted(file for file in directory.iterdir() if file.name != "_manifest.yaml")
 
@@ -235,17 +218,21 @@ def read(files):
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_any_corpus_becomes_any_format(suffix, tmp_path):
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("grasp.choose.export.SHARD_RECORDS", 4)
     rows = records()
-    path = (write_jsonl if suffix == ".jsonl" else write_parquet)(tmp_path / f"corpus{suffix}", rows)
-    kept_M = np.arange(25) % 3 == 0
-    want = [row for row, keep in zip(rows, kept_M, strict=True) if keep]
+    path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
+    artifact = build(tmp_path, path)
+    kept = kept_documents(rows_of(artifact), choose(artifact), "half")
+    want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
     for kind in ("parquet", "jsonl"):
-        copy(path, kept_M, tmp_path / kind, kind)
+        assert copy(path, kept.mask_M, tmp_path / kind, kind).records == len(want) > 4
+        assert len(parts(tmp_path / kind)) > 1
         assert read(parts(tmp_path / kind)) == want
-    copy(path, kept_M, tmp_path / "saved", "datasets")
+        assert build(tmp_path / f"again-{kind}", tmp_path / kind).n_rows <= artifact.n_rows  # a corpus like any other
+    copy(path, kept.mask_M, tmp_path / "saved", "datasets")
     assert datasets.load_from_disk(str(tmp_path / "saved")).to_list() == want
     copy(tmp_path / "saved", np.ones(len(want), dtype=bool), tmp_path / "back", "jsonl")
     assert read(parts(tmp_path / "back")) == want

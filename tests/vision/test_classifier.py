@@ -62,9 +62,9 @@ def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
     ("field", "value", "said"),
     [
         ("head", "fc", "TinyNet has no module `fc`; its linear layers: head"),
-        ("head", "body", "`body` of TinyNet is a Sequential, expected a linear layer; its linear layers: head"),
-        ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled: its output of shape"),
-        ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times, with inputs of shape"),
+        ("head", "body", "`body` of TinyNet is a Sequential"),
+        ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled"),
+        ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times"),
         ("factory", "tests.vision.images_world:not_annotated", "expected a class of torch.nn.Module"),
         ("factory", "os:system", "expected a class of torch.nn.Module"),
         ("factory", "tests.vision.images_world:nothing", "has no attribute 'nothing'"),
@@ -114,11 +114,8 @@ def test_preprocessing_by_hand():
 
 
 def tiny_vit():
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
-        )
-    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8))
 
 
 def photograph(width, height):
@@ -313,10 +310,6 @@ def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(
     expected = hidden_PH.double().numpy() @ weight.T + bias
     np.testing.assert_allclose(model.logits(hidden_PH).numpy(), expected, rtol=0, atol=rounding(10, expected))
     write_weights(tmp_path / "wide.safetensors", TinyNet(width=12))
+    wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
     with pytest.raises(ModelError, match="it reads 10 features, `head` of the model 12"):
-        load(
-            tmp_path,
-            model__path=str(tmp_path / "wide.safetensors"),
-            model__classifier__arguments={"width": 12},
-            model__classifier__fitted_head=str(path),
-        )
+        load(tmp_path, **wide, model__classifier__fitted_head=str(path))

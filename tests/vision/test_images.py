@@ -65,20 +65,16 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
     assert found.n_documents == 9
     assert found.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
     assert found.skipped.ids == {"broken_image": ("p1", "p4"), "no_image": ("p6",), "no_class": ("p7",)}
+    trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
     with pytest.raises(TargetError, match=r"4 of 9 trusted images cannot be used: p1 \(broken image\), p4"):
-        load_image_units(
-            TargetSettings(names=(str(tmp_path / "some.parquet"),)),
-            CorpusSettings(path="unused"),
-            COLOURS,
-            3,
-        )
+        load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
 
 
 @pytest.mark.parametrize(
     ("labels", "classes", "said"),
     [
-        ([0, 1, 3], (), "row 2: class 3, expected a number from 0 to 2; give names with model.classifier.classes"),
-        ([0, -1, 1], COLOURS, "row 1: class -1, expected a number from 0 to 2 or one of blue, green, red"),
+        ([0, 1, 3], (), "row 2: class 3, expected a number from 0 to 2"),
+        ([0, -1, 1], COLOURS, "row 1: class -1, expected a number from 0 to 2"),
         (["red", "rde", "blue"], COLOURS, "row 1: class 'rde', expected"),
         ([0.0, 0.5, 1.0], COLOURS, "row 1: class 0.5, expected"),
         ([True, False, True], COLOURS, "row 0: class True, expected"),
@@ -94,14 +90,14 @@ def test_a_class_that_the_head_does_not_have_is_refused(tmp_path, labels, classe
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"picture": 1, "label": 1}, "no column 'image' of images; columns found: picture, label. Set corpus.image_co"),
-        ({"image": 1, "kind": 1}, "no column 'label' of classes; columns found: image, kind. Set corpus.class_column"),
-        ({"image": 1, "label": 1}, "image column 'image' holds int64, expected encoded images"),
+        ({"picture": 1, "label": 1}, "no column 'image' of images; columns found: picture, label"),
+        ({"image": 1, "kind": 1}, "no column 'label' of classes; columns found: image, kind"),
+        ({"image": 1, "label": 1}, "image column 'image' holds int64"),
     ],
 )
 def test_columns_that_are_not_there_are_named(tmp_path, columns, said):
     pq.write_table(pa.table({name: [value] for name, value in columns.items()}), tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=said.replace("(", r"\(")):
+    with pytest.raises(CorpusError, match=said):
         store(tmp_path, tmp_path / "c.parquet")
 
 
