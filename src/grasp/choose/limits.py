@@ -231,17 +231,13 @@ def _check_floors(
         longest = " with its longest row each" if unit == "tokens" else ""
         short.append(f"together they take {asked:,} {unit}{longest}, the budget is {budget:,}")
     if short:
-        raise SettingsError(f"floor: cannot be met: {_some(short)}; lower them, or raise the budget")
+        more = f"; and {len(short) - SHOWN} more" if len(short) > SHOWN else ""
+        raise SettingsError(f"floor: cannot be met: {'; '.join(short[:SHOWN])}{more}; lower them, or raise the budget")
     room = int(np.minimum(cap_G, held_G).sum())
     if room < budget:
         raise SettingsError(
             f"cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
         )
-
-
-def _some(parts: Sequence[str]) -> str:
-    more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return "; ".join(parts[:SHOWN]) + more
 
 
 def within(order_P: I64, limits: Limits) -> I64:

@@ -72,13 +72,10 @@ def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candi
             parts[kernel], scale_C, out=np.zeros_like(parts[kernel]), where=np.asarray(scale_C) > 0
         )
     for name, omega in candidate.omega:
-        total = total + omega * parts[_part_name(name, shuffled=candidate.shuffled)]
+        # K_self has no pairs in it, and K_cent has no decomposition by pairs: both stay as they are
+        shuffled = candidate.shuffled and name.endswith((".pair", ".raw"))
+        total = total + omega * parts[SHUFFLED + name if shuffled else name]
     return total
-
-
-def _part_name(component: str, *, shuffled: bool) -> str:
-    # K_self has no pairs in it, and K_cent has no decomposition by pairs: both stay as they are
-    return SHUFFLED + component if shuffled and component.endswith((".pair", ".raw")) else component
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,12 @@ class Scored(Joined):
 
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
-        parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
-        return [self._predictions(name, parts[c.binding], c) for name, c in candidates.items()]
-
-    def _predictions(self, name: str, parts: Parts, candidate: Candidate) -> Predictions:
-        return self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate))
+        bound = self.parts(tuple(candidates.values()), targets, per_unit=True)
+        found = []
+        for name, candidate in candidates.items():
+            parts = bound[candidate.binding]
+            found.append(self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate)))
+        return found
 
     def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.

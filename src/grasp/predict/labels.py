@@ -88,7 +88,7 @@ def equals(column: str, value: Label) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"isnan({name})" if math.isnan(value) else f"isinf({name}) AND {name} {'>' if value > 0 else '<'} 0"
     if isinstance(value, str) and not _is_shown(value):
-        return f"md5({name}) = '{_checksum(value)}'"
+        return f"md5({name}) = '{hashlib.md5(value.encode(), usedforsecurity=False).hexdigest()}'"
     return f"{name} = {_literal(value)}"
 
 
@@ -112,10 +112,6 @@ def identifier(column: str) -> str:
 
 def _is_shown(text: str) -> bool:
     return len(text) <= LONGEST_LITERAL and text.isprintable()
-
-
-def _checksum(text: str) -> str:
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _literal(value: Label) -> str:

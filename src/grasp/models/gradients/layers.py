@@ -136,7 +136,10 @@ class _Names:
             return self._of(self._block(int(block[1]), pattern))
         if (word := self._words().get(pattern)) is not None:
             return word()
-        test = _expression(pattern[3:]).fullmatch if pattern.startswith("re:") else None
+        try:
+            test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else None
+        except re.error as err:
+            raise SettingsError(f"layers: {pattern!r} is no regular expression: {err}") from err
         found = set()
         for name, canonical in self._canonical.items():
             heads = _prefixes(name)
@@ -176,13 +179,6 @@ class _Names:
         if not -len(blocks) <= number < len(blocks):
             raise SettingsError(f"layers: got {pattern!r}, the model has blocks 0 to {len(blocks) - 1}")
         return blocks[number]
-
-
-def _expression(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as err:
-        raise SettingsError(f"layers: {'re:' + text!r} is no regular expression: {err}") from err
 
 
 def _prefixes(name: str) -> list[str]:
