@@ -19,11 +19,6 @@ TAUGHT = {"untrained": True}  # the models here are random
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("world")
-
-
-@pytest.fixture(scope="module")
 def settings(root):
     """What stays the same, however the inputs are given."""
     plain = world(root).model_dump(mode="json")

@@ -17,8 +17,9 @@ from grasp.extract.merge import merge
 from grasp.extract.pictures import load_reference
 from grasp.extract.reopen import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
+from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
-from tests.extract.test_local import Notes, arrays
+from tests.extract.test_local import Notes
 from tests.extract.world import WORDS, world, write_targets
 
 

@@ -25,11 +25,6 @@ from tests.extract.world import world
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("world")
-
-
 def relevance(out):
     return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
 

@@ -47,24 +47,15 @@ from grasp.files import discard
 from grasp.predict.protocol import BESIDE_GRADIENT, default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from grasp.targets import load_units
+from tests.cli.grasp_command import arrays
 from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.says import says
-
-
-def arrays(path: Path) -> dict[str, np.ndarray]:
-    artifact = ArtifactReader.open(path)
-    return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert np.array_equal(array, expected[name]), name
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("world")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from grasp.extract.build import add_targets
 from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.yaml_files import write_yaml
-from tests.cli.grasp_command import refused, succeed
-from tests.extract.test_local import arrays
+from tests.cli.grasp_command import arrays, refused, succeed
 from tests.extract.world import texts, world, write_targets
 
 DOCUMENTS = 20, 14  # of each part; some become two rows

@@ -13,8 +13,9 @@ from grasp.extract import cluster
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
+from tests.cli.grasp_command import arrays
 from tests.extract.test_chat_build import chat_settings
-from tests.extract.test_local import arrays, assert_same
+from tests.extract.test_local import assert_same
 from tests.extract.world import world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
@@ -29,11 +30,6 @@ def spec():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield ClusterSpec(workers=2)
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("world")
 
 
 @pytest.fixture(scope="module")

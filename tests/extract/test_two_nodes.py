@@ -16,8 +16,9 @@ from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.yaml_files import write_yaml
 from tests.choose.scorers import scorer_of
+from tests.cli.grasp_command import arrays
 from tests.corpus.world import write_parquet
-from tests.extract.test_local import arrays, assert_same
+from tests.extract.test_local import assert_same
 from tests.extract.world import texts, world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")

@@ -13,7 +13,8 @@ from grasp.extract.extend import add_target
 from grasp.extract.local import build_artifact
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
-from tests.extract.test_local import arrays, assert_same
+from tests.cli.grasp_command import arrays
+from tests.extract.test_local import assert_same
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 TAU = CLASSIFIER_FEATURES["tau"]
