@@ -32,12 +32,9 @@ def test_a_run_gives_its_checkpoints_by_step_and_then_itself(world):
     rates = [recipe.learning_rate_at(step) for step in (7, 15, 23)]
     assert [one.learning_rate for one in found] == rates
     assert rates[-1] > 0
-
-
-def test_places_may_be_named_one_by_one_in_any_order(world):
-    run = run_of(world)
-    found = find_checkpoints([run / "checkpoint-16", run / "checkpoint-8", run / "checkpoint-16"])
-    assert [one.step for one in found] == [8, 16]
+    run = run_of(world)  # or they are named one by one, in any order
+    named = find_checkpoints([run / "checkpoint-16", run / "checkpoint-8", run / "checkpoint-16"])
+    assert [one.step for one in named] == [8, 16]
 
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):

@@ -8,19 +8,18 @@ import torch
 from tests.baselines.world import N_ROWS, N_UNITS, scored
 
 
-@pytest.mark.parametrize(("prefer", "sign"), [("low", -1), ("high", 1)])
-def test_loss_is_the_row_table_s_loss(prefer, sign, world, tmp_path):
-    table = pq.read_table(world.artifact.rows_path)
-    found = scored(world, tmp_path, "loss", prefer=prefer)
-    np.testing.assert_allclose(found[:, 0], sign * table["loss"].to_numpy(), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("prefer", "sign"), [("long", 1), ("short", -1)])
-def test_length_is_the_number_of_tokens(prefer, sign, world, tmp_path):
-    table = pq.read_table(world.artifact.rows_path)
-    np.testing.assert_array_equal(
-        scored(world, tmp_path, "length", prefer=prefer)[:, 0], sign * table["n_tokens"].to_numpy()
-    )
+@pytest.mark.parametrize(
+    ("name", "prefer", "column", "sign"),
+    [
+        ("loss", "low", "loss", -1),
+        ("loss", "high", "loss", 1),
+        ("length", "long", "n_tokens", 1),
+        ("length", "short", "n_tokens", -1),
+    ],
+)
+def test_loss_and_length_are_those_of_the_row_table(name, prefer, column, sign, world, tmp_path):
+    expected = sign * pq.read_table(world.artifact.rows_path)[column].to_numpy()
+    np.testing.assert_allclose(scored(world, tmp_path, name, prefer=prefer)[:, 0], expected, rtol=1e-6)
 
 
 def test_random_numbers_are_another_draw_for_another_seed(world, tmp_path):
