@@ -30,8 +30,7 @@ from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.relevance import RowMoments
-from grasp.predict.row_arrays import only_target
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import label_column, only_target
 from grasp.results import Result
 from grasp.text import json_text
 
@@ -201,7 +200,7 @@ def _geometry(
     artifact: ArtifactReader, label: str, neighbours: int, progress: Progress
 ) -> tuple[F64 | None, list[str]]:
     """Disagreement with the neighbours, and what is to be said of it; none where it tells no row from another."""
-    column = LabelTable(artifact.rows_path).column(label, "label")
+    column = label_column(artifact, label)
     code_N = column.codes_N.astype(np.int64)
     if None in column.values:  # rows without a label are each alone
         none_N = np.flatnonzero(code_N == column.values.index(None))

@@ -18,7 +18,7 @@ from grasp.errors import EnvironmentDataError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, SubsetMethod
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import label_column
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 
@@ -78,4 +78,4 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         subsets = material.environment.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)
-        return fraction_features(subsets, LabelTable(material.artifact.rows_path).column(self.settings.sees))
+        return fraction_features(subsets, label_column(material.artifact, self.settings.sees))

@@ -22,8 +22,7 @@ from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.labels import LabelColumn
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import label_column
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe
@@ -122,7 +121,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             name = of_family if of_family in labels else next(iter(labels), "")
         if not name:
             raise SettingsError("retraining_shapley: players: the artifact has no label; expected rows, or a label")
-        column: LabelColumn = LabelTable(material.artifact.rows_path).column(name)
+        column = label_column(material.artifact, name)
         return column.codes_N.astype(np.int64), f"values of {name}"
 
     def _refuse_long(self, n_players: int) -> None:

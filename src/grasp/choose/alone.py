@@ -26,8 +26,7 @@ from grasp.choose.quadratic_program import Programme
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.families import dirichlet_shares
 from grasp.predict.label_slices import label_slices
-from grasp.predict.row_arrays import row_tokens
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
 from grasp.runs.covariance import SubsetFeatures
@@ -297,7 +296,7 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     """Retrained subsets as runs by shares of the label that they were drawn by; losses are the targets'."""
     if environment.label is None:
         raise EnvironmentDataError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
-    column = LabelTable(artifact.rows_path).column(environment.label)
+    column = label_column(artifact, environment.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
     n_rows = len(slices.codes_N)

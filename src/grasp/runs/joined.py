@@ -10,8 +10,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F64
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import F64, label_column
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
@@ -36,7 +35,7 @@ class Joined:
         """
         common = artifact_targets(environment, artifact)
         label = environment.label
-        labels = None if label is None else LabelTable(artifact.rows_path).column(label)
+        labels = None if label is None else label_column(artifact, label)
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
         return cls(environment, artifact, {own: name for name, own in common.items()}, blocks)
 

@@ -17,9 +17,8 @@ from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.row_arrays import label_column, row_tokens
 from grasp.predict.row_sums import RowSums
-from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.covariance import WITHIN, SubsetFeatures
 from grasp.runs.environment import Environment
@@ -104,8 +103,7 @@ class SubsetFeaturizer:
     @classmethod
     def from_predictor(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
         """Args: labels: whose slices' shares are features; the first is the one that runs were drawn by, if any."""
-        table, tokens_N = LabelTable(artifact.rows_path), row_tokens(artifact)
-        slices = [label_slices(table.column(name), tokens_N) for name in labels]
+        slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         held = tuple(_indicators(one.codes_N, len(one.slices)) for one in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
