@@ -53,7 +53,8 @@ class _Dense:
 class _TwoSided:
     left_XM: Tensor | None  # none: the side stays as it is
     right_YM: Tensor | None
-    sign_CK: Tensor  # C: numbers of the compressed matrix
+    sign_CK: Tensor  # int8; C: numbers of the compressed matrix. Of 210 matrices and 8,192 numbers they take 1.8 GB
+    scale: float
 
     def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
         right = use.right if self.right_YM is None else use.right @ self.right_YM
@@ -62,12 +63,15 @@ class _TwoSided:
         else:
             left = self.left_XM[use.left] if use.one_hot else use.left @ self.left_XM
             small_BMM = torch.bmm(left.mT, right)
-        out_BK.addmm_(small_BMM.flatten(1), self.sign_CK)
+        out_BK.addmm_(small_BMM.flatten(1), self._signs(small_BMM))
 
     def of_matrix(self, gradient_BXY: Tensor) -> Tensor:
         small = gradient_BXY if self.right_YM is None else gradient_BXY @ self.right_YM
         small = small if self.left_XM is None else self.left_XM.T @ small
-        return small.flatten(1) @ self.sign_CK
+        return small.flatten(1) @ self._signs(small)
+
+    def _signs(self, like: Tensor) -> Tensor:
+        return self.sign_CK.to(like.dtype) * self.scale
 
 
 class Projection:
@@ -99,17 +103,16 @@ class Projection:
         generator = stream(seed, "gradient projection", self.width, kind, *block.parameters)
         scale = self.width**-0.5
         if kind == "dense":
-            return _Dense(self._signs(generator, block.size, scale))
+            return _Dense(self._drawn(generator, block.size).to(self.dtype) * scale)
         left, right = (self._side(generator, side) for side in (block.left, block.right))
         size = min(SIDE, block.left) * min(SIDE, block.right)
-        return _TwoSided(left, right, self._signs(generator, size, scale))
+        return _TwoSided(left, right, self._drawn(generator, size), scale)
 
     def _side(self, generator: np.random.Generator, width: int) -> Tensor | None:
-        return None if width <= SIDE else self._signs(generator, width, SIDE**-0.5, SIDE)
+        return None if width <= SIDE else self._drawn(generator, width, SIDE).to(self.dtype) * SIDE**-0.5
 
-    def _signs(self, generator: np.random.Generator, rows: int, scale: float, columns: int | None = None) -> Tensor:
-        drawn = torch.from_numpy(random_signs(generator, rows, columns or self.width))
-        return drawn.to(self.device, self.dtype) * scale
+    def _drawn(self, generator: np.random.Generator, rows: int, columns: int | None = None) -> Tensor:
+        return torch.from_numpy(random_signs(generator, rows, columns or self.width)).to(self.device)
 
     def zeros(self, examples: int, per_block: bool = False) -> Tensor:
         """Where projections are added up: (B, K), or (blocks, B, K)."""
