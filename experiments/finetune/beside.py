@@ -1,6 +1,7 @@
 """What runs add to relevance by gradients: the learned predictor on 8, 16 and 23 of the runs, each run left out once.
 
-    python -m experiments.finetune.beside small-12 small-48 --data ../shared/data --out experiments/finetune/beside.json
+    python -m experiments.finetune.beside small-12 small-48 documents instructions --data ../shared/data \\
+        --out experiments/finetune/beside.json
 
 A run is foretold by others, drawn at random, and by the artifact of `grasp build --train further`; or by relevance
 alone, or by the runs alone. What is foretold is its change against the corpus, by target: the level of the other runs,
