@@ -157,7 +157,7 @@ def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept,
         (["--method", "retraining_shapley"], "name their directory (--runs)"),
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: no meaning with method loss"),
-        (["--method", "loss", "--runs", "env"], "environment: no meaning with method loss"),
+        (["--method", "loss", "--runs", "env"], "runs: no meaning with method loss"),
         (["--method", "bm25"], "pip install 'grasp-attribution[baselines]'"),
     ],
 )

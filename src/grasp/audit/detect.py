@@ -115,7 +115,8 @@ def detect(
         truth: column that is true for rows known to be wrong: how many are found?
         k: first rows that are counted. Default: as many as are wrong.
         neighbours: nearest rows whose labels are compared. Default: 10.
-        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: the first there is.
+        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled where it is
+            not built.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or
@@ -138,6 +139,9 @@ def detect(
             f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
             "against the others; build it on more, or read them"
         )
+    array = relevance_array(artifact, match)
+    right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
+    truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
     progress = progress or Silent()
     copies, not_compared = exact_copies(artifact, target)
     if copies:
@@ -146,7 +150,7 @@ def detect(
         )
     notes = [] if not_compared is None else [not_compared]
     relevance_N = np.empty(artifact.n_rows)
-    for start, score_NE in standardised_blocks(artifact, relevance_array(artifact, match), target, progress):
+    for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
     scores = {"relevance": relevance_N}
     if label is not None:
@@ -156,16 +160,15 @@ def detect(
             scores |= {"geometry": geometry_N, "fused": mean_ranks([relevance_N, geometry_N])}
     ranking = list(scores)[-1]
     ranking_N = scores[ranking]
-    if clean is not None:
+    if right_N is not None:
         try:
-            cut = threshold_of_checked(ranking_N, _yes_or_no(artifact, clean, "clean"), false_positives)
+            cut = threshold_of_checked(ranking_N, right_N, false_positives)
         except SettingsError as err:
             raise SettingsError(f"clean {clean}: {err}") from err
     else:
         cut = threshold(relevance_N, false_positives)
         if ranking != "relevance":
             cut = threshold_like(ranking_N, cut)
-    truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
     record = DetectionRecord(
         target=target,
         ranking=ranking,

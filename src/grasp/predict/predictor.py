@@ -102,8 +102,8 @@ class Level:
 class Predictor:
     """A protocol bound to an artifact.
 
-    Made by `of`, which reads each relevance matrix once, and twice for units; the next question of an opened artifact
-    finds the effects kept.
+    Made by `from_artifact`, which reads each relevance matrix once, and twice for units; the next question of an opened
+    artifact finds the effects kept.
     """
 
     protocol: ScoringProtocol

@@ -102,7 +102,7 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
     """
-    of_method = {"environment": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
     if out is not None:
         check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
     if top == bottom == 0:
@@ -162,8 +162,8 @@ def _published(method: str | None, given: Mapping[str, Any]) -> ConfiguredMethod
     settings = given["method_settings"]
     configured = {} if settings is None else read_yaml(Path(settings))
     (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
-    for name in ("environment", "checkpoints"):
-        if name in named and name not in chosen.method.looks_at:
+    for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
+        if name in named and needed not in chosen.method.looks_at:
             raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
     return chosen
 
