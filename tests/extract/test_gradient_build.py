@@ -34,6 +34,11 @@ def built(root):
     return build_artifact(world(root, train="further"), root / "built")
 
 
+def test_what_is_stored_lies_well_inside_float16(built):
+    stored = np.abs(np.load(built / "arrays" / "relevance_gradient" / "00000.npy"))
+    assert 2**-8 < np.median(stored) < 2**8  # rows of a few tokens, of a model that any step moves
+
+
 def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root, tmp_path):
     peft = pytest.importorskip("peft")
     settings = world(root, train="further")

@@ -15,9 +15,9 @@ import grasp
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.extract.build import add_targets
-from grasp.extract.local import build_artifact
+from grasp.extract.local import build_artifact, foretell
 from grasp.extract.merge import merge
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, refused, succeed
@@ -186,6 +186,17 @@ def test_like_refuses_other_features(parts):
     with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
         parts.built("other-tau", parts.two, like=parts.first, features=features)
     assert not (parts.root / "other-tau" / "work").exists()
+
+
+def test_a_model_that_knows_nothing_is_refused_with_given_moments_as_well(parts, tmp_path):
+    corpus = parts.settings.corpus.model_copy(update={"path": parts.two})
+    settings = parts.settings.model_copy(update={"corpus": corpus, "like": parts.first})
+    for _ in range(2):  # the first attempt leaves nothing that the second takes for work
+        with pytest.raises(ModelError, match="looks untrained"):
+            build_artifact(settings, tmp_path / "art", must_be_trained=True)
+    other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
+    with pytest.raises(ArtifactError, match=r"like: .*features\.tau"):
+        foretell(other, tmp_path / "art")
 
 
 def test_outputs_are_guarded(parts, tmp_path):

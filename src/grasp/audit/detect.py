@@ -115,8 +115,8 @@ def detect(
         truth: column that is true for rows known to be wrong: how many are found?
         k: first rows that are counted. Default: as many as are wrong.
         neighbours: nearest rows whose labels are compared. Default: 10.
-        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled where it is
-            not built.
+        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled
+            where it is not built.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or

@@ -48,30 +48,34 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
 
 
 def expected_seconds(
-    model: Reference, store: Store, rows: Rows, units: UnitFeatures, settings: FeatureSettings
+    model: Reference, store: Store, rows: Rows, units: UnitFeatures, settings: FeatureSettings, *, given: bool = False
 ) -> Spent:
     """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
     before. There and back it counts the gradient kernel without its products, and the questions.
+
+    Args:
+        given: moments are another artifact's: no pass is for them.
     """
     kernel, sampled, seconds = None, 0.0, np.zeros(2)
     if settings.gradient:
         gradients = SampledGradients.choose(model, settings)
         begun = _now()
         square_sums(gradients, rows, settings)
-        sample = store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
+        sample = 0.0 if given else store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
         asked = sum(len(example.input_ids) for example in units.examples)
         seconds += (_now() - begun) * (store.n_tokens + sample + asked)
         settings = settings.model_copy(update={"gradient_match": False})
     seen: list[Pass] = []
     if settings.token or settings.product_width > 0:
         begun = _now()
-        sums = position_sums(model, rows, settings, keep=seen if reads_once(model, store, settings) else None)
-        seconds += (_now() - begun) * min(store.n_tokens, settings.moment_positions)
+        once = not given and reads_once(model, store, settings)
+        sums = position_sums(model, rows, settings, keep=seen if once else None)
+        seconds += (_now() - begun) * (0 if given else min(store.n_tokens, settings.moment_positions))
         kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
-    if store.n_rows > settings.moment_rows:
+    if store.n_rows > settings.moment_rows and not given:
         sampled = store.n_tokens * settings.moment_rows / store.n_rows
-    once = pass_seconds(model, store.n_tokens + sampled, rows, settings, kernel, seen)
-    return seconds / max(1, rows.n_tokens) + once
+    forward = pass_seconds(model, store.n_tokens + sampled, rows, settings, kernel, seen)
+    return seconds / max(1, rows.n_tokens) + forward
 
 
 def pass_seconds(

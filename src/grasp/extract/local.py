@@ -101,9 +101,9 @@ def build_artifact(
         settings, model = inputs.settings, inputs.model
         made_of = identity(inputs)
         work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
-        given = given_moments(inputs, work, progress)
         if isinstance(model, ReferenceModel) and fresh:
             look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
+        given = given_moments(inputs, work, progress)  # from here on there is work
         once = reads_once(model, inputs.store, settings.features)
         with connected_workers(cluster, model, settings, inputs.units, keep_passes=once) as workers:
             token = build_token_kernel(inputs, workers, work, progress, given)
@@ -153,33 +153,41 @@ def given_moments(inputs: Inputs, work: Path, progress: Progress) -> Given | Non
     """Moments of the artifact that `like` names, copied when the build begins; None: they are measured.
 
     Raises:
-        ArtifactError: it is none, or another model or other feature settings made it; every difference is named.
+        ArtifactError: see `alike`.
     """
-    like = inputs.settings.like
-    if like is None:
+    if inputs.settings.like is None:
         return None
     spool = FeatureSpool(work / "like")
     if not spool.has(0):
-        artifact = ArtifactReader.open(like)
-        now, then = describe_build(inputs, None), artifact.manifest
-        reader, _ = inputs.model.reader
-        changed = [
-            *differences(
-                {what: then.fingerprints.get(what) for what in ("model", reader)},
-                {what: now["fingerprints"][what] for what in ("model", reader)},
-                "fingerprints",
-            ),
-            *differences(then.made_by.get("dtype"), now["made_by"]["dtype"], "model.dtype"),
-            *differences(artifact.feature_settings, now["settings"]["features"], "features"),
-        ]
-        if changed:
-            raise ArtifactError(
-                f"like: {artifact.where} was built with another model or other features, so its moments do not hold "
-                f"here: {'; '.join(changed)}; give this build the same"
-            )
-        spool.write(0, dict(artifact.moments))
-    progress.note(f"moments are those of {like}; none are measured")
+        spool.write(0, dict(alike(inputs, inputs.settings.like).moments))
+    progress.note(f"moments are those of {inputs.settings.like}; none are measured")
     return spool.read(0)
+
+
+def alike(inputs: Inputs, like: str) -> ArtifactReader:
+    """The artifact whose moments hold for these inputs.
+
+    Raises:
+        ArtifactError: it is none, or another model or other feature settings made it; every difference is named.
+    """
+    artifact = ArtifactReader.open(like)
+    now, then = describe_build(inputs, None), artifact.manifest
+    reader, _ = inputs.model.reader
+    changed = [
+        *differences(
+            {what: then.fingerprints.get(what) for what in ("model", reader)},
+            {what: now["fingerprints"][what] for what in ("model", reader)},
+            "fingerprints",
+        ),
+        *differences(then.made_by.get("dtype"), now["made_by"]["dtype"], "model.dtype"),
+        *differences(artifact.feature_settings, now["settings"]["features"], "features"),
+    ]
+    if changed:
+        raise ArtifactError(
+            f"like: {artifact.where} was built with another model or other features, so its moments do not hold "
+            f"here: {'; '.join(changed)}; give this build the same"
+        )
+    return artifact
 
 
 def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alone: bool) -> None:
@@ -188,7 +196,8 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
     if must_be_trained:
         refuse_untrained(inputs.model, rows, features)
     if alone:
-        seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features)
+        given = inputs.settings.like is not None
+        seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features, given=given)
         progress.note(forecast(inputs.model, inputs.store, rows, seconds))
         progress.expect(float(seconds[0]))
 
@@ -213,7 +222,8 @@ def foretell(
         if must_be_trained and isinstance(model, ReferenceModel):
             refuse_untrained(model, rows, features)
         forward_shard(model, rows, features, None)  # the first time takes longer
-        seconds = expected_seconds(model, store, rows, inputs.units, features)
+        given = inputs.settings.like is not None and alike(inputs, inputs.settings.like)
+        seconds = expected_seconds(model, store, rows, inputs.units, features, given=bool(given))
         kernels = [name for name in KERNELS if getattr(features, name)]
         widths = features.hidden_width + features.residual_width + features.product_width
         on_disk = sum(file.stat().st_size for file in (out / "tokens").iterdir())
@@ -377,7 +387,7 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
     if token is not None:
         own |= token.unit_relevance(inputs.units)
         if "relevance_gradient" in own:  # a row counts with all of its loss, of some hundred tokens or thousands
-            own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW**2
+            own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW
     sign = "positive: training on the row should lower the unit's loss"
     specs = {
         name: ArraySpec(inputs.units.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E))
