@@ -8,7 +8,9 @@
         --out chats
     grasp score chats --target instructions
     grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl
-    cd ../../.. && python -m experiments.finetune.decide runs --data ../shared/data
+    cd ../../.. && python -m experiments.finetune.decide warm-up --data ../shared/data
+    (the same grasp build with --model chats-warm-up --out chats-at-warm-up)
+    python -m experiments.finetune.decide runs --data ../shared/data
 
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
@@ -51,8 +53,10 @@ F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4, 5)
-WITH_MORE = ("grasp", "token + input + shift + tilt", "token + input + shift", "random")
-CHOOSERS = ("grasp", "random", "bm25", "repsim", "LESS")
+WARM_UP = "chats-warm-up"
+WARMED_UP = "grasp after a warm-up"
+WITH_MORE = ("grasp", WARMED_UP, "token + input + shift + tilt", "token + input + shift", "random")
+CHOOSERS = ("grasp", WARMED_UP, "random", "bm25", "repsim", "LESS")
 SHIPPED_BEFORE = ("shift", "token + input + shift", "token + input + shift + tilt")
 
 
@@ -82,16 +86,16 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int, work: Path) ->
     """`SUBSET_ROWS` rows for all targets alike, by position; LESS looks at the end of a warm-up on 96 of them."""
     if method == "random":
         return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
-    if method in ("grasp", *SHIPPED_BEFORE):
+    if method == WARMED_UP:
+        artifact = ArtifactReader.open(work / "chats-at-warm-up")
+    if method in ("grasp", WARMED_UP, *SHIPPED_BEFORE):
         match = dict.fromkeys(method.split(" + "), 1.0)
-        protocol = ScoringProtocol(name=method, match=match, negative=0.25) if method != "grasp" else None
+        protocol = ScoringProtocol(name=method, match=match, negative=0.25) if method in SHIPPED_BEFORE else None
         wanted = dict.fromkeys(artifact.targets, 1.0)
         picked = select(artifact, SUBSET_ROWS, wanted, protocol=protocol).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
         return np.array([known.index(row_id) for row_id in picked])
-    start = work / "model"
-    places = [warmed_up(work / "chats-warm-up", start, *trained_on(artifact))] if method in AS_PUBLISHED else []
-    score_NE = method_scores(artifact, method, places)
+    score_NE = method_scores(artifact, method, [work / WARM_UP] if method in AS_PUBLISHED else [])
     task_NT = np.stack([score_NE[:, artifact.unit_columns(target)].mean(axis=1) for target in artifact.targets], axis=1)
     effect_N = ((task_NT - task_NT.mean(axis=0)) / task_NT.std(axis=0)).mean(axis=1)
     return np.argsort(-effect_N, kind="stable")[:SUBSET_ROWS]
@@ -223,9 +227,9 @@ def _interval(apart: Mapping[str, F64], draws: list[Any]) -> list[float]:
 
 
 def main() -> None:
-    """Parse, and one of both steps."""
+    """Parse, and one of the steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", choices=("chats", "runs"))
+    parser.add_argument("step", choices=("chats", "warm-up", "runs"))
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, conversations, artifact.")
     parser.add_argument("--out", type=Path, default=HERE / "decision.json", help="What came out.")
@@ -237,8 +241,11 @@ def main() -> None:
     write_corpora(given.data, given.work, AutoTokenizer.from_pretrained(given.work / "model"))
     if given.step == "chats":
         write_chats(given.data, given.work)
+        return
+    artifact = ArtifactReader.open(given.work / "chats")
+    if given.step == "warm-up":
+        warmed_up(given.work / WARM_UP, given.work / "model", *trained_on(artifact))
     else:
-        artifact = ArtifactReader.open(given.work / "chats")
         fill(artifact, given.work, given.out, time.time() + 60 * given.minutes)
 
 
