@@ -15,8 +15,8 @@ import numpy as np
 
 from experiments.runs.curves import World, curve
 from grasp.artifact.reader import ArtifactReader
+from grasp.predict.expressions import LabelTable
 from grasp.predict.predictor import Predictor
-from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment

@@ -13,7 +13,7 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.blocks import WeightedRows, stack
-from grasp.predict.slices import LabelTable
+from grasp.predict.expressions import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.seeds import stream
 

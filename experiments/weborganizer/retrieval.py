@@ -19,10 +19,10 @@ from scipy.stats import rankdata
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
+from grasp.predict.expressions import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import F32, F64
-from grasp.predict.slices import LabelTable
 from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights
 

@@ -19,9 +19,9 @@ from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.extras import require
 from grasp.files import write_whole
+from grasp.predict.expressions import LabelTable
 from grasp.predict.label_slices import label_slices
 from grasp.predict.row_arrays import row_tokens
-from grasp.predict.slices import LabelTable
 from grasp.report.trends import LabelTrend, label_trends
 
 F64 = NDArray[np.float64]

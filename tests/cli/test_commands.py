@@ -16,10 +16,10 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.terms import CalibrationFamily
+from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import load_protocol
-from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.store import remote
 from grasp.verbs.predict import prediction_table

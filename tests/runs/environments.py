@@ -10,8 +10,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.blocks import SubsetBlock
+from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
-from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo

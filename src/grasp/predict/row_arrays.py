@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
+from grasp.predict.expressions import LabelTable
 from grasp.predict.labels import LabelColumn
-from grasp.predict.slices import LabelTable
 from grasp.text import did_you_mean, listed
 
 F32 = NDArray[np.float32]

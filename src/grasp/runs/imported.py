@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
+from grasp.predict.expressions import LabelTable
 from grasp.predict.labels import LabelColumn
-from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
