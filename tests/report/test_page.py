@@ -284,7 +284,7 @@ def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
     assert "changes without a topic" not in said(artifact)
 
 
-@pytest.mark.parametrize("count", [1, 5_000, 100_000])
+@pytest.mark.parametrize("count", [1, 10_000])
 def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count):
     topics = [f"topic {i}" for i in range(count)]
     artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=max(count, 400), targets=("sciq",))
@@ -342,23 +342,29 @@ def test_the_page_opens_on_the_label_of_its_mixture(tmp_path):
 # the first screen
 
 
-def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path):
-    write_artifact(tmp_path / "art", topics=("a", "b", "c", "d"), worth=(5.0, 0.0, -5.0, 3.0), targets=("sciq",))
-    assert "For sciq, keep a and d; c costs most." in said(ArtifactReader.open(tmp_path / "art"), by=("topic",))
+DIVIDED = "Targets want opposite things of py: sciq gains, boolq loses; of de: boolq gains, sciq loses."
 
 
-def test_what_divides_the_targets_is_named_though_it_cancels_in_the_mean(tmp_path):
-    worth = ((9.0, -8.9), (-8.0, 8.1), (0.3, 0.6), (0.2, 0.7), (-0.1, -4.0))
-    art = write_artifact(tmp_path / "art", topics=("py", "de", "es", "fr", "x"), worth=worth, pull=0.0, n_rows=400)
-    text = said(art, by=("topic",))
-    assert "Targets want opposite things of py: sciq gains, boolq loses; of de: boolq gains, sciq loses." in text
-
-
-def test_what_most_targets_gain_from_is_kept_though_one_loses(tmp_path):
-    worth = ((9.0, 9.0, 9.0, -2.0), (-9.0, -9.0, -9.0, 2.0), (0.0, 0.0, 0.0, 0.0))
-    names = ("sciq", "boolq", "arc", "piqa")
-    art = write_artifact(tmp_path / "art", topics=("a", "b", "c"), worth=worth, pull=0.0, n_rows=400, targets=names)
-    assert "For 4 targets, keep a; b costs most." in said(art, by=("topic",))
+@pytest.mark.parametrize(
+    ("worth_of", "targets", "sentence"),
+    [
+        ({"a": 5.0, "b": 0.0, "c": -5.0, "d": 3.0}, ("sciq",), "For sciq, keep a and d; c costs most."),
+        (  # what divides the targets cancels in the mean
+            {"py": (9.0, -8.9), "de": (-8.0, 8.1), "es": (0.3, 0.6), "fr": (0.2, 0.7), "x": (-0.1, -4.0)},
+            ("sciq", "boolq"),
+            DIVIDED,
+        ),
+        (  # most targets gain, one loses
+            {"a": (9.0, 9.0, 9.0, -2.0), "b": (-9.0, -9.0, -9.0, 2.0), "c": (0.0, 0.0, 0.0, 0.0)},
+            ("sciq", "boolq", "arc", "piqa"),
+            "For 4 targets, keep a; b costs most.",
+        ),
+    ],
+)
+def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path, worth_of, targets, sentence):
+    topics, worth = tuple(worth_of), tuple(worth_of.values())
+    art = write_artifact(tmp_path / "art", topics=topics, worth=worth, targets=targets, pull=0.0, n_rows=400)
+    assert sentence in said(art, by=("topic",))
 
 
 def test_targets_that_want_opposite_things_are_told_first(tmp_path):
@@ -444,12 +450,8 @@ def wrong(place, tmp_path_factory) -> Path:
 
 REFUSED = [
     ("--by topci", "--by: unknown column 'topci' (did you mean 'topic'?)"),
-    ("--target squad", "target: got ['squad'], the artifact has ['sciq', 'boolq']"),
     ("--selection no.json", "--selection: no.json: no such file"),
-    ("--mixture no.json", "--mixture: no.json: no such file"),
     ("--mixture WRONG/m.json", "m.json: not the summary of a mixture"),
-    ("--protocol no.yaml", "no.yaml: no such settings file"),
-    ("--previous no", "no: "),
     ("--previous WRONG/earlier", "earlier: was built on another corpus (0ther)"),
     ("--runs WRONG/env", "corpus"),
     ("--runs WRONG/begun", "46 runs are missing"),
