@@ -10,12 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
@@ -23,7 +20,6 @@ from grasp.cli.console import program
 from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
 from tests.extract.world import texts, write_corpus
-from tests.resigned import resign
 
 TWO_ROWS = [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
 
@@ -86,18 +82,6 @@ def changed_weights(model: Path, change) -> None:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_for_which_the_model_computes_no_number_is_named(build, root, tmp_path, broken_model, value):
-    (rare,) = AutoTokenizer.from_pretrained(broken_model)("Z")["input_ids"]  # a byte in no unit and in no other row
-    changed_weights(broken_model, lambda weights: weights["model.embed_tokens.weight"][rare].fill_(value))
-    lines = (root / "corpus.jsonl").read_text()
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(lines + json.dumps({"row_id": "culprit", "text": "water Z light"}) + "\n")
-    found = refused(*build("--model", broken_model, "--corpus", corpus))
-    assert re.match(r"row 'culprit'.*: the model computed NaN or infinity", found)
-    assert not (tmp_path / "new/manifest.json").exists()
-
-
 def test_a_tokenizer_larger_than_the_models_vocabulary(build, tmp_path):
     tokenizer = train_tokenizer(texts(50), vocab_size=320)
     assert len(tokenizer) == 320
@@ -108,79 +92,57 @@ def test_a_tokenizer_larger_than_the_models_vocabulary(build, tmp_path):
     )
 
 
-def test_a_checkpoint_that_lacks_weights_is_not_filled_with_random_numbers(build, broken_model):
-    changed_weights(broken_model, lambda weights: weights.pop("model.norm.weight"))
-    assert refused(*build("--model", broken_model)) == (
-        f"model.path: `{broken_model}` lacks 1 weights of its LlamaForCausalLM, or has them in another shape: "
-        "model.norm.weight; save the whole checkpoint again"
-    )
-
-
-def test_a_checkpoint_with_weights_of_another_shape(build, broken_model):
-    changed_weights(broken_model, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
-    assert "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: model.norm.weight" in refused(
-        *build("--model", broken_model)
-    )
-
-
-def test_a_truncated_checkpoint(build, broken_model):
-    weights = broken_model / "model.safetensors"
+def cut_short(model: Path) -> None:
+    weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert re.fullmatch(
-        f"model.path: `{re.escape(str(broken_model))}` is not a causal LM that transformers can load: .*",
-        refused(*build("--model", broken_model)),
-    )
+
+
+def configured(**changes):
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+LACKS = "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("damage", "word"),
     [
-        (
-            ["--model", "/no/such/model"],
-            "model.path: `/no/such/model`: no such file or directory; expected a checkpoint",
-        ),
-        (["--model", "./ckpt"], "model.path: `./ckpt`: no such file or directory; expected a checkpoint"),
+        (lambda model: changed_weights(model, lambda held: held.pop("model.norm.weight")), LACKS),
+        (lambda model: changed_weights(model, lambda held: held.update({"model.norm.weight": torch.ones(7)})), LACKS),
+        (cut_short, "is not a causal LM that transformers can load"),
+        (configured(num_attention_heads=0), ""),
+        (configured(model_type=["a"]), ""),
+        (configured(vocab_size=-1), ""),
+        (configured(num_hidden_layers=10**7), ""),
+        (configured(intermediate_size=10**15), ""),
+        (lambda model: (model / "config.json").write_text("[1, 2]"), ""),
+        (lambda model: (model / "config.json").write_text("[" * 100_000), ""),
+    ],
+)
+def test_a_damaged_checkpoint(build, broken_model, damage, word):
+    damage(broken_model)
+    found = refused(*build("--model", broken_model))
+    assert found.startswith(f"model.path: `{broken_model}` ")
+    assert word in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
         (["--model", "small.gguf"], "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
-        (
-            ["--model", __file__],
-            f"model.path: `{__file__}` is a file; expected a directory, a GGUF file or the name .*",
-        ),
-        (["--set", "model.tokenizer=/no/tok"], "model.tokenizer: `/no/tok`: no such file or directory; expected .*"),
+        (["--model", __file__], "is a file; expected a directory, a GGUF file or the name"),
+        (["--set", "model.tokenizer=/no/tok"], "model.tokenizer: `/no/tok`: no such file or directory; expected"),
         (["--set", "model.device=gpu"], "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
-        (["--set", "model.device=cuda:99"], r"model.device: got `cuda:99`, but torch sees \d+ CUDA devices; use .*"),
-        (
-            ["--max-length", "512"],
-            "corpus.max_length: rows of 512 tokens, the model has 128 positions; set 128 or less",
-        ),
+        (["--set", "model.device=cuda:99"], "model.device: got `cuda:99`, but torch sees"),
+        (["--max-length", "512"], "rows of 512 tokens, the model has 128 positions; set 128 or less"),
     ],
 )
-def test_a_model_that_cannot_be_used(build, changes, message):
-    assert re.fullmatch(message, refused(*build(*changes)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"max_position_embeddings": "x"},
-        {"num_attention_heads": 0},
-        {"model_type": ["a"]},
-        {"vocab_size": -1},
-        {"num_hidden_layers": 10**7},
-        {"hidden_size": 10**7},
-        {"intermediate_size": 10**15},
-    ],
-    ids=str,
-)
-def test_a_checkpoint_whose_config_cannot_be_meant(build, broken_model, change):
-    config = json.loads((broken_model / "config.json").read_text())
-    (broken_model / "config.json").write_text(json.dumps(config | change))
-    assert refused(*build("--model", broken_model)).startswith(f"model.path: `{broken_model}` ")
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", "[" * 100_000, "null"], ids=["list", "deep", "null"])
-def test_a_checkpoint_whose_config_is_none(build, broken_model, text):
-    (broken_model / "config.json").write_text(text)
-    assert refused(*build("--model", broken_model)).startswith(f"model.path: `{broken_model}` ")
+def test_a_model_that_cannot_be_used(build, changes, word):
+    assert word in refused(*build(*changes))
 
 
 # settings
@@ -208,42 +170,30 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
 
 
 @pytest.mark.parametrize(
-    ("assignment", "message"),
+    ("assignment", "word"),
     [
-        ("features.tua=1", "settings: features.tua: no such field, got 1 (did you mean tau?)"),
-        ("feature.tau=1", "settings: feature: no such field, got {'tau': 1} (did you mean features?)"),
-        (
-            "features.tau.x=1",
-            "features.tau.x: `tau` holds a value, expected a group of settings",
-        ),
-        ("features.tau=0", "settings: features.tau: Input should be greater than 0, got 0"),
-        ("features.tau=.nan", "settings: features.tau: Input should be a finite number, got nan"),
-        ("features.epsilon=.inf", "settings: features.epsilon: Input should be a finite number, got inf"),
-        ("features=3", "settings: features: expected fields with names, got 3"),
-        ("features.pooling=tail:0", "settings: features.pooling: expected all, tail:N or stride:N with N from 1, got "
-         "'tail:0'"),
-        ("features.alpha=2", "settings: features.alpha: expected 1 or 0.5, got 2.0"),
-        ("features.seed=-1", "settings: features.seed: Input should be greater than or equal to 0, got -1"),
-        ("targets.seed=-1", "settings: targets.seed: Input should be greater than or equal to 0, got -1"),
-        ("targets.names=sciq", "settings: targets.names: expected a list, got 'sciq'"),
-        ("array_dtype=int8", "settings: array_dtype: Input should be 'float16' or 'float32', got 'int8'"),
-        ("shard_rows=0", "settings: shard_rows: Input should be greater than or equal to 1, got 0"),
-        ("features.tau", "--set: got `features.tau`, expected name=value, e.g. features.tau=0.02"),
-        ("=3", "--set: got `=3`, expected name=value, e.g. features.tau=0.02"),
-        ("features.tau={", "--set features.tau: not YAML: while parsing a flow node"),
+        ("features.tua=1", "features.tua: no such field, got 1 (did you mean tau?)"),
+        ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
+        ("features.tau=.nan", "features.tau: Input should be a finite number"),
+        ("features=3", "features: expected fields with names"),
+        ("features.pooling=tail:0", "features.pooling: expected all, tail:N or stride:N"),
+        ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
+        ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
+        ("targets.names=sciq", "targets.names: expected a list"),
+        ("corpus.prompt=Q: {question}", "a text with : or {}"),
+        ("features.tau", "--set: got `features.tau`, expected name=value"),
+        ("features.tau={", "--set features.tau: not YAML"),
         ("a=!!python/name:os.kill", "--set a: not YAML: could not determine a constructor"),
-        ("model.path=a\nb", "model.path: `a b`: no such file or directory; expected a checkpoint"),
-        ("model.threads=100000", "settings: model.threads: Input should be less than or equal to 1024, got 100000"),
+        ("model.path=a\nb", "model.path: `a b`: no such file or directory"),
         ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
-        (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit (4300 digits)"),
+        (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
         (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: line 1: nested deeper than 50"),
         ("model.path=&a [*a]", "--set model.path: line 1: a value that holds itself"),
-        (BOMB, "--set model.path: line 1: more than 100,000 values, aliases written out"),
+        (BOMB, "--set model.path: line 1: more than 100,000 values"),
     ],
-)  # fmt: skip
-def test_a_wrong_setting(build, assignment, message):
-    found = refused(*build("--set", assignment))
-    assert found.startswith(message) if "not YAML" in message else found == message
+)
+def test_a_wrong_setting(build, assignment, word):
+    assert word in refused(*build("--set", assignment))
 
 
 def test_every_wrong_setting_is_in_one_message(build):
@@ -253,30 +203,22 @@ def test_every_wrong_setting_is_in_one_message(build):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "word"),
     [
-        ("- 1", "got list, expected a mapping of settings"),
-        ("a: [", "not YAML: while parsing a flow node .*"),
-        ("a: 2020-13-45", "not YAML: month must be in 1..12"),
-        ("a: 1\nb: {x: 1}\n\na: 2\n", "line 4: 'a' is there already, in line 1; leave one out"),
-        ("a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: 'z' is there already, in line 2; leave one out"),
-        (b"\xff", "not YAML: .*"),
-        (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes; expected a YAML file of settings"),
+        (b"- 1", "got list, expected a mapping of settings"),
+        (b"a: [", "not YAML: while parsing a flow node"),
+        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: 'a' is there already, in line 1"),
+        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: 'z' is there already, in line 2"),
+        (b"\xff", "not YAML: "),
+        (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
+        (None, "no such settings file"),
     ],
 )
-def test_a_settings_file_that_is_none(tmp_path, content, message):
+def test_a_settings_file_that_is_none(tmp_path, content, word):
     path = tmp_path / "settings.yaml"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = refused("build", "--config", path, "--out", tmp_path / "art")
-    assert re.fullmatch(f"{re.escape(str(path))}: {message}", found)
-
-
-def test_a_settings_file_that_cannot_be_read(tmp_path):
-    for path, message in (
-        (tmp_path / "no.yaml", "no such settings file"),
-        (tmp_path, "cannot be read: Is a directory"),
-    ):
-        assert f"{path}: {message}" in refused("build", "--config", path, "--out", tmp_path / "art")
+    if content is not None:
+        path.write_bytes(content)
+    assert refused("build", "--config", path, "--out", tmp_path / "art").startswith(f"{path}: {word}")
 
 
 # what is written
@@ -289,18 +231,6 @@ def test_an_artifact_where_none_can_be(root, tmp_path):
             rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to \(.*\)); choose another .*",
             refused("build", "--config", root / "settings.yaml", "--out", out),
         )
-
-
-@pytest.mark.parametrize("command", [["predict", "--keep", "true"], ["predict", "--by", "topic"], ["score"]])
-def test_an_output_file_is_checked_before_the_work(art, tmp_path, command):
-    name, *flags = command
-    asked = [name, art, *flags, *(["--target", "facts"] if name == "score" else [])]
-    assert refused(*asked, "--out", tmp_path / "no/out.parquet") == (
-        f"--out: got {tmp_path / 'no/out.parquet'}, but there is no directory {tmp_path / 'no'}; make it first"
-    )
-    assert refused(*asked, "--out", tmp_path) == (
-        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
-    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -340,78 +270,6 @@ def test_a_second_build_and_what_add_target_does_not_take(root, art):
     assert not (root / "none").exists()
 
 
-# label expressions
-
-SECRET = "/etc/passwd"
-
-
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("topic = 'sky", "unterminated string literal (character 9: ...topic = >>>'sky)"),
-        ("topic = = 'sky'", "syntax error"),
-        ("topik = 'sky'", "unknown column 'topik' (did you mean 'topic'?); the columns are ['row_index', 'row_id'"),
-        ('topic = "sky"', "unknown column 'sky'; the columns are"),
-        (f"read_csv('{SECRET}')", "function 'read_csv' is refused; allowed are "),
-        (f"(SELECT count(*) FROM read_csv('{SECRET}')) > 0", "subquery is refused; a condition uses columns"),
-        (f"topic IN (SELECT * FROM '{SECRET}')", "subquery is refused; a condition uses columns"),
-        (
-            "COPY rows TO 'OWNED'",
-            "statements are refused; expected a condition on the columns, such as topic = 'Games'",
-        ),
-        ("ATTACH 'OWNED'", "statements are refused; expected a condition on the columns, such as topic = 'Games'"),
-        ("true; COPY rows TO 'OWNED'", 'syntax error at or near ";"'),
-        ("true) FROM read_csv('x') --", "syntax error"),
-        ("getenv('HOME') = 'x'", "function 'getenv' is refused"),
-        ("replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'", "replace may not make text longer, or a few of them"),
-        ("replace(topic, 'a', topic) = 'x'", "replace may not make text longer"),
-        ("topic", "gives string, expected a condition that is true or false"),
-        ("n_tokens > 'x'", "Could not convert string 'x' to INT32"),
-        (" ", "is empty; expected a condition such as topic = 'Games'"),
-    ],
-)
-def test_a_label_expression_that_is_none(art, tmp_path, monkeypatch, expression, message):
-    monkeypatch.chdir(tmp_path)
-    found = refused("predict", art, "--drop", expression)
-    assert found.startswith(f"expression {expression!r}: ")
-    assert message in found
-    assert "root:" not in found
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flag", ["--drop", "--keep"])
-def test_an_expression_that_tells_no_rows_apart_says_what_there_is(art, flag):
-    columns = "row_index, row_id, doc_id, n_tokens, loss, snippet, topic"
-    for expression, how_many in (("true", "every row"), ("'doc type' = 'FAQs'", "no row")):
-        assert refused("predict", art, flag, expression) == (
-            f"expression {expression!r}: matches {how_many}; it names no column: 'single quotes' are for values, "
-            f'"double quotes" for a column with blanks, as in "doc type" = \'FAQs\'; the columns are {columns}'
-        )
-    assert refused("predict", art, flag, "topic = 'nowhere'") == (
-        "expression \"topic = 'nowhere'\": matches no row; topic has 'earth' (23 rows), 'life' (22 rows), 'sky' (20 "
-        "rows)"
-    )
-    assert refused("predict", art, flag, "topic = 'erth'").endswith("'sky' (20 rows) (did you mean 'earth'?)")
-
-
-# subsets, families, protocols
-
-
-def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
-    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
-    path = tmp_path / "subsets.parquet"
-    pq.write_table(pa.table({"subset_id": ["all"] * len(row_ids), "row_id": row_ids}), path)
-    assert refused("predict", art, "--subsets", path, "--omitted") == (
-        "subset 'all': names no rows; a subset retains at least one"
-    )
-    path.write_bytes(path.read_bytes()[:-10])
-    assert re.match(f"{path}: cannot be read: ", refused("predict", art, "--subsets", path))
-    assert re.match(f"{tmp_path}: cannot be read: ", refused("predict", art, "--subsets", tmp_path))
-    assert refused("predict", art, "--subsets", tmp_path / "no.parquet") == (
-        f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns row_id[, subset_id, weight]"
-    )
-
-
 # damaged artifacts
 
 
@@ -419,29 +277,6 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "arrays/relevance_token/00003.npy",
-        "arrays/hidden_sketch/scale.npy",
-        "shards/00003.parquet",
-        "shards/00003.json",
-        "rows.parquet",
-        "units.parquet",
-        "moments.safetensors",
-        "build.json",
-        "manifest.json",
-    ],
-)
-def test_verify_names_a_file_with_a_flipped_byte(own_art, name):
-    flip(own_art / name)
-    outcome = run("verify", own_art)
-    assert (outcome.code, outcome.err) == (1, "")
-    assert outcome.lines[0].startswith(f"broken: {name}: damaged: ")
-    assert outcome.lines[1].endswith(": 1 broken")
-    assert len(outcome.lines) == 2
 
 
 def test_verify_names_every_broken_file(own_art):
@@ -466,30 +301,6 @@ def test_reading_a_truncated_or_missing_chunk_says_so(own_art):
         assert refused(*asked) == f"{chunk}: truncated: {size - 7} of {size} bytes; {ADVICE}"
     chunk.unlink()
     assert refused("score", own_art, "--target", "facts") == f"{chunk}: missing; {ADVICE}"
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "units.parquet", "shards/00003.parquet"])
-@pytest.mark.parametrize("gone", [True, False])
-def test_reading_a_damaged_table_says_so(own_art, name, gone):
-    path = own_art / name
-    if gone:
-        path.unlink()
-    else:
-        os.truncate(path, path.stat().st_size - 7)
-    found = refused("score", own_art, "--target", "facts", "--top", 100)
-    assert re.fullmatch(f"{re.escape(str(path))}: {'missing' if gone else 'truncated: .*'}; {ADVICE}", found)
-    if name != "shards/00003.parquet":
-        assert str(path) in refused("predict", own_art, "--by", "topic")
-
-
-def test_an_artifact_of_another_format_version(own_art):
-    path = own_art / "manifest.json"
-    resign(own_art, lambda raw: raw.update(format_version=7))
-    for asked in (["info"], ["verify"], ["score", "--target", "facts"], ["predict", "--by", "topic"]):
-        assert refused(asked[0], own_art, *asked[1:]) == (
-            f"{path}: format version 7, this program reads 2; build the artifact again, or use the version of grasp "
-            "that wrote it"
-        )
 
 
 @pytest.mark.parametrize(
@@ -627,8 +438,3 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path):
     assert "cutting into rows" not in resumed.err  # tokenised already
     succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")
-
-
-def test_a_template_without_quotes_of_its_own_is_told_how_to_quote_it(build):
-    found = refused(*build("--set", "corpus.prompt=Q: {question}"))
-    assert "corpus.prompt: Input should be a valid string, got {'Q': {'question': None}}; a text with : or {}" in found
