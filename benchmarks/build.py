@@ -37,7 +37,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 from grasp.corpus.store import RowStore
 from grasp.extract.backward import GradientKernel, examples_of, square_sums
-from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
+from grasp.extract.forward import PositionBatch, PositionKernels, PositionSums, forward_units
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask, supervised_positions
@@ -221,7 +221,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     sums.add(batch, model.head)
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)
-    kernel = TokenKernel.prepare(unit_features, sums.moments(), features, model)
+    kernel = PositionKernels.prepare(unit_features, sums.moments(), features, model)
     assert kernel.sketch is not None
     sketch = kernel.sketch
     residual, rows = batch.residual, (batch.row_P, batch.n_rows)

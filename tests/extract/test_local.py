@@ -33,7 +33,7 @@ from grasp.extract.inputs import ON_DISK, prepare, tell_units
 from grasp.extract.local import (
     KERNELS,
     build_artifact,
-    build_token_kernel,
+    build_position_kernels,
     decided,
     foretell,
     has_work,
@@ -292,7 +292,7 @@ def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, 
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    kernel = build_token_kernel(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
+    kernel = build_position_kernels(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
     own = kernel.unit_relevance(inputs.units)
     whole = kernel.relevance(inputs.units.block(0, 6))
     assert own.keys() == whole.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}

@@ -31,7 +31,7 @@ from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
 from grasp.extract.backward import examples_of
 from grasp.extract.extend import kernels
-from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
+from grasp.extract.forward import PositionBatch, PositionKernels, UnitFeatures, forward_units
 from grasp.extract.pictures import Pictured, vision
 from grasp.extract.reopen import BuildSource
 from grasp.features.extract import BatchFeatures, position_mask, row_passes, supervised_positions
@@ -168,7 +168,7 @@ def unit_by_position(unit: UnitFeatures, settings: FeatureSettings, vocab: int) 
 
 
 def relevance_by_position(
-    row: RowFeatures, token: TokenKernel | None, pooled: PooledKernel, unit_positions: int = 1
+    row: RowFeatures, token: PositionKernels | None, pooled: PooledKernel, unit_positions: int = 1
 ) -> Iterator[Part]:
     """What every position of a row adds to its relevance by each kernel that is built, some positions at a time.
 
@@ -220,7 +220,7 @@ class _Question:
     predictor: Predictor
     units: pa.Table
     unit_tokens: list[UnitTokens]
-    token: TokenKernel | None
+    token: PositionKernels | None
     pooled: PooledKernel
     by_position: bool  # the columns of the kernels are the positions of the one unit
 

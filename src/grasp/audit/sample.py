@@ -19,9 +19,9 @@ from grasp.audit.measures import rank_agreement
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
 from grasp.extract.corpus_moments import STATES
 from grasp.extract.forward import (
+    PositionKernels,
     Positions,
     ShardForward,
-    TokenKernel,
     UnitFeatures,
     forward_shard,
     forward_units,
@@ -244,11 +244,13 @@ def _moments(origin: BuildSource, row_index: NDArray[np.int64]) -> PositionMomen
     return position_sums(origin.model, rows, origin.settings.features, every).moments()
 
 
-def _kernel(origin: BuildSource, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]) -> TokenKernel:
+def _kernel(
+    origin: BuildSource, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]
+) -> PositionKernels:
     """Those kernels that the protocol counts, whatever the loss over this sample would choose."""
     chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
     settings = origin.settings.features.model_copy(update={**chosen, "product_width": 0})
-    return TokenKernel.prepare(units, moments, settings, origin.model)
+    return PositionKernels.prepare(units, moments, settings, origin.model)
 
 
 def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringProtocol) -> F64:

@@ -22,9 +22,9 @@ from typing import Any
 from grasp.extract.backward import square_sums
 from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.extract.forward import (
+    PositionKernels,
     PositionSums,
     ShardForward,
-    TokenKernel,
     UnitFeatures,
     forward_shard,
     position_sums,
@@ -63,7 +63,7 @@ class InProcess:
     def forward(
         self,
         shards: Iterable[tuple[int, Rows]],
-        kernel: TokenKernel | None,
+        kernel: PositionKernels | None,
         advance: Advance = ignore,
         *,
         keep_positions: bool = False,
@@ -78,13 +78,13 @@ class InProcess:
 
 
 class ModelActor:
-    """A worker: the model, loaded when the first job comes, and the token kernel of the moments that it was given."""
+    """A worker: the model, loaded when the first job comes, and the position kernels of the moments it was given."""
 
     def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
         enter(directory)
         self._settings = settings
         self._features = features
-        self._kernel: TokenKernel | None = None
+        self._kernel: PositionKernels | None = None
 
     def position_sums(self, rows: Rows, every: int) -> PositionSums:
         """See InProcess."""
@@ -97,10 +97,10 @@ class ModelActor:
     def forward(
         self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
     ) -> ShardForward:
-        """See InProcess; `kernel` is what the token kernel is made of, the same in every call that has it."""
+        """See InProcess; `kernel` is what the position kernels are made of, the same in every call that has it."""
         if kernel is not None and self._kernel is None:
             units, moments = kernel
-            self._kernel = TokenKernel.prepare(units.to(self._model.device), moments, self._features, self._model)
+            self._kernel = PositionKernels.prepare(units.to(self._model.device), moments, self._features, self._model)
         prepared = None if kernel is None else self._kernel
         return forward_shard(self._model, rows, self._features, prepared, keep_positions=keep_positions)
 
@@ -141,7 +141,7 @@ class RayWorkers:
     def forward(
         self,
         shards: Iterable[tuple[int, Rows]],
-        kernel: TokenKernel | None,
+        kernel: PositionKernels | None,
         advance: Advance = ignore,
         *,
         keep_positions: bool = False,

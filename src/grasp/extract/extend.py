@@ -10,7 +10,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactExtension, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
 from grasp.extract.forecast import first_rows, forecast, pass_seconds
-from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard
+from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.extract.inputs import Inputs, identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.progress import Progress, Silent
@@ -45,12 +45,12 @@ def add_target(
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
-        token, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
+        position_kernels, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
         with ArtifactExtension.open(
             out,
             identity=identity(inputs),
             units=unit_table(inputs),
-            arrays=relevance_specs(inputs, token, pooled),
+            arrays=relevance_specs(inputs, position_kernels, pooled),
             dtype=settings.array_dtype,
             lock=lock,
         ) as extension:
@@ -59,10 +59,12 @@ def add_target(
             kept = artifact.keeps_features
             if not kept:
                 rows = first_rows(inputs.store)
-                seconds = pass_seconds(inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, token)
+                seconds = pass_seconds(
+                    inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, position_kernels
+                )
                 said = forecast(inputs.model, inputs.store, rows, seconds)
                 progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
-            write_columns(artifact, inputs, token, pooled, extension, progress, kept=kept)
+            write_columns(artifact, inputs, position_kernels, pooled, extension, progress, kept=kept)
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
         return "kept features" if kept else "pass"
@@ -70,19 +72,19 @@ def add_target(
 
 def kernels(
     artifact: ArtifactReader, units: UnitFeatures, features: FeatureSettings, model: Reference
-) -> tuple[TokenKernel | None, PooledKernel]:
+) -> tuple[PositionKernels | None, PooledKernel]:
     """The artifact's own moments, folded into units; the product sketch is there already."""
     features = features.model_copy(update={"product_width": 0})
-    token = None
+    position_kernels = None
     if features.token:
-        token = TokenKernel.prepare(units, unspool_position_moments(artifact.moments), features, model)
-    return token, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
+        position_kernels = PositionKernels.prepare(units, unspool_position_moments(artifact.moments), features, model)
+    return position_kernels, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
 
 
 def write_columns(
     artifact: ArtifactReader,
     inputs: Inputs,
-    token: TokenKernel | None,
+    position_kernels: PositionKernels | None,
     pooled: PooledKernel,
     extension: ArtifactExtension,
     progress: Progress,
@@ -96,15 +98,17 @@ def write_columns(
         if kept:
             shard = ShardForward.unspool(artifact.features(k), model.vocab_size)
         else:
-            shard = forward_shard(model, inputs.store.shard(k), inputs.settings.features, token)
-        columns = shard.token
-        if kept and token is not None:
+            shard = forward_shard(model, inputs.store.shard(k), inputs.settings.features, position_kernels)
+        columns = shard.arrays
+        if kept and position_kernels is not None:
             assert shard.positions is not None
-            parts = [token.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)]
+            parts = [
+                position_kernels.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)
+            ]
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            if token.gradient is not None:
+            if position_kernels.gradient is not None:
                 assert shard.gradients_NK is not None
-                columns["relevance_gradient"] = token.gradient.kept_relevance(shard.gradients_NK)
+                columns["relevance_gradient"] = position_kernels.gradient.kept_relevance(shard.gradients_NK)
         arrays = pooled.relevance(shard.pooled) | columns
         extension.write_shard(k, arrays, column_sums(arrays))
         progress.advance(len(shard.loss_N), 0)

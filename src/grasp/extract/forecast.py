@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
 from grasp.extract.corpus_moments import STATES, Store, reads_once
-from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
+from grasp.extract.forward import PositionKernels, UnitFeatures, forward_shard, position_sums
 from grasp.features.extract import Pass, Reference, Rows
 from grasp.features.gradient_match import SampledGradients
 from grasp.settings import BuildSettings, FeatureSettings
@@ -71,7 +71,7 @@ def expected_seconds(
         once = not given and reads_once(model, store, settings)
         sums = position_sums(model, rows, settings, keep=seen if once else None)
         seconds += (_now() - begun) * (0 if given else min(store.n_tokens, settings.moment_positions))
-        kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
+        kernel = PositionKernels.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows and not given:
         sampled = store.n_tokens * settings.moment_rows / store.n_rows
     forward = pass_seconds(model, store.n_tokens + sampled, rows, settings, kernel, seen)
@@ -83,7 +83,7 @@ def pass_seconds(
     n_tokens: float,
     rows: Rows,
     settings: FeatureSettings,
-    kernel: TokenKernel | None,
+    kernel: PositionKernels | None,
     seen: Sequence[Pass] = (),
 ) -> Spent:
     """Time of one pass over so many tokens."""

@@ -93,7 +93,7 @@ class UnitFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenKernel:
+class PositionKernels:
     """The kernels that look at single positions, and the product sketch, ready to be applied to rows."""
 
     moments: PositionMoments
@@ -207,7 +207,7 @@ class ShardForward:
 
     pooled: PooledFeatures
     loss_N: NDArray[np.float32]
-    token: dict[str, NDArray[np.float32]]  # relevance_token, relevance_input, product_sketch, where they are built
+    arrays: dict[str, NDArray[np.float32]]  # relevance by each position kernel that is built; product_sketch
     positions: Positions | None = None  # where features are kept and the token kernel is built
     gradients_NK: NDArray[np.uint16] | None = None  # bits of bfloat16; where features and the gradient kernel are
 
@@ -230,7 +230,7 @@ class ShardForward:
     def spool(self) -> dict[str, NDArray[Any]]:
         """Everything but positions and gradients, as named arrays for the work area of a build."""
         return replace(self, positions=None, gradients_NK=None).arrays_to_keep() | {
-            f"token.{name}": array for name, array in self.token.items()
+            f"token.{name}": array for name, array in self.arrays.items()
         }
 
     @classmethod
@@ -240,7 +240,7 @@ class ShardForward:
             (arrays["residual_value"], arrays["residual_index"], arrays["residual_indptr"]),
             shape=(len(arrays["loss"]), vocab),
         )
-        token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
+        built = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
         positions = None
         if "position.row_P" in arrays:
             names = [field.name for field in fields(Positions)]
@@ -248,7 +248,7 @@ class ShardForward:
             if lacking:
                 raise ArtifactError(f"features: kept by another version, without {lacking}; build the artifact again")
             positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
-        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions, arrays.get("gradient"))
+        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], built, positions, arrays.get("gradient"))
 
 
 def forward_units(model: Reference, units: Units, names: list[str], settings: FeatureSettings) -> UnitFeatures:
@@ -280,7 +280,7 @@ def forward_shard(
     model: Reference,
     rows: Rows,
     settings: FeatureSettings,
-    kernel: TokenKernel | None,
+    kernel: PositionKernels | None,
     *,
     keep_positions: bool = False,
     advance: Advance = ignore,
@@ -294,7 +294,7 @@ def forward_shard(
     with_positions = kernel is not None or keep_positions
     specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
     names = rows.table.column("row_id")
-    order, pooled, token, positions = [], [], [], []
+    order, pooled, arrays, positions = [], [], [], []
     gradients_NK: NDArray[np.uint16] | None = None  # gigabytes: there is one copy of it
     loss_N = np.empty(len(rows), dtype=np.float32)
     back = None if kernel is None else kernel.gradient
@@ -307,9 +307,9 @@ def forward_shard(
         if with_positions:
             at_positions = PositionBatch.from_batch(batch, len(index))
             if kernel is not None:
-                token.append(kernel.apply(at_positions))
+                arrays.append(kernel.apply(at_positions))
             if back is not None and taken_BK is not None:
-                token[-1]["relevance_gradient"] = back.relevance(taken_BK)
+                arrays[-1]["relevance_gradient"] = back.relevance(taken_BK)
             if keep_positions:
                 positions.append(_positions(at_positions, index))
                 if taken_BK is not None:
@@ -322,7 +322,7 @@ def forward_shard(
     return ShardForward(
         pooled=_in_order(pooled, where),
         loss_N=loss_N,
-        token={name: np.concatenate([part[name] for part in token])[place] for name in token[0]} if token else {},
+        arrays={name: np.concatenate([part[name] for part in arrays])[place] for name in arrays[0]} if arrays else {},
         positions=_join_positions(positions) if positions else None,
         gradients_NK=gradients_NK,
     )

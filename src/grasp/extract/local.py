@@ -42,7 +42,7 @@ from grasp.extract.corpus_moments import (
 )
 from grasp.extract.engine import Workers, connected_workers
 from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
+from grasp.extract.forward import PositionKernels, ShardForward, forward_shard
 from grasp.extract.inputs import (
     ON_DISK,
     InMemory,
@@ -92,7 +92,7 @@ def build_artifact(
     wall, cpu = time.perf_counter(), time.process_time()
     settings = decided(settings, in_memory)
     with lock_artifact(out) as lock:
-        gone_on = begin(settings, out, progress)
+        gone_on = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
@@ -106,22 +106,22 @@ def build_artifact(
         given = given_moments(inputs, work, progress)  # from here on there is work
         once = reads_once(model, inputs.store, settings.features)
         with connected_workers(cluster, model, settings, inputs.units, keep_passes=once) as workers:
-            token = build_token_kernel(inputs, workers, work, progress, given)
-            shards, pooled = run_model(inputs, token, workers, out, work, progress, given)
+            position_kernels = build_position_kernels(inputs, workers, work, progress, given)
+            shards, pooled = run_model(inputs, position_kernels, workers, out, work, progress, given)
             kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
             writer = ArtifactWriter.open(
                 out,
                 identity=made_of,
                 n_rows=inputs.store.n_rows,
                 shard_rows=settings.shard_rows,
-                arrays=array_specs(inputs, token, kernel),
+                arrays=array_specs(inputs, position_kernels, kernel),
                 dtype=settings.array_dtype,
                 lock=lock,
             )
             for k, shard in shards([k for k in range(writer.grid.n_shards) if k not in writer.finished]):
                 finish_shard(inputs, kernel, writer, k, shard, progress)
         spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        close(inputs, token, pooled, writer, None if gone_on else spent)
+        close(inputs, position_kernels, pooled, writer, None if gone_on else spent)
         clean(settings, out)
     return out
 
@@ -215,7 +215,7 @@ def foretell(
     with lock_artifact(out):
         if (out / MANIFEST).exists():
             raise ArtifactError(f"{out}: is finished, so there is nothing to foretell; choose another --out")
-        begin(settings, out, progress)
+        claim_settings(settings, out, progress)
         inputs = prepare(settings, out / "tokens", progress, replace=not has_work(out))
         model, store, features = inputs.model, inputs.store, inputs.settings.features
         rows = first_rows(store)
@@ -246,7 +246,7 @@ def has_work(out: Path) -> bool:
     return (out / "work").exists() or (out / BUILD).exists()
 
 
-def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
+def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bool:
     """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
 
     A build that was refused, for a misspelt target or a row_id that occurs twice, claims nothing.
@@ -285,9 +285,9 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
     return True
 
 
-def build_token_kernel(
+def build_position_kernels(
     inputs: Inputs, workers: Workers, work: Path, progress: Progress, given: Given | None = None
-) -> TokenKernel | None:
+) -> PositionKernels | None:
     """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
     features = inputs.settings.features
     if not features.token and not features.product_width:
@@ -300,7 +300,7 @@ def build_token_kernel(
     if isinstance(inputs.model, ReferenceModel):
         for line in regime(inputs.settings, moments.loss, inputs.model.vocab_size):
             progress.note(line)
-    kernel = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
+    kernel = PositionKernels.prepare(inputs.units, moments, features, inputs.model)
     if kernel.gradient is not None:
         progress.note(kernel.gradient.gradients.describe())
     return kernel
@@ -324,7 +324,7 @@ Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]
 
 def run_model(
     inputs: Inputs,
-    token: TokenKernel | None,
+    position_kernels: PositionKernels | None,
     workers: Workers,
     out: Path,
     work: Path,
@@ -352,7 +352,7 @@ def run_model(
             announce(progress, store, len(left))
         keep = kept is not None and features.token
         rows = ((k, store.shard(k)) for k in left)
-        for k, shard in workers.forward(rows, token, progress.advance, keep_positions=keep):
+        for k, shard in workers.forward(rows, position_kernels, progress.advance, keep_positions=keep):
             if kept is not None:
                 kept.write(k, shard.arrays_to_keep())
             if spool is not None:
@@ -370,22 +370,24 @@ def run_model(
     return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
 
 
-def array_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+def array_specs(inputs: Inputs, position_kernels: PositionKernels | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
     """Width, unit, sign and stored scale of every array of the artifact."""
     width = {"hidden_sketch": pooled.project_HD.shape[1], "residual_sketch": pooled.sketch_VD.shape[1]}
     if inputs.settings.features.product_width:
         width["product_sketch"] = inputs.settings.features.product_width
     sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
-    return sketches | relevance_specs(inputs, token, pooled)
+    return sketches | relevance_specs(inputs, position_kernels, pooled)
 
 
-def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+def relevance_specs(
+    inputs: Inputs, position_kernels: PositionKernels | None, pooled: PooledKernel
+) -> dict[str, ArraySpec]:
     """The relevance matrices: one column a unit, stored in units of its own power of two."""
     own: dict[str, NDArray[np.float64]] = {}
     if pooled.units is not None:
         own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
-    if token is not None:
-        own |= token.unit_relevance(inputs.units)
+    if position_kernels is not None:
+        own |= position_kernels.unit_relevance(inputs.units)
         if "relevance_gradient" in own:  # a row counts with all of its loss, of some hundred tokens or thousands
             own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW
     sign = "positive: training on the row should lower the unit's loss"
@@ -393,8 +395,8 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
         name: ArraySpec(inputs.units.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E))
         for name, own_E in own.items()
     }
-    if token is not None and token.neighbours is not None:
-        most_E = token.neighbours.most_E.double().cpu().numpy()
+    if position_kernels is not None and position_kernels.neighbours is not None:
+        most_E = position_kernels.neighbours.most_E.double().cpu().numpy()
         scale_E = np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0))
         specs["relevance_neighbour"] = ArraySpec(inputs.units.n_units, NEIGHBOURS, sign, scale_E=scale_E)
     return specs
@@ -407,7 +409,7 @@ def finish_shard(
 
     A row whose gradient was not finite is worth 0 to every question by that kernel: it is named here, and counted.
     """
-    arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
+    arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.arrays
     table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
     if isinstance(inputs.store, RowStore) and inputs.store.masked:
         table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised_of(k), pa.int32()))
@@ -433,7 +435,7 @@ def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.
 
 def close(
     inputs: Inputs,
-    token: TokenKernel | None,
+    position_kernels: PositionKernels | None,
     pooled: Moments,
     writer: ArtifactWriter,
     build_seconds: dict[str, float] | None,
@@ -443,8 +445,8 @@ def close(
         return
     sums, n_rows = writer.sums(), inputs.store.n_rows
     moments = spool_moments(pooled, "pooled.")
-    if token is not None:
-        moments |= spool_position_moments(token.moments)
+    if position_kernels is not None:
+        moments |= spool_position_moments(position_kernels.moments)
     gains = {
         name: sketch_gain(sums[f"{name}.square"], n_rows)
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")

@@ -30,7 +30,7 @@ Half = Literal["hidden", "residual", "product"]
 
 
 @dataclass(frozen=True, slots=True)
-class PositionKernels:
+class PositionProducts:
     """What takes the positions of the rows, in the coordinates of the token kernel.
 
     An artifact without token moments (`match: pooled`) has no such coordinates: those of the pooled kernel are used.
@@ -52,7 +52,7 @@ class Kernels:
     token: Moments  # the pooled ones where there are none
     hidden_NN: F64
     residual_NN: F64
-    positions: PositionKernels | None  # none: kept features without positions
+    positions: PositionProducts | None  # none: kept features without positions
 
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
@@ -112,7 +112,7 @@ def _scaled(whitener: Whitener, residual_NV: csr_array) -> csr_array:
     return csr_array(residual_NV.astype(np.float64) @ diags_array(np.sqrt(whitener.precondition_V)))
 
 
-def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionKernels | None:
+def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProducts | None:
     at, n_rows = features.positions, len(features.row_index)
     if at is None:
         return None
@@ -123,7 +123,7 @@ def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionKerne
     mean_NP = measures.row_means(row_P, n_rows)
     kept = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
-    return PositionKernels(
+    return PositionProducts(
         product_NN=product_NN,
         gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, row_P),
         kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *kept),
