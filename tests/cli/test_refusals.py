@@ -44,6 +44,8 @@ REFUSALS = {
         (("--family", "mixture:tipic"), "family: unknown column 'tipic'"),
         (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), "subquery is refused"),
         (("--drop", "'doc type' = 'FAQs'"), "matches no row; it names no column"),
+        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), "longer, or a few of them"),
+        (("--drop", "replace(topic, 'a', topic) = 'x'"), "replace may not make text longer"),
         (("--keep", "topic = 'erth'"), "'sky' (20 rows) (did you mean 'earth'?)"),
         (("--keep", "true", "--target", "sciq"), "got ['sciq'], the artifact has ['facts']"),
         (("--weight", "true: -1"), "--weight: got 'true: -1'"),
