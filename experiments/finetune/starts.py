@@ -1,7 +1,7 @@
 """At which weights a gradient is taken: the plain model's, those of an adapter before it is trained, a warm-up's.
 
-    python -m experiments.finetune.starts documents-lora documents lengths longer-12 longer-24 longer-60 \\
-        --data ../shared/data --out experiments/finetune/starts.json
+    python -m experiments.finetune.starts documents-lora documents lengths instructions longer-12 longer-24 \\
+        longer-60 --data ../shared/data --out experiments/finetune/starts.json
 
 Every start has an artifact of `grasp build --train further`; killed, a build goes on. `warm-up` is a checkpoint after
 12 steps on 96 rows that are drawn from the corpus, `run` one after 60 steps on 480, which is how long the longest runs
@@ -82,6 +82,7 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
         "role": environment.role,
         "subsets": len(share_BN),
         "noise": noise(environment, utilities),
+        "base": f"{first}: gradient",
         "methods": compare(methods, utilities, share_BN, base=f"{first}: gradient"),
     }
 
