@@ -84,29 +84,6 @@ def in_columns(reports: list[dict[str, Any]], titles: dict[str, str], head: str)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def coordinates(reports: list[dict[str, Any]]) -> str:
-    """By the number of coordinates: mean LDS of both samples, and how alike two rankings of the rows are."""
-    head = ["", *(f"`{one['environment']}`" for one in reports)]
-    lines = [head, ["---"] * len(head)]
-    for form in ("gradient", "what ships"):
-        for millions in reports[0]["coordinates"]:
-            cells = []
-            for one in reports:
-                of_form = [m for m in one["methods"] if m["method"].endswith(f": {form}")]
-                lds = [m["mean_lds"][0] for m in of_form if m["method"].startswith(f"{millions}, seed")]
-                cells.append(", ".join(_number(value) for value in lds))
-            lines.append([f"{form}, {millions}: mean LDS", *cells])
-    for pair in reports[0]["steadiness"]:
-        cells = [
-            ", ".join(
-                f"{_number(found['mean'])} ({_number(found['least'])})" for found in one["steadiness"][pair].values()
-            )
-            for one in reports
-        ]
-        lines.append([f"ranks of rows, {pair}", *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def widths(report: dict[str, Any]) -> str:
     """Mean LDS of forms of gradients, a column for how many numbers are kept."""
     lds = {method["method"]: method["mean_lds"][0] for method in report["methods"]}
@@ -157,7 +134,6 @@ def main() -> None:
     text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
     further = read("further")["environments"] + read("further-held")["environments"]
     text = put(text, "further", in_columns(further, FORMS, "mean LDS / task rho"))
-    text = put(text, "coordinates", coordinates(read("coordinates")["environments"]))
     text = put(text, "ekfac", in_columns(read("ekfac")["environments"], EKFAC, "mean LDS / task rho"))
     text = put(text, "width", widths(read("width")))
     text = put(text, "beside", beside(read("beside")["environments"]))
