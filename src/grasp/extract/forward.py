@@ -41,7 +41,7 @@ from grasp.settings import FeatureSettings
 
 @dataclass(frozen=True, slots=True)
 class PositionBatch:
-    """Features of a few rows at the positions of the token kernel, in order of row."""
+    """Features of a few rows at the positions with loss, in order of row."""
 
     hidden_PH: Tensor
     residual: SparseResidual
@@ -176,7 +176,7 @@ class PositionKernels:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Features at the positions of the token kernel, as they are kept: float16, in order of row."""
+    """Features at the positions with loss, as they are kept: float16, in order of row."""
 
     hidden_PH: NDArray[np.float16]
     index_PK: NDArray[np.int32]
@@ -208,7 +208,7 @@ class ShardForward:
     pooled: PooledFeatures
     loss_N: NDArray[np.float32]
     arrays: dict[str, NDArray[np.float32]]  # relevance by each position kernel that is built; product_sketch
-    positions: Positions | None = None  # where features are kept and the token kernel is built
+    positions: Positions | None = None  # where features are kept and kernels of positions are built
     gradients_NK: NDArray[np.uint16] | None = None  # bits of bfloat16; where features and the gradient kernel are
 
     def arrays_to_keep(self) -> dict[str, NDArray[Any]]:
