@@ -4,10 +4,9 @@
         longer-60 --data ../shared/data --out experiments/finetune/starts.json
 
 Every start has an artifact of `grasp build --train further`; killed, a build goes on. `warm-up` is a checkpoint after
-12 steps on 96 rows that are drawn from the corpus, `run` one after 60 steps on 480, which is how long the longest runs
-are. `both` is the sum of the gradients at the start and at the warm-up, `path` of all three, each divided by its
-spread. What ships is the gradient and a quarter each of token and input. Differences are to the gradient of the first
-start.
+12 steps on 96 rows that are drawn from the corpus. `both` is the sum of the gradients at the start and at the warm-up,
+each divided by its spread. What ships is the gradient and a quarter each of token and input. Differences are to the
+gradient of the first start.
 """
 
 import json
@@ -24,7 +23,6 @@ from experiments.finetune.methods import artifact_of, warmed_up
 from experiments.finetune.prepare import environments_parser, model_directory, prepared
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
-from experiments.finetune.training import LONG, SHORT
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
@@ -33,8 +31,7 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
 
 F64 = NDArray[np.float64]
-STARTS = ("adapter", "start", "warm-up", "run")
-WARMED_UP = {"warm-up": SHORT, "run": LONG}
+STARTS = ("adapter", "start", "warm-up")
 KERNELS = ("gradient", "token", "input")
 WEIGHTS = (1.0, 0.25, 0.25)
 FORWARD_ALONE = "token + input"
@@ -46,11 +43,11 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
     if start == "adapter":
         where, there = model_directory(name, work), bool(kind.recipe.lora_rank)
         return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, f"at-{start}") if there else None
-    if start in WARMED_UP:
-        corpus, recipe = open_corpus(name, work, reader), WARMED_UP[start]
-        if not kind.recipe.bfloat16 or kind.recipe.lora_rank or (start == "run" and kind.rows != "longer"):
+    if start == "warm-up":
+        corpus = open_corpus(name, work, reader)
+        if not kind.recipe.bfloat16 or kind.recipe.lora_rank:
             return None
-        where = warmed_up(work / f"{kind.within or name}-{start}", plain, corpus.rows, corpus.first_N, recipe)
+        where = warmed_up(work / f"{kind.within or name}-{start}", plain, corpus.rows, corpus.first_N)
         return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, f"at-{start}")
     return artifact_of(name, work, plain, reader, FEATURES, 8192, "further")
 
@@ -72,9 +69,8 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
     for start, kernels in found.items():
         methods[f"{start}: gradient"] = Method(kernels[:1])
         methods[f"{start}: what ships"] = Method(kernels, WEIGHTS, WEIGHTS)
-    for label, some in (("both", STARTS[1:3]), ("path", STARTS[1:])):
-        if set(some) <= set(found):
-            methods[f"{label}: gradient"] = Method(tuple(found[start][0] for start in some))
+    if {"start", "warm-up"} <= set(found):
+        methods["both: gradient"] = Method((found["start"][0], found["warm-up"][0]))
     share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
     print(f"{name}: {len(share_BN)} subsets", flush=True)
     return {

@@ -45,9 +45,6 @@ STARTS = {
     "warm-up: gradient": "the plain model after 12 steps on 96 rows",
     "warm-up: what ships": "the same, and a quarter each of token and input",
     "both: gradient": "the sum of the plain model's and these",
-    "run: gradient": "the plain model after 60 steps on 480 rows",
-    "run: what ships": "the same, and a quarter each of token and input",
-    "path: gradient": "the sum of all three",
     "token + input": "no gradients: token + input",
 }
 EKFAC = {
