@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import relevance_array, standardised_blocks
 from grasp.audit.detection import auroc
@@ -35,7 +36,6 @@ from grasp.targets import Unit, load_units
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train
 
-F64 = NDArray[np.float64]
 K, GRAM, RESAMPLES = 100, 13, 1000
 ANSWER, WHOLE = "sciq", "sciq_text"  # the loss on the answer; on every token of the unit
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from experiments.curation.setting import World
+from grasp.arrays import I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
@@ -33,7 +34,6 @@ from grasp.predict.row_arrays import row_tokens
 from grasp.seeds import stream
 from grasp.store.locks import one_at_a_time
 
-I64 = NDArray[np.int64]
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"
 METHODS = (RANDOM, BM25, ADDITIVE, GRASP, MIXTURE)
 OWN = "llama"  # the architecture of the artifact's own reference model

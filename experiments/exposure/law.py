@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
 from grasp.predict.predictor import Predictor
-from grasp.predict.row_arrays import F64
 from grasp.predict.weights import ANY_TEXT
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
@@ -24,8 +25,6 @@ from grasp.geometry.calibration import Development
 from grasp.predict.relevance import counted
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
-
-F64 = NDArray[np.float64]
 
 TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
     "as it is": lambda x: x,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.finetune.further import FEATURES, FORWARD
 from experiments.finetune.methods import artifact_of
@@ -23,6 +22,7 @@ from experiments.finetune.prepare import environments_parser, model_directory, p
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
 from grasp.runs.covariance import SubsetFeatures
@@ -32,7 +32,6 @@ from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights, stream
 from grasp.training.plan import row_names
 
-F64 = NDArray[np.float64]
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
 ALONE, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"
 

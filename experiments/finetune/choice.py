@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import norm
 
 from experiments.finetune.compare import share_of_top_row
@@ -34,12 +33,12 @@ from experiments.finetune.scores import (
 from experiments.finetune.setting import ENVIRONMENTS, NAMES
 from experiments.finetune.worlds import World, from_scratch, pretrained
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.geometry.calibration import standard_errors
 from grasp.seeds import bootstrap_weights
 
-F64 = NDArray[np.float64]
 BASE, SHIPPED_AT_FIRST = "shift", "token + input"  # of them the first shipped when these were compared
 BY_TOKENS = ", rows by loss tokens"
 DELTA = 0.05

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Foretold, Method, compare, noise
@@ -23,12 +22,12 @@ from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_ke
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError
 from grasp.features.tilt_match import RIDGE
 from grasp.files import write_whole
 
-F64 = NDArray[np.float64]
 SHIPS = "token + input + shift + tilt"
 RIDGE_ON_RUNS = "ridge on the other runs"
 OURS = ("shift", "tilt", "token", "input", "pooled", "neighbour")  # count negative scores a quarter, as what ships does

@@ -30,6 +30,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.extract.backward import CHUNK
 from grasp.features.gradient_match import (
     CoordinateSample,
@@ -46,7 +47,6 @@ from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
 
-F64 = NDArray[np.float64]
 SAMPLES = ((1, 0), (1, 1), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0))  # millions of coordinates, and a seed
 HALVED = (2, 0)  # what is ranked by moments of halves too
 BATCH_TOKENS = 1_024

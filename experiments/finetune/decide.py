@@ -40,6 +40,7 @@ from experiments.finetune.methods import AS_PUBLISHED, method_scores, warmed_up
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.select import select
 from grasp.extract.reopen import BuildSource
@@ -49,7 +50,6 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.seeds import stream
 from grasp.targets import UnitSet, load_units
 
-F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4, 5)

@@ -28,6 +28,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.features.gradient_match import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
@@ -39,7 +40,6 @@ from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
 
-F64 = NDArray[np.float64]
 FULL_WIDTH = 4_096  # every layer of the body has whole factors
 BATCH_TOKENS = 1_024
 DAMPINGS = {".1 of a layer's mean (as published)": 0.1, ".01 of it": 0.01}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.predict.relevance import counted
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights
 
-F64 = NDArray[np.float64]
 RESAMPLES = 1_000
 MIN_PAIRS = 3  # subsets with two seeds, below which nothing is said of noise
 

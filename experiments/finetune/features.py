@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 from experiments.finetune.training import padded
+from grasp.arrays import F32
 from grasp.features.residuals import SparseResidual, sparse_residual
 from grasp.models.unit_loss import length_batches
 
-F32 = NDArray[np.float32]
 TOP_K = 64
 BATCH_TOKENS = 1024
 

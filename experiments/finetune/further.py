@@ -25,6 +25,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import GraspError
@@ -32,7 +33,6 @@ from grasp.files import write_whole
 from grasp.geometry.calibration import standard_errors
 from grasp.runs.environment import Environment
 
-F64 = NDArray[np.float64]
 FORWARD = ("token", "input", "shift", "tilt")
 SHIPPED_BEFORE = "token + input + shift + tilt"
 FEATURES = {"product_width": 0, "shift_match": True, "tilt_match": True}  # a build makes the last two on request

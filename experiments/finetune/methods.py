@@ -39,6 +39,7 @@ from experiments.finetune.setting import (
     write_parquet,
 )
 from experiments.finetune.training import SHORT, Recipe, load_model, train
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import BuildSource
@@ -46,7 +47,6 @@ from grasp.methods.registry import configured_methods, method_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 LAST_BLOCK = ["block:-1", "final_norm"]
 FORWARD: dict[str, dict[str, Any]] = {
     "bm25": {"method": "bm25"},

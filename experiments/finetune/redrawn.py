@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from experiments.finetune.choice import SHIPPED_AT_FIRST, SUMS, ridged
@@ -21,11 +20,11 @@ from experiments.finetune.scores import Sides, input_kernel, token_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.predict.relevance import counted
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 NEGATIVE = 0.25
 
 

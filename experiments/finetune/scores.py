@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.finetune.features import Features
+from grasp.arrays import F32, F64
 from grasp.features.input_match import input_tokens
 from grasp.features.moments import (
     LabelledStates,
@@ -34,8 +35,6 @@ from grasp.features.pooled_match import pooled_relevance, prepare_units
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.features.token_match import prepare_targets, token_relevance
 
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.finetune.evaluate import Method, compare, noise
 from experiments.finetune.further import FEATURES, relevance
@@ -25,12 +24,12 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
 
-F64 = NDArray[np.float64]
 STARTS = ("adapter", "start", "warm-up")
 KERNELS = ("gradient", "token", "input")
 WEIGHTS = (1.0, 0.25, 0.25)

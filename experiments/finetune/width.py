@@ -34,6 +34,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
+from grasp.arrays import F32, F64
 from grasp.features.gradient_match import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
@@ -43,8 +44,6 @@ from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
 
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 SHARE, DRAWS = 96, 4
 WIDTHS = (128, 1_024, 8_192, 65_536, 262_144)
 SCALE, LARGEST = 1_024.0, 65_504.0  # of float16

@@ -19,6 +19,7 @@ from experiments.finetune.methods import FORWARD, method_scores, pretrained_arti
 from experiments.finetune.prepare import prepared
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
 from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, open_corpus, target_settings
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
@@ -27,7 +28,6 @@ from grasp.settings import TargetSettings
 from grasp.targets import load_units
 from grasp.training.plan import row_names
 
-F64 = NDArray[np.float64]
 Rows = list[NDArray[np.int32]]
 MATRICES = ("token", "input", "pooled")  # what a build computes
 

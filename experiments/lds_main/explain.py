@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
-
-F64 = NDArray[np.float64]
 
 
 def unit_leverage(values_BE: F64) -> F64:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.baselines.gradients.sums import (
     BlockParameters,
     EachGradient,
@@ -32,8 +33,6 @@ from grasp.models.gradients.per_example import Example, PerExample
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe
-
-F64 = NDArray[np.float64]
 
 RELATIVE_STEP = 1e-4  # of a difference, in units of the norm of the parameters
 MODELS_AT_ONCE = 16

@@ -31,13 +31,13 @@ from experiments.finetune.scores import TAU, Sides, shift_kernel
 from experiments.finetune.setting import LENGTH, open_corpus, target_settings
 from experiments.finetune.training import load_model, padded
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
 from grasp.targets import load_units
 from grasp.training.plan import row_names
 
-F64 = NDArray[np.float64]
 Sequences = Sequence[tuple[NDArray[np.int32], int]]  # token ids, and the first that carries loss
 AT_ONCE = 8  # sequences of one forward pass
 SHIFT = "shift (what ships)"

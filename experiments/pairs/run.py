@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.corpus_moments import unspool_position_moments
 from grasp.extract.forward import forward_units
@@ -42,8 +43,6 @@ from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import stream
-
-F64 = NDArray[np.float64]
 
 SIZES = (0.03, 0.1, 0.3, 1.0)  # nats: standard deviation over subsets of the first order, mean over units
 WEIGHTS = (-0.5, -0.25, 0.25, 0.5)  # of the second order beside what ships, both of standard deviation 1

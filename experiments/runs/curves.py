@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.oracles import ridge_out
 from grasp.predict.expressions import LabelTable
@@ -30,7 +31,6 @@ from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.readers import import_runs
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]
 
 WORLDS = (

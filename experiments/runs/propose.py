@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
@@ -23,7 +22,6 @@ from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.learning import learn_features
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 FIRST, EACH = 8, 4
 UP_TO = 32
 

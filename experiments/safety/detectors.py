@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F  # noqa: N812
 
 from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
+from grasp.arrays import F64
 from grasp.audit.detection import mean_ranks
 from grasp.files import write_whole
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 REPLACED = 0.5  # share of words that STRIP replaces
 LEAST = 1e-12
 PACKED = 1024  # tokens of a row of ONION, unless one branch is longer

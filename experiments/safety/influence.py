@@ -9,15 +9,14 @@ import torch
 from kronfluence.analyzer import Analyzer, prepare_model
 from kronfluence.arguments import FactorArguments, ScoreArguments
 from kronfluence.task import Task
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import TensorDataset
 
 from experiments.safety.setting import Row
 from experiments.safety.tuned import Batch, Tuned, collate, label_logits
+from grasp.arrays import F64
 
-F64 = NDArray[np.float64]
 AT_ONCE = 16
 
 

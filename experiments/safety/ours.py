@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
 from grasp.extract.local import build_artifact
@@ -19,7 +19,6 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, load_protocol, protocol_from
 from grasp.settings import build_settings
 
-F64 = NDArray[np.float64]
 TARGET = "trusted"
 FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")
 

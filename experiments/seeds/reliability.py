@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lds_main.explain import F64, Compared, compared, write_json
+from experiments.lds_main.explain import Compared, compared, write_json
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
@@ -25,7 +25,6 @@ from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 RESAMPLES = 1_000
 
 

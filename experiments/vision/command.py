@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
 from grasp.extract.local import build_artifact
@@ -26,7 +27,6 @@ from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import decode_image
 
-F64 = NDArray[np.float64]
 SIDE = 32
 IMAGES = {"size": SIDE, "interpolation": "nearest", "mean": [0.0] * 3, "std": [1.0] * 3}  # pixels as they are
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from experiments.contamination.run import unit_scores
 from experiments.vision.run import COMMAND, World
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import relevance_array
 from grasp.audit.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.files import write_whole
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 RATES, CHECKED = (0.01, 0.05), 200
 SHAPES: dict[str, Callable[[np.random.Generator, int], F64]] = {
     "normal": lambda draw, n: draw.standard_normal(n),

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 
+from grasp.arrays import F64
 from grasp.baselines.knn_shapley import knn_shapley
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 BIAS_RIDGE = 1e-6  # one shift of all biases changes nothing: the Hessian has no inverse without it
 NEIGHBOURS, PROJECTED, RATE, PASSES, BATCH = 10, 128, 0.05, 5, 32
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from experiments.vision import command, methods
 from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
-from experiments.vision.methods import F64, Head
+from experiments.vision.methods import Head
+from grasp.arrays import F64
 from grasp.audit.detection import auroc
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.vision.run import CLASSES, World
+from grasp.arrays import F64
 from grasp.audit.detection import auroc, mean_ranks
 from grasp.audit.neighbours import disagreement
 from grasp.features.moments import preconditioner, whitening_map
 from grasp.features.sketch import gaussian_projection
 from grasp.vision.fitted_head import fit_linear
 
-F64 = NDArray[np.float64]
 SEEDS = tuple(range(100, 105))
 TAUS = (0.01, 0.1, 1.0, 10.0, 100.0, 1_000.0, 10_000.0)
 WIDTHS = (64, 256, 2048)

@@ -16,13 +16,13 @@ import pyarrow.json as pj
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
 from grasp.predict.expressions import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import F32, F64
 from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights
 

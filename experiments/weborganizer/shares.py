@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.mistakes import in_one_line
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.extras import require
 from grasp.files import write_whole
@@ -24,7 +24,6 @@ from grasp.predict.label_slices import label_slices
 from grasp.predict.row_arrays import row_tokens
 from grasp.report.trends import LabelTrend, label_trends
 
-F64 = NDArray[np.float64]
 SHOWN = 5  # of the categories that gain most and lose most
 LABEL_GAP = 0.035  # between names, as a share of the range that is drawn
 

@@ -3,10 +3,10 @@
 import numpy as np
 
 import grasp
+from grasp.arrays import F32
 from grasp.choose.ngrams import LENGTHS, SLOTS
 from grasp.choose.scorer import Card, Quality, Scorer
 from grasp.files import FileEntry
-from grasp.predict.row_sums import F32
 
 QUALITY = Quality(rows=20, spearman=(0.5, 0.4, 0.6), recall=(0.5, 0.4, 0.6), gain=(0.5, 0.4, 0.6))
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit import measures
 from grasp.audit.measures import Check, judged, missing
@@ -38,7 +39,6 @@ from grasp.runs.table import RunTable
 from grasp.text import json_text, plain
 from grasp.verbs.evaluate import agreement
 
-F64 = NDArray[np.float64]
 T = TypeVar("T")
 
 MIN_ROWS = 8

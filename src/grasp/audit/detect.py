@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.arrays import F64, Bool
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.copies import Pair, exact_copies
 from grasp.audit.detection import (
@@ -34,8 +35,6 @@ from grasp.predict.row_arrays import label_column, only_target
 from grasp.results import Result
 from grasp.text import json_text
 
-F64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
 RECORD: Final = b"grasp.suspects"
 NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01

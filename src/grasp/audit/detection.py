@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
+from grasp.arrays import F64, Bool
 from grasp.audit.measures import placed, placement
 from grasp.errors import SettingsError
 
-F64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
 MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
 SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
 FITTED = (

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explanation import EffectParts, Explanation, joined_words
 from grasp.audit.sample import reopened
@@ -46,7 +47,6 @@ from grasp.predict.row_arrays import only_target, row_index
 from grasp.settings import FeatureSettings
 from grasp.targets import UnitTokens
 
-F64 = NDArray[np.float64]
 Part = tuple[str, NDArray[np.int64], F64]  # kernel, (n,) tokens of the row, (n, C) what they add
 
 

@@ -13,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import kernel_weights
 from grasp.results import Result, html_table
 from grasp.text import ending, plain, printable, signed, text_table, visible
-
-F64 = NDArray[np.float64]
 
 SHOWN_WORDS = 400  # of a row, on a terminal
 SHOWN_PAIRS = 10

@@ -5,14 +5,11 @@ Shape letters: N rows of a sample, B subsets, E units, V vocabulary.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-F64 = NDArray[np.float64]
-F = NDArray[np.floating[Any]]
+from grasp.arrays import F64, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def placed(values_N: F64) -> F64:
     return placement(values_N, np.sort(values_N))
 
 
-def top_shares(blocks: Iterable[F]) -> F64:
+def top_shares(blocks: Iterable[Floats]) -> F64:
     """Share of each column's sum of squares that its largest row holds, (E,); of a column of zeros 0."""
     most_E, total_E = np.zeros(1), np.zeros(1)
     for block in blocks:

@@ -10,13 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F32, F64, I64, Bool
 from grasp.extract.progress import Progress, Silent
 from grasp.seeds import stream
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
-Bool = NDArray[np.bool_]
 
 COMPARED: Final = 20_000  # rows that a row is compared with: all of a smaller corpus, else those of the nearest cells
 CELLS_COMPARED: Final = 80  # that these lie in

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import rank_agreement
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
@@ -34,7 +35,6 @@ from grasp.hub import fetched_before
 from grasp.models.checkpoint import REPOSITORY
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
 from grasp.predict.relevance import UnitSelection, counted
-from grasp.predict.row_arrays import F32, F64
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.metrics import MIN_SUBSETS

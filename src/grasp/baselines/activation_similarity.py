@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import F64
 from grasp.baselines.hidden import pooled_hidden
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
-
-F64 = NDArray[np.float64]
 
 
 class ActivationSimilaritySettings(Settings):

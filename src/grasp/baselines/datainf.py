@@ -12,10 +12,10 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from grasp.arrays import F64
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
@@ -41,8 +41,6 @@ from grasp.models.gradients.factors import Use, squared_norm
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
 from grasp.settings import refuse_idle
-
-F64 = NDArray[np.float64]
 
 
 class DataInfSettings(LayerSettings):

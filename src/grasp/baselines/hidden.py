@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.arrays import F32
 from grasp.errors import ModelError
 from grasp.features.extract import position_mask, supervised_positions
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 
-F32 = NDArray[np.float32]
 First = int | NDArray[np.bool_]
 
 

@@ -16,6 +16,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from grasp.arrays import F64
 from grasp.baselines.gradients.settings import Patterns
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
 from grasp.baselines.stored import BlockMethod, RowScorer
@@ -26,8 +27,6 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.per_example import Example
 from grasp.seeds import stream
 from grasp.settings import Settings
-
-F64 = NDArray[np.float64]
 
 WINDOW_ROWS = 4096  # rows fetched at once: a shard on disk is read a few times, not once a batch
 KEEP_SECONDS = 60.0  # between two states kept; what a kill costs

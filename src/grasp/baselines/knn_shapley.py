@@ -14,15 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from grasp.arrays import F64, I64
 from grasp.baselines.hidden import hidden_at
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Positions, Settings
-
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
 
 # Distances are compared to this part of their scale: equal contexts have equal hidden states only up to rounding, and
 # such ties go to the row that comes first, in whatever batch they were computed.

@@ -10,19 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from scipy.sparse import coo_array, csr_array
 
+from grasp.arrays import F64, I64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.corpus.store import RowShard
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens
-
-I64 = NDArray[np.int64]
-F64 = NDArray[np.float64]
 
 
 class NgramSettings(Settings):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.extras import require
 from grasp.predict.blocks import SubsetBlock
@@ -26,7 +26,6 @@ from grasp.runs.environment import Utilities
 from grasp.runs.predictions import Predictions
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 # training features, training outputs, held-out features -> deviations of the held-out outputs from the training mean
 Fitter = Callable[[F64, F64, F64], F64]
 

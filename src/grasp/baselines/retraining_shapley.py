@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
+from grasp.arrays import F64
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -29,7 +30,6 @@ from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, train_stacked
 from grasp.yaml_files import describe
 
-F64 = NDArray[np.float64]
 Masks = NDArray[np.bool_]
 T = TypeVar("T")
 ROWS = "rows"

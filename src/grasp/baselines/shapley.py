@@ -14,10 +14,10 @@ from math import factorial
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 Masks = NDArray[np.bool_]
 Utility = Callable[[Masks], F64]
 

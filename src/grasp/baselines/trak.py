@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
@@ -23,8 +23,6 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients.layers import LayerSet, choose_layers
-
-F64 = NDArray[np.float64]
 
 SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
 MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB

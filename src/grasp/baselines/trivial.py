@@ -5,17 +5,14 @@ None of them looks at the target: one score a row for all units.
 
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import F64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs, NoSettings, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
-
-F64 = NDArray[np.float64]
 
 
 class _Column(RowScorer):

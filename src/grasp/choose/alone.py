@@ -17,9 +17,9 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.climb import climb
 from grasp.choose.quadratic_program import Programme
@@ -40,7 +40,6 @@ from grasp.seeds import stream
 from grasp.text import listed
 from grasp.verbs.retrain import Opened
 
-F64 = NDArray[np.float64]
 Runs = RunTable | Path | str
 
 CANDIDATES = 1_000

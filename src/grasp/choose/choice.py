@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_array
 
+from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.limits import I64
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from, save_protocol
-from grasp.predict.row_arrays import F64, row_tokens
+from grasp.predict.row_arrays import row_tokens
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Exposure, Weights
 from grasp.results import Result

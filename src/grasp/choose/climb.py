@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.choose.quadratic_program import Programme, solve
 
-F64 = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 STEPS = 60

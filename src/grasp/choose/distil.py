@@ -18,6 +18,7 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from scipy.stats import rankdata
 
 import grasp
+from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
 from grasp.choose.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
@@ -43,9 +44,6 @@ AT_ONCE = 4_096  # rows that are decoded together
 RARE, RARER = 1e-4, 1e-5  # shares of sequences below which all are equally rare
 EXPECTED_SHARE = 0.1  # of what is expected beforehand in the variance, the sequences' own being 1
 STEPS = 30  # of the solver; twice as many change Spearman in the fifth digit
-
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

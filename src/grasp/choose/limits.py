@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.arrays import I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Amount, Bound, Unit
 from grasp.errors import SettingsError
@@ -29,7 +30,6 @@ SHOWN = 5
 NAMES = ("row_id", "doc_id")
 EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
 NAME_SHOWN = 60
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

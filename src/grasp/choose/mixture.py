@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
 from grasp.choose.choice import Choice, SelectionObjective, Training, protocol_of, text_of
@@ -30,7 +31,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F64, label_column, row_tokens
+from grasp.predict.row_arrays import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import ANY_TEXT, Exposure
 from grasp.runs.environment import Environment

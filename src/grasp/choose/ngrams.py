@@ -13,6 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.arrays import F64, I64
+
 LENGTHS = (3, 4, 5, 6)
 BITS = 18  # tables of 1 MB lie in a core's cache; with twice the slots scoring takes 1.3 times as long
 SLOTS = 1 << BITS
@@ -20,9 +22,6 @@ FAMILIAR = LENGTHS.index(4)  # sequences whose rarity tells whether a text is li
 BLOCK_BYTES = 1 << 15
 PIECE_BYTES = 1 << 14
 _STEP, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)  # odd, so nothing is lost
-
-I64 = NDArray[np.int64]
-F64 = NDArray[np.float64]
 
 
 def as_bytes(texts: Sequence[str]) -> pa.LargeBinaryArray:

@@ -12,12 +12,10 @@ from typing import Any
 
 import clarabel
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
+from grasp.arrays import F64
 from grasp.errors import SettingsError
-
-F64 = NDArray[np.float64]
 
 ON_BOUND = 1e-7
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
 from grasp.choose.choice import (
@@ -29,7 +30,7 @@ from grasp.choose.choice import (
 )
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
-from grasp.choose.limits import I64, Limits, read_exclusion, within
+from grasp.choose.limits import Limits, read_exclusion, within
 from grasp.choose.selection import Selection
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
@@ -40,7 +41,7 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, ranked, short_of, short_rows
-from grasp.predict.row_arrays import F64, label_column, length_column, row_documents, row_tokens
+from grasp.predict.row_arrays import label_column, length_column, row_documents, row_tokens
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable

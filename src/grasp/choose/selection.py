@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import Choice, Curve, text_of
 from grasp.choose.export import (
@@ -28,14 +29,12 @@ from grasp.choose.export import (
     write_documents,
     write_rows,
 )
-from grasp.choose.limits import I64
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import BuildSource
 from grasp.files import check_place, write_whole
 from grasp.predict.blocks import mask_of
 from grasp.predict.ranking import ranked, write_ranked
-from grasp.predict.row_arrays import F64
 from grasp.results import write_table
 from grasp.settings import CorpusSettings
 from grasp.text import plain, signed, text_table

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.arrays import F64
 from grasp.corpus.store import RowShard
 from grasp.errors import ModelError, SettingsError
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Pass, Reference, Rows, extract, position_mask, supervised_positions
 from grasp.features.gradient_match import SampledGradients, SquareSums, gradient_preconditioner
-from grasp.features.moments import F64
 from grasp.models.causal_lm import pad_rows
 from grasp.models.gradients.per_example import Example
 from grasp.settings import FeatureSettings

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.spool import FeatureSpool
 from grasp.corpus.shard_files import ShardStore
 from grasp.corpus.store import RowStore
@@ -21,7 +22,7 @@ from grasp.extract.engine import Workers
 from grasp.extract.forward import PositionSums, ShardForward
 from grasp.extract.progress import Progress
 from grasp.features.extract import Reference
-from grasp.features.moments import F64, LabelledStates, MomentAccumulator, Moments, PositionMoments
+from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 

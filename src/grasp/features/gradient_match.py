@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from grasp.arrays import F64
 from grasp.errors import ModelError, SettingsError
 from grasp.features.extract import Reference
-from grasp.features.moments import F64
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
 from grasp.models.gradients.layers import LayerSet, UntakenLayerError, choose_layers

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-F64 = NDArray[np.float64]
+from grasp.arrays import F64
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,31 +4,30 @@ Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
+from grasp.arrays import F64, Floats
 from grasp.errors import ShapeError
-from grasp.features.moments import F64, Moments, Whitener
+from grasp.features.moments import Moments, Whitener
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import CountSketch, gaussian_projection
 from grasp.settings import FeatureSettings
-
-F = NDArray[np.floating[Any]]
 
 # A coordinate that at least this share of the units has is kept dense: past it a dense row of E numbers costs less
 # than its scattered entries.
 SHARED = 1 / 8
 
 
-def damp(match: F) -> F:
+def damp(match: Floats) -> Floats:
     """sgn(x) log(1 + |x|): odd, strictly increasing, unitless. Source: eq:grasp-score."""
     return np.asarray(np.copysign(np.log1p(np.abs(match)), match))
 
 
-def hidden_match(hidden_NH: F, unit_hidden_EH: F) -> F:
+def hidden_match(hidden_NH: Floats, unit_hidden_EH: Floats) -> Floats:
     """H = <h~_i, h~_e> of whitened summaries, (N, E), in the precision of the inputs.
 
     Raises:
@@ -46,14 +45,14 @@ def hidden_match(hidden_NH: F, unit_hidden_EH: F) -> F:
 class PreparedUnits:
     """The questions' side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
 
-    hidden_EH: F
+    hidden_EH: Floats
     shared_C: NDArray[np.int64]
-    shared_CE: F  # their D xi_e, dense
+    shared_CE: Floats  # their D xi_e, dense
     rare_VE: csr_array  # all other coordinates, sparse
     n_units: int
 
 
-def prepare_units(unit_hidden_EH: F, unit_residual_EV: csr_array, precondition_V: F) -> PreparedUnits:
+def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondition_V: Floats) -> PreparedUnits:
     """Fold the preconditioner D into the units and split their residuals.
 
     Args:
@@ -86,7 +85,7 @@ def prepare_units(unit_hidden_EH: F, unit_residual_EV: csr_array, precondition_V
     )
 
 
-def residual_match(residual_NV: csr_array, units: PreparedUnits) -> F:
+def residual_match(residual_NV: csr_array, units: PreparedUnits) -> Floats:
     """R = xi_i^T D xi_e on sparse residuals, exact, (N, E).
 
     Args:
@@ -106,7 +105,7 @@ def residual_match(residual_NV: csr_array, units: PreparedUnits) -> F:
     return out_NE
 
 
-def pooled_relevance(hidden_NH: F, residual_NV: csr_array, units: PreparedUnits) -> F:
+def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedUnits) -> Floats:
     r"""Predict how much each row of a block helps each unit, first order only.
 
     Args:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from grasp.features.moments import F64, Whitener
+from grasp.arrays import F64
+from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
 from grasp.seeds import stream
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 import grasp
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
 from grasp.files import write_whole
@@ -35,7 +36,6 @@ from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamil
 from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.predict.protocol import Requirements, ScoringProtocol
-from grasp.predict.row_arrays import F64
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations

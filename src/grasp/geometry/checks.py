@@ -8,8 +8,8 @@ from dataclasses import asdict
 from math import isnan
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import RELEVANCE
 from grasp.audit.checks import Subject
 from grasp.audit.measures import Check, judged, missing, rank_agreement
@@ -20,7 +20,6 @@ from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
 
-F64 = NDArray[np.float64]
 SKETCHES = ("hidden", "residual", "product")
 IDENTITY = 1e-9  # of kernels of unit vectors in float64: more is no rounding
 MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"

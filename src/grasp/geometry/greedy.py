@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64, I64
 from grasp.choose.choice import Chosen
-from grasp.choose.limits import I64, Ledger, Limits
+from grasp.choose.limits import Ledger, Limits
 from grasp.choose.select import OPTIMAL
 from grasp.extract.progress import Progress
 from grasp.geometry.objective import Objective, best_rows, is_aligned, upper_bound
 from grasp.geometry.predictor import InteractionPredictor
 from grasp.predict.predictor import Predictor
-from grasp.predict.row_arrays import F64
 
 SIZES_TRIED = 4  # a budget in tokens is a number of rows only once rows are chosen
 SIZE_SHARE = 0.005

@@ -5,26 +5,24 @@ Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hid
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.spatial.distance import pdist
 
-F64 = NDArray[np.float64]
-F = NDArray[np.floating[Any]]
+from grasp.arrays import F64, Floats
 
 BLOCK_ELEMENTS = 4 * 1024 * 1024  # of the gradients that are held at once
 
 
-def gram(hidden_NH: F, residual_NV: csr_array) -> tuple[F64, F64]:
+def gram(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
     """Inner products of all pairs of rows in each half, (N, N) each, float64."""
     hidden = np.asarray(hidden_NH, dtype=np.float64)
     return hidden @ hidden.T, np.asarray((residual_NV @ residual_NV.T).toarray(), dtype=np.float64)
 
 
-def position_gram(hidden_PH: F, residual_PV: csr_array, row_P: NDArray[np.int64], n_rows: int) -> F64:
+def position_gram(hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], n_rows: int) -> F64:
     """<G_i, G_j> of G_i = mean over the positions of row i of h_t (x) xi_t, (N, N), exact.
 
     Args:
@@ -44,7 +42,9 @@ def position_gram(hidden_PH: F, residual_PV: csr_array, row_P: NDArray[np.int64]
     return out_NN
 
 
-def uncentred_gram(gram_NN: F64, offset_H: F64, hidden_PH: F, residual_PV: csr_array, row_P: NDArray[np.int64]) -> F64:
+def uncentred_gram(
+    gram_NN: F64, offset_H: F64, hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64]
+) -> F64:
     """`position_gram` of hidden states h_t + offset from that of h_t, (N, N): G_i + offset (x) mean xi_t."""
     mean_NP = row_means(row_P, len(gram_NN))
     mean_NV = csr_array(mean_NP @ residual_PV)
@@ -87,7 +87,7 @@ class DirectSumBound:
     bound: float  # 1/4 delta_h^2 delta_r^2 with the largest distances
 
 
-def direct_sum_bound(hidden_ND: F, residual_ND: F) -> DirectSumBound:
+def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
     """Compare the kernels of the normalised halves on every pair of rows.
 
     Rows without a hidden or a residual part have no direction and are left out. The discrepancy of a pair is exactly
@@ -115,7 +115,7 @@ def unit_gram(gram_NN: F64) -> F64:
     return np.asarray(gram_NN / mean if mean > 0 else gram_NN)
 
 
-def effective_rank(sketch_ND: F) -> float:
+def effective_rank(sketch_ND: Floats) -> float:
     """(sum of eigenvalues)^2 / sum of their squares, of the covariance of the sketch: 1 to D."""
     centred = np.asarray(sketch_ND, np.float64) - np.asarray(sketch_ND, np.float64).mean(axis=0)
     value = np.linalg.svd(centred, compute_uv=False) ** 2
@@ -130,7 +130,7 @@ def negative_pairs(gram_NN: F64) -> tuple[float, float]:
 
 
 def rank_one_share(
-    hidden_PH: F, residual_PV: csr_array, row_P: NDArray[np.int64], hidden_NH: F, residual_NV: csr_array
+    hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], hidden_NH: Floats, residual_NV: csr_array
 ) -> float:
     r"""Mean squared cosine between G_i = mean_t h_t (x) xi_t and the rank-1 h_i (x) xi_i of a summary, over rows.
 

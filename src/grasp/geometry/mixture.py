@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.choose.choice import SelectionObjective
 from grasp.choose.mixture import ExposureCurves, Mixed
 from grasp.choose.quadratic_program import Programme, maximised
 from grasp.errors import ProtocolError
 from grasp.geometry.predictor import InteractionPredictor, InteractionSums
 from grasp.predict.label_slices import LabelSlices
-from grasp.predict.row_arrays import F64
 from grasp.seeds import stream
 
 CONVEX_SHARE = 1e-10  # eigenvalues this small against the largest are rounding

@@ -22,12 +22,12 @@ from typing import Self
 
 import numpy as np
 
-from grasp.choose.limits import I64, Limits, within
+from grasp.arrays import F64, I64
+from grasp.choose.limits import Limits, within
 from grasp.geometry.predictor import InteractionPredictor
 from grasp.geometry.sums import QuadraticWeights, SubsetMass
 from grasp.geometry.terms import NormedSketch
 from grasp.predict.ranking import ranked
-from grasp.predict.row_arrays import F64
 from grasp.runs.predictions import Weighting
 
 CHOSEN_ROWS = 65_536  # that are read at once

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sums import SketchSums, SubsetMass, halves_needed, subset_relevance
@@ -22,7 +23,6 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch,
 from grasp.predict.predictor import EFFECT_SIZE, Level, Predictor, SubsetSums, assembled
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
 from grasp.predict.relevance import ColumnSpread, Kernel, UnitSelection
-from grasp.predict.row_arrays import F64
 from grasp.predict.sketches import Sketch
 from grasp.predict.weights import Exposure, Weights
 

@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
 from grasp.geometry.candidates import Binding, Candidate, candidate_of, needed_arrays
@@ -23,7 +24,6 @@ from grasp.predict.blocks import Side
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import RowMoments
-from grasp.predict.row_arrays import F64
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined, cost_of
@@ -31,7 +31,6 @@ from grasp.runs.predictions import Predictions, Weighting
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
-F32 = NDArray[np.float32]
 EXACT_ROWS = 12_000  # pair similarities are permuted one by one up to here: 4 bytes a pair, 288 MB
 _ROWS_AT_ONCE = 256
 SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs

@@ -11,9 +11,9 @@ from typing import Literal, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import Check, judged, missing, rank_agreement
 from grasp.audit.sample import SampleFeatures
@@ -25,7 +25,6 @@ from grasp.features.sketch import ProductSketch
 from grasp.geometry import measures
 from grasp.settings import FeatureSettings
 
-F64 = NDArray[np.float64]
 Half = Literal["hidden", "residual", "product"]
 
 

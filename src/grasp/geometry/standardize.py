@@ -17,14 +17,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import SubsetError
 from grasp.geometry.sums import Kind
 from grasp.predict.blocks import Side
 from grasp.predict.families import Family
 from grasp.predict.relevance import ColumnSpread, RowMoments
 from grasp.runs.predictions import Weighting
-
-F64 = NDArray[np.float64]
 
 FAR = 10.0  # sizes further from their mean than so many standard deviations, and rows, do not occur
 

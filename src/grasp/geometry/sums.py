@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.predict.blocks import Side
 from grasp.predict.predictor import inverse
 from grasp.predict.weights import Weights
 from grasp.runs.predictions import Weighting
 
-F64 = NDArray[np.float64]
 Half = Literal["hidden", "residual", "joint", "product"]
 Kind = Literal["raw", "self", "pair", "cent"]
 JOINT: tuple[Half, ...] = ("hidden", "residual")  # what `joint` is made of

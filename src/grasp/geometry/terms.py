@@ -16,6 +16,7 @@ from typing import Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import (
@@ -43,7 +44,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments
-from grasp.predict.row_arrays import F32, F64, Blocks, cached, label_column
+from grasp.predict.row_arrays import Blocks, cached, label_column
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.sketches import Sketch
 from grasp.predict.weights import Weights

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.labels import Label, LabelColumn, equals, none_of
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
-from grasp.predict.row_arrays import F64
 from grasp.predict.row_sums import sums_over
 from grasp.predict.weights import Exposure, Weights
 from grasp.seeds import bootstrap_weights

@@ -27,11 +27,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.interactions import geometry
 from grasp.predict.protocol import ScoringProtocol, default_protocol, kernel_weights
 from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments, UnitSelection, effects
-from grasp.predict.row_arrays import F32, F64, cached, checked_targets
+from grasp.predict.row_arrays import cached, checked_targets
 from grasp.predict.row_sums import RowSums
 from grasp.predict.sketches import Sketch
 from grasp.predict.weights import ANY_TEXT, Exposure, Weights

@@ -13,9 +13,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.predict.row_arrays import F32, F64, Blocks
+from grasp.predict.row_arrays import Blocks
 from grasp.predict.row_sums import RowSums, block_rows
 
 # A spread this small against the size of the numbers is rounding, not variance.

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.arrays import F32
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
@@ -18,8 +19,6 @@ from grasp.predict.expressions import LabelTable
 from grasp.predict.labels import LabelColumn
 from grasp.text import did_you_mean, listed
 
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 Blocks = Iterator[tuple[int, F32]]
 T = TypeVar("T")
 

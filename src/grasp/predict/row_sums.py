@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 
+from grasp.arrays import F32, F64
 from grasp.errors import ShapeError
-from grasp.predict.row_arrays import F32, F64, Blocks
+from grasp.predict.row_arrays import Blocks
 from grasp.predict.weights import PackedMasks, Weights
 
 # Arrays up to this size are held in memory over all blocks of subsets; larger ones are read again for each.

@@ -8,8 +8,9 @@ from typing import Self
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.row_arrays import F64, cached
+from grasp.predict.row_arrays import cached
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.weights import Weights
 

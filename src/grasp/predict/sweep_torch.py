@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-F64 = NDArray[np.float64]
+from grasp.arrays import F64
 
 PIECE = 128
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 
-F64 = NDArray[np.float64]
+from grasp.arrays import F64
 
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
 ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import own_directory, written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F32, F64
 from grasp.runs.learning import measures
 
 MARKER = ".grasp-atlas"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
@@ -29,7 +30,7 @@ from grasp.predict.label_slices import (
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, best
-from grasp.predict.row_arrays import F64, checked_targets, label_column, length_column, row_tokens
+from grasp.predict.row_arrays import checked_targets, label_column, length_column, row_tokens
 from grasp.report.rows import HeldRows, by_column, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.predict.label_slices import LabelSlices
 from grasp.predict.relevance import Kernel, UnitSelection
-from grasp.predict.row_arrays import F64
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
-from grasp.predict.row_arrays import F64
 from grasp.report.findings import Missing, Retraining
 from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend

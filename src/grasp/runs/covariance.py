@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-F64 = NDArray[np.float64]
+from grasp.arrays import F64
 
 TINY = 1e-12
 WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure

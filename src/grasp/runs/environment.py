@@ -22,8 +22,8 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.blocks import SubsetBlock
@@ -50,7 +50,6 @@ from grasp.runs.environment_files import (
 )
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 
-F64 = NDArray[np.float64]
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
 MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
 SUBSETS = "subsets.parquet"

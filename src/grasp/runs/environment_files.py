@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from pydantic_core import to_jsonable_python
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError, ModelError
 from grasp.files import differences, discard, write_whole
 from grasp.predict.blocks import SubsetBlock
@@ -36,7 +37,6 @@ Role = Literal["dev", "held-out"]
 
 FORMAT_VERSION = 1
 INFO = "environment.json"
-F64 = NDArray[np.float64]
 FULL = "full"  # the run on the whole corpus
 EXAMPLES = 3
 STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included

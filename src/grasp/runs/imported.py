@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
@@ -26,8 +27,6 @@ from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import NAMED, RunTable, open_runs
-
-F64 = NDArray[np.float64]
 
 BLOCK = 256
 NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # metrics that are nats a token

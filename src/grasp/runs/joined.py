@@ -6,11 +6,12 @@ from typing import Self
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F64, label_column
+from grasp.predict.row_arrays import label_column
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets

@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import stdtrit
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.runs.covariance import (
     CURVES,
@@ -54,8 +54,6 @@ from grasp.runs.covariance import (
     own_linear,
 )
 from grasp.seeds import stream
-
-F64 = NDArray[np.float64]
 
 FEWEST = 2  # different subsets that anything is learned from
 ALIKE_DIGITS = 9  # of features of subsets that count as one

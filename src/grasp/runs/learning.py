@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.label_slices import label_slices, sensible_labels
@@ -29,7 +30,6 @@ from grasp.runs.metrics import spearman
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 COVERAGE = 0.9
 OUTSIDE = "outside of what the runs covered"
 NAMED = 3  # subsets in a sentence

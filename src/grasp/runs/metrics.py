@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import ShapeError
 from grasp.text import number
 
-F64 = NDArray[np.float64]
 Weights = NDArray[np.floating[Any]]
 
 # The lowest value of each metric; the highest is 1.

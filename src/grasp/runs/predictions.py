@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import inverse
@@ -31,7 +32,6 @@ from grasp.store.contents import readable_table
 from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
-F64 = NDArray[np.float64]
 Unit = tuple[str, str]
 Weighting = Literal["count", "mean"]  # scores of the rows of a subset are added up, or averaged by their weights
 # predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised

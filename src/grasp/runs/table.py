@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
@@ -32,8 +33,6 @@ from grasp.store.directory import write_at_once
 from grasp.store.records import Signed
 from grasp.store.remote import open_store
 from grasp.text import plain, text_table
-
-F64 = NDArray[np.float64]
 
 INFO = "runs.json"
 TRAINED = "trained.parquet"

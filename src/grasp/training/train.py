@@ -33,6 +33,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
+from grasp.arrays import F64
 from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
@@ -40,8 +41,6 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 from grasp.training.llama import StackedLlama, head_loss
 from grasp.training.recipe import TrainingRecipe
-
-F64 = NDArray[np.float64]
 
 WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
 RECORD = "training.json"

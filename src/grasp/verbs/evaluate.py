@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
@@ -18,7 +19,6 @@ from grasp.methods.registry import ConfiguredMethod, configured_methods, method_
 from grasp.predict.families import parse_family
 from grasp.predict.interactions import geometry
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
-from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs, written_aside
@@ -22,7 +23,7 @@ from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_interv
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
+from grasp.predict.row_arrays import checked_targets, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result, write_table
 from grasp.runs.environment import Environment

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
@@ -41,7 +41,6 @@ from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs
 from grasp.models.gradients.layers import choose_layers
 
-F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)
 
 

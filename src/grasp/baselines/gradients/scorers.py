@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import refuse_non_finite
 from grasp.baselines.gradients.projection import Form, choose_forms
@@ -20,8 +20,6 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients.layers import Block
-
-F64 = NDArray[np.float64]
 
 
 class ProjectedScorer(RowScorer):

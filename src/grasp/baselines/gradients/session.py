@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.methods.contract import MethodInputs
 from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
 from grasp.seeds import stream
-
-F64 = NDArray[np.float64]
 
 
 def row_examples(material: MethodInputs, start: int, stop: int) -> list[Example]:

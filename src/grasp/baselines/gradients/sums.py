@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from grasp.arrays import F64
 from grasp.models.gradients.capture import Consumer
 from grasp.models.gradients.factors import ELEMENTS, Use, materialise
 from grasp.models.gradients.layers import LayerSet
 from grasp.models.gradients.per_example import Example, PerExample
-
-F64 = NDArray[np.float64]
 
 
 class Collector(Protocol):
