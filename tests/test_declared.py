@@ -19,6 +19,7 @@ VERBS = [
     ("grasp.choose.distil", "distil"),
     ("grasp.choose.mixture", "mix"),
     ("grasp.choose.select", "select"),
+    ("grasp.extract.build", "build"),
     ("grasp.report.serve", "serve"),
     ("grasp.report.verb", "report"),
     ("grasp.runs.readers", "import_runs"),

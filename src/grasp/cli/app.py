@@ -117,6 +117,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 # How arguments of verbs are written on a command line, where it is not --name, and FILE, N, X or NAME by its kind.
 FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "columns": "--weights", "oracles": "--oracle"}
+FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 METAVARS = {
     name: metavar
     for metavar, names in {
@@ -136,14 +137,15 @@ METAVARS = {
         "PATTERN": "columns metrics higher lower",
         "COMMAND": "train_command",
         "PATH": "corpus",
-        "DIR": "out runs development checkpoints cache model",
+        "DIR": "out runs development checkpoints cache model tokenizer",
+        "further|new": "train",
         "ART": "previous like",
     }.items()
     for name in names.split()
 }
 BY_KIND = {str: "NAME", int: "N", float: "X", bool: "", Path: "FILE"}
 LEAST = {"resamples": 10} | dict.fromkeys(("top", "bottom", "min_tokens", "seed", "explain", "cautious"), 0)
-LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack"), 1)
+LEAST |= dict.fromkeys(("count", "seeds", "workers", "stack", "limit"), 1)
 
 
 def flag_of(name: str) -> str:

@@ -52,62 +52,22 @@ def demo(
     "grasp build --config art/run.yaml --out s3://bucket/art",
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
+    verb="grasp.extract.build",
+    more="resume untrained tokenizer keep_features like match dtype",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
-    model: str | None = option("--model DIR", "Checkpoint that reads the corpus: a directory or a hub name.", None),
-    corpus: str | None = option(
-        "--corpus FILE",
-        "Texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub "
-        "name or a URL.",
-        None,
-    ),
     targets: list[str] = option(
         "--targets NAMES",
         "What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl; a line is "
         '{"question": ..., "answer": ...}, or prompt and completion), separated by commas; repeatable.',
         [],
     ),
-    train: str | None = option(
-        "--train further|new",
-        "What will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.",
-        None,
-    ),
-    text_column: str | None = option(
-        "--text-column COLUMN", "Column of the text, or of turns. Default: text or messages.", None
-    ),
-    id_column: str | None = option(
-        "--id-column COLUMN", 'Column of the names. Default: row_id or id; "" for none.', None
-    ),
-    split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
-    max_length: int | None = option(
-        "--max-length N",
-        "Tokens of the longest row; longer documents become several. Default: what the model reads, at most 2048.",
-        None,
-    ),
-    limit: int | None = option("--limit N", "Read only the first N documents, for a quick look.", None, min=1),
     forecast: bool = option(
         "--forecast", "Only say what it would be: rows, kernels, time, disk, and what would stop it.", False
     ),
-    resume: bool = rare("--resume", "Go on with a build that was cut off, with its settings.", False),
-    untrained: bool = rare("--untrained", "Go on although the model predicts no better than chance.", False),
-    tokenizer: str | None = rare("--tokenizer DIR", "The model's tokenizer. Default: the one in its directory.", None),
     add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
-    keep_features: bool | None = rare(
-        "--keep-features/--no-keep-features",
-        "Keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.",
-        None,
-    ),
-    like: str | None = rare(
-        "--like ART", "Take the moments of this artifact, so that grasp merge can join the two.", None
-    ),
-    match: str | None = rare(
-        "--match KIND", "How rows are compared with answers: pooled, token, forward or all. Default: all.", None
-    ),
-    dtype: str | None = rare(
-        "--dtype TYPE", "float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", None
-    ),
-    config: ConfigFile = None,
+    settings: ConfigFile = None,
     assign: Assignments = [],
     engine: str = rare("--engine KIND", "local: this process; ray: a Ray cluster.", "local"),
     workers: int | None = rare(
@@ -115,33 +75,15 @@ def build(
     ),
     address: Address = None,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
-    """Run a model once over a corpus and write an artifact.
-
-    The same command goes on where it was cut off.
-
-    The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
-    """
-    from grasp.extract.build import add_targets, foretell, split_names
+    from grasp.extract.build import NAMED, SETTINGS, add_targets, foretell, split_names
     from grasp.extract.build import build as run
 
-    flags = {
-        "model.path": model,
-        "model.tokenizer": tokenizer,
-        "model.dtype": dtype,
-        "corpus.path": corpus,
-        "corpus.split": split,
-        "corpus.text_column": text_column,
-        "corpus.row_id_column": id_column,
-        "corpus.max_length": max_length,
-        "corpus.limit": limit,
-        "targets.names": [name for text in targets for name in split_names(text)] or None,
-        "train": train,
-        "features.match": match,
-        "keep_features": keep_features,
-        "like": like,
-    }
-    data = merged(config, assign, flags)
+    resume, untrained = asked.pop("resume"), asked.pop("untrained")
+    flags = {(NAMED | SETTINGS)[name]: value for name, value in asked.items()}
+    flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
+    data = merged(settings, assign, flags)
     if add_target is not None:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle | {"--untrained": untrained}, "--add-target, which runs in this process on what is finished")

@@ -43,15 +43,29 @@ REQUIRED = {
 
 
 PLACES = ("model.path", "model.tokenizer", "corpus.path")
+# Arguments of `build`, and options of `grasp build`, that are settings; `model`, `tokenizer`, `dtype`, `corpus` and
+# `targets` may be objects, and are named after these.
+SETTINGS = {
+    "split": "corpus.split",
+    "text_column": "corpus.text_column",
+    "id_column": "corpus.row_id_column",
+    "max_length": "corpus.max_length",
+    "limit": "corpus.limit",
+    "train": "train",
+    "match": "features.match",
+    "keep_features": "keep_features",
+    "like": "like",
+}
+NAMED = {"model": "model.path", "tokenizer": "model.tokenizer", "dtype": "model.dtype", "corpus": "corpus.path"}
 
 
 def build(
-    model: Any = None,
-    corpus: Any = None,
-    targets: Any = None,
+    model: "str | Any" = None,
+    corpus: "str | Any" = None,
+    targets: "str | Any" = None,
     out: Path | str = "",
     *,
-    tokenizer: Any = None,
+    tokenizer: "str | Any" = None,
     split: str | None = None,
     text_column: str | None = None,
     id_column: str | None = None,
@@ -61,54 +75,54 @@ def build(
     match: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
-    like: Path | str | None = None,
+    like: str | Path | None = None,
     settings: Mapping[str, Any] | Path | str | None = None,
     resume: bool = False,
     untrained: bool = False,
     cluster: ClusterSpec | None = None,
     progress: Progress | None = None,
 ) -> ArtifactReader:
-    """Run the model once over the corpus and write the artifact `out`.
+    """Run a model once over a corpus and write an artifact.
 
-    What is there already is not done again: a build that was cut off goes on, one that is finished is opened.
+    The same command goes on where it was cut off.
+
+    The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
+
+    In Python what is there already is not done again either: one that is finished is opened.
 
     Args:
-        model: directory or hub name of a checkpoint; or a transformers model, with `tokenizer` or as a pair with it.
-        corpus: file, directory, URL or hub name; or a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
-        targets: names of tasks and files of units, in a list or separated by commas; or units: a list of dicts with
-            prompt and completion (or question and answer), or a DataFrame of them.
-        out: directory of the artifact, or a URL.
-        tokenizer: directory, or a transformers tokenizer where the model is an object.
-        split: of a corpus with several.
-        text_column: column of the texts; by default `text`.
-        id_column: column of the names; by default `row_id` or `id`.
-        max_length: tokens of the longest row; by default what the model reads, at most 2,048.
-        limit: only the first so many documents are read.
-        train: what will be trained on the corpus: this model `further`, or a `new` one from scratch; by default what
-            the checkpoint says, as the references of `retrain` do.
-        match: relevance kernels: `pooled`, `token`, `forward` (both), or `all`: of a model that is trained further
-            also `gradient`, which takes a backward pass.
-        dtype: `float32`, `bfloat16` or `float16`; by default float32 on a CPU, else bfloat16.
-        keep_features: keep what a target needs that is added later.
-        like: an artifact whose moments are taken, so that this one and it can be merged.
+        model: checkpoint that reads the corpus: a directory or a hub name. In Python also a transformers model, with
+            `tokenizer` or as a pair with it.
+        corpus: texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub
+            name or a URL. In Python also a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
+        targets: what the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl; a line is
+            {"question": ..., "answer": ...}, or prompt and completion), separated by commas. In Python also a list of
+            them; or units: a list of dicts with prompt and completion (or question and answer), or a DataFrame of them.
+        out: directory for the artifact, or a URL such as s3://bucket/art.
+        tokenizer: the model's tokenizer. Default: the one in its directory. In Python a transformers tokenizer where
+            the model is an object.
+        split: split of a corpus that has several.
+        text_column: column of the text, or of turns. Default: text or messages.
+        id_column: column of the names. Default: row_id or id; "" for none.
+        max_length: tokens of the longest row; longer documents become several. Default: what the model reads, at most
+            2048.
+        limit: read only the first N documents, for a quick look.
+        train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
+            Default: what the checkpoint says, as the references of grasp retrain do.
+        match: how rows are compared with answers: pooled, token, forward (both) or all. Default: all; of a model
+            that is trained further it has gradient too, which takes a backward pass.
+        dtype: numbers of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
+        keep_features: keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.
+        like: take the moments of this artifact, so that grasp merge can join the two.
         settings: any other settings, nested, or the YAML file of them; arguments win.
-        resume: take the settings from the build that was begun in `out`.
+        resume: go on with a build that was cut off, with its settings.
         untrained: go on although the model predicts no better than chance.
         cluster: Ray workers that run the model.
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
     """
-    arguments = {
-        "corpus.split": split,
-        "corpus.text_column": text_column,
-        "corpus.row_id_column": id_column,
-        "corpus.max_length": max_length,
-        "corpus.limit": limit,
-        "train": train,
-        "features.match": match,
-        "keep_features": keep_features,
-        "like": None if like is None else str(like),
-    }
+    given = (split, text_column, id_column, max_length, limit, train, match, keep_features)
+    arguments = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = _place(out)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
