@@ -32,12 +32,12 @@ from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import label_slices, slice_effects
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol, protocol_from
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.rows import row_tokens
 from grasp.report.verb import report
 from grasp.verbs.predict import prediction_table
 from grasp.verbs.score import score

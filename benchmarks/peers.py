@@ -120,8 +120,7 @@ def sweep(job: Job) -> dict[str, Any]:
     import sweep as sums  # noqa: PLC0415 - the script beside this one
     import torch  # noqa: PLC0415
 
-    from grasp.predict.row_sums import RowSums  # noqa: PLC0415
-    from grasp.predict.weights import Weights  # noqa: PLC0415
+    from grasp.predict.weights import RowSums, Weights  # noqa: PLC0415
 
     torch.set_num_threads(job.threads)
     n_rows = job.rows

@@ -26,8 +26,7 @@ import torch
 from scipy.sparse import csr_array
 
 from grasp.predict import sweep_torch
-from grasp.predict.row_sums import RowSums
-from grasp.predict.weights import PackedMasks, Weights
+from grasp.predict.weights import PackedMasks, RowSums, Weights
 
 STREAM_BYTES = 512 << 20
 PLAIN_SUBSETS = 200

@@ -25,8 +25,8 @@ from grasp.files import (
     write_whole,
     written_aside,
 )
-from grasp.predict.blocks import one_subset
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import one_subset
 from grasp.results import write_table
 from grasp.yaml_files import write_yaml
 

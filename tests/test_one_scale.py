@@ -10,11 +10,11 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import explain
 from grasp.choose.select import select
-from grasp.predict.expressions import LabelTable
 from grasp.predict.label_slices import SliceFormula, label_slices
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol, save_protocol
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.rows import row_tokens
 from grasp.report.findings import ReportRequest, findings
 from grasp.report.serve import Ask, answered
 from grasp.text import several

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from experiments.table import AVERAGE, ceilings
-from grasp.predict.row_sums import RowSums
-from grasp.predict.weights import PackedMasks, Weights
+from grasp.predict.weights import PackedMasks, RowSums, Weights
 
 SUBSETS = 100_000
 BLOCK, ROUNDS = 512, 3

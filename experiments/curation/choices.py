@@ -26,11 +26,11 @@ from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.files import temporary_path, write_whole
 from grasp.methods.registry import configured_methods, method_rows
-from grasp.predict.expressions import LabelTable
 from grasp.predict.label_slices import label_slices
+from grasp.predict.labels import LabelTable
+from grasp.predict.predictor import UnitSelection
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.rows import row_tokens
 from grasp.seeds import stream
 from grasp.store.locks import one_at_a_time
 

@@ -20,8 +20,8 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.subset_tables import read_subsets
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.runs.curves import World, curve
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.expressions import LabelTable
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.covariance import SubsetFeatures

@@ -19,9 +19,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.geometry.scored import Scored
-from grasp.predict.blocks import WeightedRows, stack
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import WeightedRows, stack
 from grasp.runs.environment import Environment
 from grasp.runs.learning import learn, measures
 

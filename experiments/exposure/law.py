@@ -21,8 +21,7 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
-from grasp.predict.predictor import Predictor
-from grasp.predict.weights import ANY_TEXT
+from grasp.predict.predictor import ANY_TEXT, Predictor
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream

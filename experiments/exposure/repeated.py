@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.blocks import WeightedRows, stack
-from grasp.predict.expressions import LabelTable
+from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import WeightedRows, stack
 from grasp.seeds import stream
 
 STRENGTH = 0.5  # of the Dirichlet distribution of the shares, around even ones

@@ -22,7 +22,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.geometry.calibration import Development
-from grasp.predict.relevance import counted
+from grasp.predict.predictor import counted
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
 

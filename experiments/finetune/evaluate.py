@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.predict.relevance import counted
+from grasp.predict.predictor import counted
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights

@@ -22,7 +22,7 @@ from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
-from grasp.predict.relevance import counted
+from grasp.predict.predictor import counted
 from grasp.seeds import stream
 
 NEGATIVE = 0.25

@@ -30,10 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from experiments.finetune.training import LONG, LORA, REFERENCE, SHORT, Recipe
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.weights import Weights
+from grasp.predict.weights import SubsetBlock, Weights
 from grasp.runs.environment_files import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings

@@ -27,11 +27,11 @@ from experiments.exposure.repeated import STRENGTH
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
-from grasp.predict.blocks import WeightedRows, stack
 from grasp.predict.families import dirichlet_shares, parse_family
 from grasp.predict.label_slices import label_slices
-from grasp.predict.row_arrays import label_column, row_tokens
+from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import WeightedRows, stack
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import FULL, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints

@@ -20,8 +20,8 @@ from scipy.stats import spearmanr
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.oracles import ridge_out
-from grasp.predict.expressions import LabelTable
 from grasp.predict.label_slices import sensible_labels
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.covariance import SubsetFeatures

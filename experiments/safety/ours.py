@@ -14,9 +14,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
 from grasp.extract.local import build_artifact
 from grasp.methods.registry import configured_methods, method_rows
-from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, load_protocol, protocol_from
+from grasp.predict.weights import MissingRows, in_blocks
 from grasp.settings import build_settings
 
 TARGET = "trusted"

@@ -20,9 +20,8 @@ from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
-from grasp.predict.expressions import LabelTable
-from grasp.predict.predictor import Predictor
-from grasp.predict.relevance import UnitSelection
+from grasp.predict.labels import LabelTable
+from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights
 

@@ -19,9 +19,9 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.extras import require
 from grasp.files import write_whole
-from grasp.predict.expressions import LabelTable
 from grasp.predict.label_slices import label_slices
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.labels import LabelTable
+from grasp.predict.rows import row_tokens
 from grasp.report.trends import LabelTrend, label_trends
 
 SHOWN = 5  # of the categories that gain most and lose most

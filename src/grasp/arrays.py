@@ -1,5 +1,6 @@
 """Names of numpy arrays by the type of their elements."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,3 +13,4 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 Integers = NDArray[np.integer[Any]]
 Bool = NDArray[np.bool_]
+Blocks = Iterator[tuple[int, F32]]  # of rows: the first one, and the values from there on

@@ -23,7 +23,7 @@ from grasp.features.extract import extract
 from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
-from grasp.predict.row_arrays import row_index
+from grasp.predict.rows import row_index
 from grasp.report.shades import _words
 from grasp.text import visible
 from grasp.verbs.score import score

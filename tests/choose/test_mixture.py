@@ -16,8 +16,9 @@ from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry import mixture as quadratic
 from grasp.predict.label_slices import label_slices
 from grasp.predict.labels import LabelColumn
+from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH, Exposure
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Exposure, Weights
+from grasp.predict.weights import Weights
 from tests.choose.world import World, predictor_of, protocol
 from tests.rounding import rounding
 

@@ -7,13 +7,8 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.choose.choice import Training
-from grasp.predict.predictor import SubsetSums
-from grasp.predict.weights import (
-    REPEAT_WORTH,
-    Exposure,
-    PackedMasks,
-    Weights,
-)
+from grasp.predict.predictor import REPEAT_WORTH, Exposure, SubsetSums
+from grasp.predict.weights import PackedMasks, Weights
 
 
 @given(times=st.floats(1e-6, 1e3), epochs=st.floats(0.01, 100))

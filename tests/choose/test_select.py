@@ -18,8 +18,8 @@ from grasp.choose.select import _of_tokens, select
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry.greedy import choose
 from grasp.geometry.objective import Objective, is_aligned, upper_bound
-from grasp.predict.ranking import ranked
-from grasp.predict.weights import ANY_TEXT, Exposure
+from grasp.predict.predictor import ANY_TEXT, Exposure
+from grasp.predict.rows import ranked
 from grasp.verbs.score import score
 from tests.choose.world import World, best_subset, changes, planted, predictor_of, protocol
 

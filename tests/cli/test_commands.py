@@ -16,8 +16,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.terms import CalibrationFamily
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import load_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets

@@ -14,8 +14,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo

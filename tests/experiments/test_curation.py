@@ -19,8 +19,8 @@ from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, h
 from experiments.curation.table import estimate
 from grasp.errors import SettingsError
 from grasp.extract.local import build_artifact
+from grasp.predict.predictor import UnitSelection
 from grasp.predict.protocol import default_protocol, save_protocol
-from grasp.predict.relevance import UnitSelection
 from grasp.runs.environment import Environment
 from grasp.settings import build_settings
 from grasp.targets import Unit

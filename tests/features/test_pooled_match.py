@@ -8,7 +8,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.features.pooled_match import damp, hidden_match, pooled_relevance, prepare_units, residual_match
-from grasp.predict.relevance import counted
+from grasp.predict.predictor import counted
 from tests.predict import reference
 from tests.rounding import rounding
 

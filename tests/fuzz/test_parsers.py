@@ -32,7 +32,7 @@ from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summar
 from grasp.corpus import read_documents
 from grasp.errors import GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.predict.expressions import LabelTable
+from grasp.predict.labels import LabelTable
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import Environment

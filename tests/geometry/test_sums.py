@@ -12,8 +12,7 @@ from grasp.errors import ShapeError
 from grasp.features.sketch import CountSketch, gaussian_projection
 from grasp.geometry import sums as geo
 from grasp.geometry.sums import SubsetMass, subset_relevance
-from grasp.predict.row_sums import sums_over
-from grasp.predict.weights import Weights
+from grasp.predict.weights import Weights, sums_over
 from tests.predict import reference
 from tests.predict.reference import additive, components, interaction_surrogate
 

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.targets import Unit

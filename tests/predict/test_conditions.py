@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grasp.predict.expressions import LabelTable
-from grasp.predict.labels import equals, identifier, none_of
+from grasp.predict.labels import LabelTable, equals, identifier, none_of
 
 HOSTILE = ["it's", '"', "a;b", "'; DROP TABLE x; --", "\x1b[2J", "a\nb", "\u202egnp", "{{ 1 }}", "", " ", "x" * 99]
 

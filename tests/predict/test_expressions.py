@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.errors import SubsetError
-from grasp.predict.expressions import LabelTable
+from grasp.predict.labels import LabelTable
 
 TOPICS = ["Games", "Health", None, "Games", "Law", "Health"]
 
@@ -136,7 +136,7 @@ def test_anything_but_a_condition_is_refused(table, expression):
 
 def test_the_second_wall_stands_without_the_first(table, monkeypatch):
     """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or its settings."""
-    monkeypatch.setattr("grasp.predict.expressions._checked", lambda db, expression, columns: {})
+    monkeypatch.setattr("grasp.predict.labels._checked", lambda db, expression, columns: {})
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled by configuration"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
@@ -148,7 +148,7 @@ def test_the_second_wall_stands_without_the_first(table, monkeypatch):
 
 def test_python_variables_cannot_be_read(table, monkeypatch):
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.predict.expressions._checked", lambda db, expression, columns: {})
+    monkeypatch.setattr("grasp.predict.labels._checked", lambda db, expression, columns: {})
     with pytest.raises(SubsetError, match="secret_table does not exist"):
         selected(table, "EXISTS (SELECT * FROM secret_table)")
     assert secret_table.num_rows == 1

@@ -135,7 +135,7 @@ def test_what_cannot_be_drawn_is_refused(family, n_rows, labels, said):
 
 
 def test_large_subsets_come_in_smaller_blocks(monkeypatch):
-    monkeypatch.setattr("grasp.predict.blocks.MAX_BLOCK_ENTRIES", 100)
+    monkeypatch.setattr("grasp.predict.weights.MAX_BLOCK_ENTRIES", 100)
     blocks = list(Family("uniform", fraction=0.5).draw(9, n_rows=80, seed=0, purpose="t"))
     assert [len(block.subset_ids) for block in blocks] == [2, 2, 2, 2, 1]
 

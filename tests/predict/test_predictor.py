@@ -12,9 +12,9 @@ from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sums import SubsetMass, subset_relevance
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.predictor import ANY_TEXT, EFFECT_SIZE, Exposure, Predictor
 from grasp.predict.protocol import default_protocol
-from grasp.predict.weights import ANY_TEXT, Exposure, Weights
+from grasp.predict.weights import Weights
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
@@ -217,7 +217,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
         return predictor.change_of(sums), predictor.unit_change(weights, sums)
 
     want = predicted(FakeSource())
-    monkeypatch.setattr("grasp.predict.row_sums.HELD_BYTES", held_bytes)
+    monkeypatch.setattr("grasp.predict.weights.HELD_BYTES", held_bytes)
     for one, other in zip(want, predicted(FakeSource(block_rows=block_rows)), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=rounding(40, one))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grasp.predict.ranking import ranked
+from grasp.predict.rows import ranked
 
 
 @pytest.mark.parametrize("levels", [1, 7, 10_000])

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from grasp.predict import row_arrays
+from grasp.predict import rows as row_arrays
 
 
 class Opened:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError, SubsetError
-from grasp.predict.blocks import SubsetBlock, WeightedRows, one_subset, stack
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.weights import Weights
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, one_subset, stack
 
 IDS = [f"doc-{i:03d}" for i in range(30)]
 INDEX = RowIndex.from_ids(IDS)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
-from grasp.predict import row_sums, sweep_torch
-from grasp.predict.row_sums import RowSums, sums_over
-from grasp.predict.weights import PackedMasks, Weights
+from grasp.predict import sweep_torch
+from grasp.predict import weights as row_sums
+from grasp.predict.weights import PackedMasks, RowSums, Weights, sums_over
 from tests.predict.test_weights import forms
 from tests.rounding import rounding
 
@@ -79,7 +79,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 def test_the_core_loads_no_torch():
-    modules = ["predict.predictor", "predict.row_sums", "geometry.standardize", "geometry.sums"]
+    modules = ["predict.predictor", "predict.weights", "geometry.standardize", "geometry.sums"]
     code = "import sys; " + "; ".join(f"import grasp.{m}" for m in modules)
     subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
 

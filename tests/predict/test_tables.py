@@ -6,10 +6,9 @@ import pytest
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.weights import Weights
+from grasp.predict.weights import SubsetBlock, Weights
 from grasp.verbs.predict import prediction_table
 from tests.predict.source import FakeSource
 from tests.rules import rule

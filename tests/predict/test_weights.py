@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.predict import blocks as blocks_module
-from grasp.predict.blocks import MissingRows, SubsetBlock, WeightedRows, in_blocks
+from grasp.predict import weights as blocks_module
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.weights import PackedMasks, Weights
+from grasp.predict.weights import MissingRows, PackedMasks, SubsetBlock, WeightedRows, Weights, in_blocks
 
 
 def form(weights: Weights) -> str:

@@ -21,7 +21,7 @@ from grasp.audit.explain import explain
 from grasp.extract.local import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol
-from grasp.predict.ranking import SHORT
+from grasp.predict.rows import SHORT
 from grasp.report import payload
 from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render

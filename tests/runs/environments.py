@@ -9,10 +9,10 @@ import pyarrow as pa
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint

@@ -13,8 +13,8 @@ from grasp.choose.climb import SLOW
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex

@@ -30,8 +30,7 @@ from grasp.audit.sample import (
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import forward_shard
 from grasp.extract.reopen import BuildSource
-from grasp.predict.interactions import geometry
-from grasp.predict.protocol import ScoringProtocol, as_protocol, kernel_weights
+from grasp.predict.protocol import ScoringProtocol, as_protocol, geometry, kernel_weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside

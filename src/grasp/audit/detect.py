@@ -30,8 +30,8 @@ from grasp.audit.neighbours import COMPARED, disagreement
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.relevance import RowMoments
-from grasp.predict.row_arrays import label_column, only_target
+from grasp.predict.predictor import RowMoments
+from grasp.predict.rows import label_column, only_target
 from grasp.results import Result
 from grasp.text import json_text
 

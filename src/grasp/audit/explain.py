@@ -40,10 +40,9 @@ from grasp.features.pooled_match import PooledKernel
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.gradients.per_example import Example
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import only_target, row_index
+from grasp.predict.rows import only_target, row_index
 from grasp.settings import FeatureSettings
 from grasp.targets import UnitTokens
 

@@ -33,8 +33,8 @@ from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
 from grasp.hub import fetched_before
 from grasp.models.checkpoint import REPOSITORY
+from grasp.predict.predictor import UnitSelection, counted
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
-from grasp.predict.relevance import UnitSelection, counted
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.metrics import MIN_SUBSETS

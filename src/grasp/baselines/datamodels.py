@@ -17,8 +17,8 @@ from grasp.baselines.oracles import (
 from grasp.errors import EnvironmentDataError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, SubsetMethod
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.row_arrays import label_column
+from grasp.predict.rows import label_column
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 

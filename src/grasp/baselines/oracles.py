@@ -20,8 +20,8 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.extras import require
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.labels import LabelColumn
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Utilities
 from grasp.runs.predictions import Predictions
 from grasp.seeds import stream

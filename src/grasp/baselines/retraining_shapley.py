@@ -23,7 +23,7 @@ from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.row_arrays import label_column
+from grasp.predict.rows import label_column
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe

@@ -26,7 +26,7 @@ from grasp.choose.quadratic_program import Programme
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.families import dirichlet_shares
 from grasp.predict.label_slices import label_slices
-from grasp.predict.row_arrays import label_column, row_tokens
+from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
 from grasp.runs.covariance import SubsetFeatures

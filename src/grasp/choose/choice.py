@@ -17,11 +17,11 @@ from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import Predictor, SubsetSums
+from grasp.predict.predictor import Exposure, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from, save_protocol
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.rows import row_tokens
 from grasp.predict.subset_tables import CORPUS
-from grasp.predict.weights import Exposure, Weights
+from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside

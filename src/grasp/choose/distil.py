@@ -27,9 +27,9 @@ from grasp.extract.progress import Progress, Silent
 from grasp.files import FileEntry, check_place
 from grasp.methods.contract import MethodInputs
 from grasp.predict.label_slices import label_slices, sensible_labels
+from grasp.predict.predictor import additive_predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import label_column, only_target, row_documents
+from grasp.predict.rows import label_column, only_target, row_documents
 from grasp.results import Result
 from grasp.seeds import stream
 

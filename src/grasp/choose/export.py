@@ -33,7 +33,7 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import require_here
 from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, written_aside
-from grasp.predict.row_arrays import row_tokens
+from grasp.predict.rows import row_tokens
 from grasp.settings import CorpusSettings
 from grasp.text import json_text
 from grasp.yaml_files import validated, write_yaml

@@ -27,13 +27,12 @@ from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.errors import SettingsError
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import LabelSlices, label_slices
-from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import label_column, row_tokens
+from grasp.predict.predictor import ANY_TEXT, Exposure
+from grasp.predict.protocol import ScoringProtocol, geometry
+from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import ANY_TEXT, Exposure
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import plain, several

@@ -34,15 +34,20 @@ from grasp.choose.limits import Limits, read_exclusion, within
 from grasp.choose.selection import Selection
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
-from grasp.predict.blocks import mask_of, one_subset
-from grasp.predict.expressions import LabelTable
-from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import sensible_labels
-from grasp.predict.labels import LabelColumn
-from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, ranked, short_of, short_rows
-from grasp.predict.row_arrays import label_column, length_column, row_documents, row_tokens
-from grasp.predict.weights import Weights
+from grasp.predict.labels import LabelColumn, LabelTable
+from grasp.predict.protocol import ScoringProtocol, geometry
+from grasp.predict.rows import (
+    SHORT,
+    label_column,
+    length_column,
+    ranked,
+    row_documents,
+    row_tokens,
+    short_of,
+    short_rows,
+)
+from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import several, signed, skipped_text

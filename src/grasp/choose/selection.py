@@ -33,8 +33,8 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import BuildSource
 from grasp.files import check_place, write_whole
-from grasp.predict.blocks import mask_of
-from grasp.predict.ranking import ranked, write_ranked
+from grasp.predict.rows import ranked, write_ranked
+from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.settings import CorpusSettings
 from grasp.text import plain, signed, text_table

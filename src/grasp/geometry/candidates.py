@@ -21,8 +21,8 @@ from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.geometry.protocol import COMPONENT, InteractionProtocol, Standardize
 from grasp.geometry.sums import Half, Kind, halves_needed
-from grasp.predict.blocks import Side
 from grasp.predict.protocol import Match, Requirements, ScoringProtocol
+from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
 from grasp.yaml_files import validated_yaml

@@ -7,7 +7,7 @@ from grasp.errors import SettingsError
 from grasp.geometry.calibrate import environments_of
 from grasp.geometry.calibration import Development, choose_protocol, developments_of
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
-from grasp.predict.blocks import Side
+from grasp.predict.weights import Side
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import RESAMPLES
 from grasp.verbs.retrain import Place, Runs

@@ -27,7 +27,7 @@ from grasp.choose.limits import Limits, within
 from grasp.geometry.predictor import InteractionPredictor
 from grasp.geometry.sums import QuadraticWeights, SubsetMass
 from grasp.geometry.terms import NormedSketch
-from grasp.predict.ranking import ranked
+from grasp.predict.rows import ranked
 from grasp.runs.predictions import Weighting
 
 CHOSEN_ROWS = 65_536  # that are read at once

@@ -20,11 +20,20 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sums import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch, family_moments
-from grasp.predict.predictor import EFFECT_SIZE, Level, Predictor, SubsetSums, assembled
+from grasp.predict.predictor import (
+    EFFECT_SIZE,
+    ColumnSpread,
+    Exposure,
+    Kernel,
+    Level,
+    Predictor,
+    Sketch,
+    SubsetSums,
+    UnitSelection,
+    assembled,
+)
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
-from grasp.predict.relevance import ColumnSpread, Kernel, UnitSelection
-from grasp.predict.sketches import Sketch
-from grasp.predict.weights import Exposure, Weights
+from grasp.predict.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pydantic import Field, field_validator
 
 from grasp.errors import SubsetError
 from grasp.geometry.sums import Half, Kind, halves_needed
-from grasp.predict.blocks import Side
 from grasp.predict.families import Family, parse_family
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
+from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What this room gives to the road, each loaded when it is asked for; see `grasp.predict.interactions`."""
+"""What this room gives to the road, each loaded when it is asked for; see `grasp.predict.protocol`."""
 
 from importlib import import_module
 from typing import Any

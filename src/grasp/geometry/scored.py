@@ -20,11 +20,9 @@ from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import has_closed_form, relevance_moments, sampled_moments
 from grasp.geometry.sums import SubsetMass, halves_needed
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
-from grasp.predict.blocks import Side
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import Predictor, RowMoments
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.relevance import RowMoments
-from grasp.predict.weights import Weights
+from grasp.predict.weights import Side, Weights
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined, cost_of
 from grasp.runs.predictions import Predictions, Weighting

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.errors import SubsetError
 from grasp.geometry.sums import Kind
-from grasp.predict.blocks import Side
 from grasp.predict.families import Family
-from grasp.predict.relevance import ColumnSpread, RowMoments
+from grasp.predict.predictor import ColumnSpread, RowMoments
+from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 
 FAR = 10.0  # sizes further from their mean than so many standard deviations, and rows, do not occur

@@ -14,9 +14,8 @@ from typing import Literal, Self
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.predict.blocks import Side
 from grasp.predict.predictor import inverse
-from grasp.predict.weights import Weights
+from grasp.predict.weights import Side, Weights
 from grasp.runs.predictions import Weighting
 
 Half = Literal["hidden", "residual", "joint", "product"]

@@ -16,7 +16,7 @@ from typing import Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64
+from grasp.arrays import F32, F64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import (
@@ -40,14 +40,11 @@ from grasp.geometry.sums import (
     halves_needed,
     subset_relevance,
 )
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments
-from grasp.predict.row_arrays import Blocks, cached, label_column
-from grasp.predict.row_sums import RowSums, block_rows
-from grasp.predict.sketches import Sketch
-from grasp.predict.weights import Weights
+from grasp.predict.predictor import ColumnSpread, Kernel, RowMoments, Sketch
+from grasp.predict.rows import cached, label_column
+from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
 
 BLOCK_ROWS = 8_192
 

@@ -26,7 +26,7 @@ from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import BuildSource
-from grasp.predict.blocks import SubsetBlock
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.joined import Joined
 from grasp.runs.predictions import Predictions

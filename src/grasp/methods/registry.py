@@ -24,14 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationError
 
-from grasp.arrays import F32
+from grasp.arrays import F32, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
 from grasp.methods.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.row_arrays import Blocks
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting

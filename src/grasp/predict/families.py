@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
-from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
 from grasp.predict.labels import Label, LabelColumn
-from grasp.predict.weights import Weights
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.seeds import stream
 
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups", "dirichlet"]

@@ -21,10 +21,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.labels import Label, LabelColumn, equals, none_of
-from grasp.predict.predictor import Predictor, SubsetSums
-from grasp.predict.relevance import relevance_blocks
-from grasp.predict.row_sums import sums_over
-from grasp.predict.weights import Exposure, Weights
+from grasp.predict.predictor import Exposure, Predictor, SubsetSums, relevance_blocks
+from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 

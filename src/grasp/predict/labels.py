@@ -5,18 +5,23 @@ A condition is a label expression out of values: what a person, or a table that 
 
 import functools
 import hashlib
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.text import different
+from grasp.errors import SubsetError
+from grasp.store.contents import readable_table
+from grasp.text import did_you_mean, different, plain
 
 Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
@@ -126,3 +131,286 @@ def _keywords() -> frozenset[str]:
     with duckdb.connect(":memory:") as db:
         found = db.execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
         return frozenset(name for (name,) in found.fetchall())
+
+
+BATCH = 1 << 16
+SHOWN = 5  # values in a message, each so long at most
+MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
+LONGEST = 60
+MAX_LENGTH = 20_000
+OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
+
+_CLASSES = """
+    CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
+"""
+EXPRESSION_CLASSES = frozenset(_CLASSES.split())
+_FUNCTION_NAMES = """
+    + - * / // % ** || ~~ !~~ ~~* !~~* ~~~ like_escape ilike_escape not_like_escape not_ilike_escape
+    regexp_matches regexp_full_match lower upper trim ltrim rtrim length strlen contains starts_with ends_with
+    prefix suffix substring substr left right replace concat split_part levenshtein jaccard
+    abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
+    year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
+"""
+FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_STATEMENT_WORDS = """
+    attach call copy create delete detach drop export from import insert install load pragma select set update with
+"""
+STATEMENTS = frozenset(_STATEMENT_WORDS.split())
+STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
+PLAIN_SELECT = frozenset(
+    ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Rows that satisfy an expression, (N,); `n_null` rows gave neither true nor false: not selected."""
+
+    mask_N: NDArray[np.bool_]
+    n_null: int
+
+
+class LabelTable:
+    """The label columns of an artifact, for slices and families; the file is read in batches, never whole."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        with readable_table(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
+            self._schema: pa.Schema = file.schema_arrow
+            self.n_rows = int(file.metadata.num_rows)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns an expression may name."""
+        return tuple(self._schema.names)
+
+    def selection(self, expression: str) -> Matched:
+        """Evaluate a condition on the columns.
+
+        Raises:
+            SubsetError: syntax error (and where), unknown column (and the close ones), anything that is not a
+                condition on one row's columns, or a value that cannot be compared.
+        """
+        with _locked_connection() as db:
+            names = self._columns_of(_checked(db, expression, self.columns), expression)
+            query = f"{OPENING}{expression}\n) AS selected FROM row_batch"
+            self._expect_boolean(db, expression, query, names)
+            mask_N = np.zeros(self.n_rows, dtype=np.bool_)
+            start = n_null = 0
+            for batch in self._batches(names):
+                result = _evaluate(db, expression, query, batch).column(0)
+                n_null += result.null_count
+                mask_N[start : start + batch.num_rows] = result.fill_null(False).to_numpy()
+                start += batch.num_rows
+        return Matched(mask_N, n_null)
+
+    def matching(self, expression: str) -> Matched:
+        """`selection`, for questions: a condition that tells no rows apart is a mistake.
+
+        Raises:
+            SubsetError: it matches no row, or every row: how columns are spelled, and which values there are.
+        """
+        selection = self.selection(expression)
+        matched = int(selection.mask_N.sum())
+        if 0 < matched < self.n_rows:
+            return selection
+        with _locked_connection() as db:
+            names = self._columns_of(_checked(db, expression, self.columns), expression)
+        how_many = "every row" if matched else "no row"
+        raise SubsetError(f"expression {expression!r}: matches {how_many}; {self._hint(names, expression)}")
+
+    def _hint(self, names: list[str], expression: str) -> str:
+        """What there is to ask for."""
+        if not names:
+            spelled = ", ".join(identifier(name) for name in self.columns)
+            return (
+                "it names no column: 'single quotes' are for values, \"double quotes\" for a column with blanks, as in "
+                f"\"doc type\" = 'FAQs'; the columns are {spelled}"
+            )
+        asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
+        return "; ".join(self._values_of(name, asked) for name in names)
+
+    def _values_of(self, name: str, asked: list[str]) -> str:
+        """The most frequent values, and those that are spelled almost as what was asked for."""
+        column = self.column(name)
+        spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
+        meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
+        order = np.argsort(-column.counts, kind="stable")[:SHOWN]
+        shown = ", ".join(f"{_shown_value(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
+        more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
+        return f"{identifier(name)} has {shown}{more}{meant}"
+
+    def column(self, name: str, where: str = "label") -> LabelColumn:
+        """One label column, factorised: 4 bytes a row.
+
+        Args:
+            where: what a message names.
+        Raises:
+            SubsetError: no such column.
+        """
+        self._known(name, where)
+        return LabelColumn.from_batches(name, (batch.column(0) for batch in self._batches([name])))
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        try:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
+        except (pa.ArrowException, OSError) as err:
+            raise SubsetError(f"{self.path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
+
+    def _known(self, name: str, where: str = "label") -> str:
+        """The column as the file spells it; SQL does not mind case."""
+        if name in self.columns:
+            return name
+        spelled = {column.lower(): column for column in self.columns}
+        if name.lower() in spelled:
+            return spelled[name.lower()]
+        raise SubsetError(
+            f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
+            f"{list(self.columns)}; text goes in 'single quotes'"
+        )
+
+    def _columns_of(self, tree: dict[str, Any], expression: str) -> list[str]:
+        where = f"expression {expression!r}"
+        names = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
+        dotted = [".".join(path) for path in names if len(path) != 1]
+        if dotted:
+            raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
+        return sorted({self._known(path[0], where) for path in names})
+
+    def _expect_boolean(self, db: duckdb.DuckDBPyConnection, expression: str, query: str, names: list[str]) -> None:
+        """Find type errors before the file is read."""
+        fields = [self._schema.field(name) for name in names or self.columns[:1]]
+        empty = pa.RecordBatch.from_pylist([], schema=pa.schema(fields))
+        kind = _evaluate(db, expression, query, empty).schema.types[0]
+        if kind != pa.bool_():
+            raise SubsetError(f"expression {expression!r}: gives {kind}, expected a condition that is true or false")
+
+
+def _shown_value(value: Label) -> str:
+    """A value as a message shows it."""
+    if value is None:
+        return "NULL"
+    return "'" + plain(value)[:LONGEST] + "'" if isinstance(value, str) else str(value)
+
+
+def _locked_connection() -> duckdb.DuckDBPyConnection:
+    db = duckdb.connect(":memory:")
+    db.execute("SET threads = 1")  # rows come back in the order they went in
+    db.execute("SET python_enable_replacements = false")
+    db.execute("SET autoinstall_known_extensions = false")
+    db.execute("SET autoload_known_extensions = false")
+    db.execute("SET enable_external_access = false")
+    db.execute("SET lock_configuration = true")
+    return db
+
+
+def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    """The parse tree of `expression`, if it is one condition and nothing else."""
+    where = f"expression {expression!r}"
+    if not expression.strip():
+        raise SubsetError(f"{where}: is empty; expected a condition such as topic = 'Games'")
+    if len(expression) > MAX_LENGTH or "\0" in expression:
+        raise SubsetError(
+            f"expression {expression[:60]!r}...: {len(expression)} characters; "
+            f"expected at most {MAX_LENGTH} of plain text"
+        )
+    if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
+        raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
+    parsed = _parse(db, expression)
+    if parsed.get("error"):
+        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}{_quoting(expression, columns)}")
+    statements = parsed["statements"]
+    node = statements[0]["node"]
+    if len(statements) != 1 or not _is_plain(node):
+        raise SubsetError(f"{where}: is more than a condition; expected one, such as topic = 'Games' AND n_tokens > 64")
+    condition: dict[str, Any] = node["select_list"][0]
+    for item in _expressions(condition):
+        _allow(item, where)
+    return condition
+
+
+def _parse(db: duckdb.DuckDBPyConnection, expression: str) -> dict[str, Any]:
+    try:
+        row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
+        tree: dict[str, Any] = json.loads(row[0])
+    except RecursionError as err:
+        raise SubsetError(f"expression {expression[:60]!r}...: is nested too deeply; split it") from err
+    except duckdb.Error as err:
+        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
+    return tree
+
+
+def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
+    if parsed.get("error_type") != "parser":
+        return STATEMENT_REFUSED
+    message = " ".join(str(parsed["error_message"]).split())
+    at = int(parsed["position"]) - len(OPENING) if parsed.get("position") else -1
+    if not 0 <= at < len(expression):
+        return f"{message.split(' at or near')[0]} at its end"
+    return f"{message} (character {at + 1}: ...{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]})"
+
+
+def _quoting(expression: str, columns: tuple[str, ...]) -> str:
+    """What to write for a column that needs quotes and stands without them."""
+    bare = [name for name in columns if identifier(name) != name and name in expression.replace(identifier(name), "")]
+    return f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
+
+
+def _is_plain(node: dict[str, Any]) -> bool:
+    return (
+        node["type"] == "SELECT_NODE"
+        and node["from_table"]["type"] == "EMPTY"
+        and len(node["select_list"]) == 1
+        and not any(node.get(key) for key in PLAIN_SELECT)
+        and not node["cte_map"]["map"]
+    )
+
+
+def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every node of a parse tree that has a class, in no particular order."""
+    left = [tree]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            if "class" in item:
+                yield item
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+
+
+def _allow(item: dict[str, Any], where: str) -> None:
+    kind = item["class"]
+    if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
+        raise SubsetError(
+            f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
+        )
+    if kind == "FUNCTION":
+        name = item["function_name"]
+        if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
+            raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
+        if name.lower() == "replace" and _may_grow(item["arguments"]):
+            raise SubsetError(
+                f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, the "
+                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+            )
+
+
+def _may_grow(arguments: list[dict[str, Any]]) -> bool:
+    """Whether a replacement may be longer than what it replaces; a NULL, a number or a column may be anything."""
+    literals = [one["expression"].get("literal", {}) for one in arguments[1:]]
+    texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
+    return len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode())
+
+
+def _evaluate(db: duckdb.DuckDBPyConnection, expression: str, query: str, batch: pa.RecordBatch) -> pa.Table:
+    try:
+        db.register("row_batch", pa.Table.from_batches([batch]))
+        return db.sql(query).to_arrow_table()
+    except duckdb.Error as err:
+        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
+
+
+def _one_line(err: duckdb.Error) -> str:
+    return str(err).split("\n\n", maxsplit=1)[0].replace("\n", " ").replace("\t", " ")

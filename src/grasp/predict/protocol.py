@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator
 
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
-from grasp.predict.interactions import geometry
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -182,7 +183,8 @@ def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
         where: what a message begins with.
     """
     if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
-        return validated(geometry().protocol_type, settings, where, ProtocolError)
+        read_by: type[ScoringProtocol] = geometry().protocol_type
+        return validated(read_by, settings, where, ProtocolError)
     left = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
     return validated(ScoringProtocol, left, where, ProtocolError)
 
@@ -195,3 +197,8 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
         return
     with written_aside(target) as part:
         part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def geometry() -> ModuleType:
+    """The room beside the road, opened when a protocol in which rows bear on one another asks for it."""
+    return import_module("grasp.geometry.room")

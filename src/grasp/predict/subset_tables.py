@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
 from grasp.files import written_aside
-from grasp.predict.blocks import (
+from grasp.predict.weights import (
     LEAST_WEIGHT,
     MOST_WEIGHT,
     WEIGHT_RANGE,

@@ -17,7 +17,6 @@ from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.blocks import WeightedRows, in_blocks
 from grasp.predict.label_slices import (
     LabelSlices,
     SliceFormula,
@@ -29,8 +28,8 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, best
-from grasp.predict.row_arrays import checked_targets, label_column, length_column, row_tokens
+from grasp.predict.rows import SHORT, best, checked_targets, label_column, length_column, row_tokens
+from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.rows import HeldRows, by_column, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects

@@ -16,7 +16,7 @@ from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.files import written_aside
-from grasp.predict.ranking import SHORT, short_of
+from grasp.predict.rows import SHORT, short_of
 from grasp.report import views
 from grasp.report.answer import answers, headline
 from grasp.report.findings import Findings, LabelFindings, Missing

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from grasp.predict.label_slices import LabelSlices, SliceFormula
-from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Weights
+from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
+from grasp.predict.weights import Weights
 from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain

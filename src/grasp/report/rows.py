@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.label_slices import LabelSlices, Slice
-from grasp.predict.predictor import Predictor
-from grasp.predict.ranking import ranked
-from grasp.predict.relevance import UnitSelection
+from grasp.predict.predictor import Predictor, UnitSelection
+from grasp.predict.rows import ranked
 from grasp.predict.weights import grouped
 
 MOST_ROWS = 1_500

@@ -15,7 +15,7 @@ from grasp.corpus.labels import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.extract.pictures import vision
 from grasp.extract.reopen import BuildSource
-from grasp.predict.row_arrays import row_places
+from grasp.predict.rows import row_places
 from grasp.report.texts import number, signed
 from grasp.store.contents import readable_table
 from grasp.store.sealed import sealed_batches

@@ -13,7 +13,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.predict.label_slices import LabelSlices
-from grasp.predict.relevance import Kernel, UnitSelection
+from grasp.predict.predictor import Kernel, UnitSelection
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ import pyarrow as pa
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
-from grasp.predict.interactions import geometry
 from grasp.predict.labels import LabelColumn
+from grasp.predict.protocol import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.runs.environment_files import (
     EXAMPLES,

@@ -27,7 +27,7 @@ from pydantic_core import to_jsonable_python
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError, ModelError
 from grasp.files import differences, discard, write_whole
-from grasp.predict.blocks import SubsetBlock
+from grasp.predict.weights import SubsetBlock
 from grasp.settings import CorpusSettings, Settings, TargetSettings
 from grasp.store.records import Signed
 from grasp.store.sealed import SealedWriter, read_sealed

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SubsetError
-from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
-from grasp.predict.expressions import LabelTable
-from grasp.predict.labels import LabelColumn
+from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import Weights
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints

@@ -8,11 +8,11 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import label_column
+from grasp.predict.rows import label_column
 from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.predictions import Cost, Predictions

@@ -16,11 +16,9 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.label_slices import label_slices, sensible_labels
-from grasp.predict.predictor import Predictor
-from grasp.predict.relevance import Kernel
-from grasp.predict.row_arrays import label_column, row_tokens
-from grasp.predict.row_sums import RowSums
-from grasp.predict.weights import Weights
+from grasp.predict.predictor import Kernel, Predictor
+from grasp.predict.rows import label_column, row_tokens
+from grasp.predict.weights import RowSums, Weights
 from grasp.runs.covariance import WITHIN, SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside

@@ -23,11 +23,9 @@ from pydantic import BaseModel, ValidationError
 
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.predictor import inverse
-from grasp.predict.relevance import counted
-from grasp.predict.row_sums import sums_over
+from grasp.predict.predictor import counted, inverse
 from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import SubsetBlock, sums_over
 from grasp.store.contents import readable_table
 from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe

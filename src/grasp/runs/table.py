@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import UNSIGNED, FileEntry
-from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
+from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import LARGEST
 from grasp.runs.metrics import mean_defined, spearman

@@ -15,10 +15,10 @@ from grasp.files import discard, own_directory, written_aside
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.device import device_of
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint

@@ -29,7 +29,7 @@ from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.interactions import geometry
+from grasp.predict.protocol import geometry
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.settings import RetrainSettings

@@ -17,8 +17,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
-from grasp.predict.interactions import geometry
-from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
+from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol, geometry
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role

@@ -16,15 +16,14 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs, written_aside
-from grasp.predict.blocks import SubsetBlock, one_subset
-from grasp.predict.expressions import LabelTable
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
-from grasp.predict.labels import LabelColumn
+from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import checked_targets, label_column, row_tokens
+from grasp.predict.rows import checked_targets, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import SubsetBlock, one_subset
 from grasp.results import Result, write_table
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside

@@ -18,10 +18,20 @@ from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.files import check_outputs
 from grasp.methods.registry import GRASP, ConfiguredMethod, configured_methods, method_rows
-from grasp.predict.expressions import LabelTable
+from grasp.predict.labels import LabelTable
+from grasp.predict.predictor import additive_predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_of, short_rows, write_ranked
-from grasp.predict.row_arrays import length_column, only_target, row_tokens
+from grasp.predict.rows import (
+    SHORT,
+    length_column,
+    only_target,
+    ranked,
+    ranked_table,
+    row_tokens,
+    short_of,
+    short_rows,
+    write_ranked,
+)
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside

@@ -23,9 +23,9 @@ from grasp.audit.explanation import EffectParts
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.extract.pictures import Pictured
+from grasp.predict.predictor import additive_predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import only_target, row_index
+from grasp.predict.rows import only_target, row_index
 from grasp.settings import CorpusSettings
 from grasp.targets.records import target_name
 from grasp.text import plain, signed

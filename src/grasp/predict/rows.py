@@ -1,6 +1,7 @@
 """What is asked of an artifact: which targets and rows, columns of its row table, and what an earlier question made."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -11,15 +12,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.arrays import F32
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
-from grasp.predict.expressions import LabelTable
-from grasp.predict.labels import LabelColumn
+from grasp.files import written_aside
+from grasp.predict.labels import LabelColumn, LabelTable
+from grasp.results import write_table
+from grasp.store.sealed import SealedWriter
 from grasp.text import did_you_mean, listed
 
-Blocks = Iterator[tuple[int, F32]]
 T = TypeVar("T")
 
 CACHED_BYTES = 512 << 20  # of what the questions of one opened artifact share
@@ -142,3 +143,77 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64
         some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
     return np.array([places[row] for row in rows], dtype=np.int64)
+
+
+ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
+SHORT = 32  # tokens: the relevance of shorter rows is noisy
+
+
+def ranked(
+    values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None, count: int | None = None
+) -> NDArray[np.int64]:
+    """Row indices, highest value first; equal ones in corpus order.
+
+    Args:
+        count: the first so many, which are found without sorting all others; None: all.
+    """
+    down = -values_N if among_N is None else -values_N[among_N]
+    if count is not None and 0 < count < len(down):
+        last = np.partition(down, count - 1)[count - 1]
+        head = np.flatnonzero(~(down > last))  # with all that equal the last one: which come first is seen below
+        order = head[_ascending(down[head])][:count]
+    else:
+        order = _ascending(down)[:count]
+    return order if among_N is None else np.flatnonzero(among_N)[order]
+
+
+def _ascending(values_N: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """A stable sort of finite values in half of the time: numpy's fast one, then equal values by their place."""
+    order = np.argsort(values_N)
+    sorted_N = values_N[order]
+    equal_N = sorted_N[1:] == sorted_N[:-1]
+    tied = np.flatnonzero(np.append(equal_N, False) | np.insert(equal_N, 0, False))
+    order[tied] = order[tied][np.lexsort((order[tied], sorted_N[tied]))]
+    return order
+
+
+def best(values_N: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """The rows with the `count` highest values, in corpus order; of equal ones the first."""
+    last = np.partition(values_N, -count)[-count]
+    above_N = values_N > last
+    above_N[np.flatnonzero(values_N == last)[: count - int(above_N.sum())]] = True
+    return np.flatnonzero(above_N)
+
+
+def short_rows(artifact: ArtifactReader, row_index: NDArray[np.int64]) -> int:
+    """How many of some rows are too short for their relevance to be trusted; 0 where all rows are, as images are."""
+    length_N = row_tokens(artifact, length_column(artifact))
+    return int((length_N[row_index] < SHORT).sum()) if length_N.max() >= SHORT else 0
+
+
+def short_of(column: str) -> str:
+    """What short rows have too few of, in words: what `length_column` counts."""
+    return "tokens with loss" if column == LOSS_TOKENS else "tokens"
+
+
+def write_ranked(
+    artifact: ArtifactReader, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
+) -> None:
+    """Rows in order; Parquet some at a time. The file appears only when whole."""
+    if path.suffix != ".parquet":
+        write_table(ranked_table(artifact, order, values_N, by), path)
+        return
+    schema = ranked_table(artifact, order[:0], values_N, by).schema
+    with written_aside(path) as part, SealedWriter(part, schema) as writer:
+        for start in range(0, len(order), ROWS_AT_ONCE):
+            writer.write(ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
+
+
+def ranked_table(
+    artifact: ArtifactReader, row_index: NDArray[np.int64], values_N: NDArray[np.floating[Any]], by: str
+) -> pa.Table:
+    """Chosen rows of the row table, in the order given, with what they are ordered by."""
+    table = artifact.rows(row_index)
+    kept = [name for name in table.column_names if name not in ("row_index", by)]
+    values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))
+    return table.select(kept).append_column(by, values)
