@@ -27,8 +27,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.local import build_artifact
 from grasp.files import write_whole
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import INFO
+from grasp.runs.environment import INFO, Environment
 from grasp.settings import RetrainSettings, build_settings
 from grasp.training.plan import fitted_lengths, resolved_recipe
 from grasp.training.retrain import RetrainStatus, retrain

@@ -38,8 +38,7 @@ from experiments.finetune.training import train, unit_losses
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo, run_bytes
+from grasp.runs.environment import Environment, EnvironmentInfo, Run, TargetInfo, run_bytes
 from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn

@@ -33,7 +33,7 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.weights import SubsetBlock, Weights
-from grasp.runs.environment_files import Role
+from grasp.runs.environment import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units

@@ -32,8 +32,7 @@ from grasp.predict.label_slices import label_slices
 from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, stack
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import FULL, Run, TargetInfo
+from grasp.runs.environment import FULL, Environment, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.seeds import stream
 

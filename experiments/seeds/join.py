@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from experiments.mistakes import in_one_line
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import SIGNED_INFO
+from grasp.runs.environment import SIGNED_INFO, Environment
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")

@@ -17,8 +17,7 @@ from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml

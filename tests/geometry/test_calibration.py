@@ -34,8 +34,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import FamilyInfo, TargetInfo
+from grasp.runs.environment import Environment, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluation_of
 from tests.predict.source import FakeSource
 from tests.rounding import rounding

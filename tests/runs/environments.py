@@ -13,8 +13,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
 

@@ -1,4 +1,4 @@
-"""An environment on disk: subsets, and the utilities that retraining on each of them gave.
+"""Retrained runs on disk, an environment: what was trained on what, and the utilities that came of it.
 
     environment.json     what was trained on what, with which recipe and seeds; its role
     subsets.parquet      subset_id, row_id, weight of the retained side; absent where the family regenerates it
@@ -6,55 +6,160 @@
     reference.parquet    the same of the runs on the whole corpus, subset_id `full`
     runs/                one small file a run until then: `<subset_id>-<seed>.parquet`
     claims/              who is at work on which run
+    failed/              of runs that failed since `grasp retrain` was last called, why, a line each
     reference/seed-<s>/  checkpoints of the run on the whole corpus
 
 Every file is written aside and renamed, so what exists is whole. A run is one subset with one seed; the run on the
-whole corpus is called `full`. Readers see arrays (B, S, E): subsets, seeds, units.
+whole corpus is called `full`. Tables may have their lines in any order, and are checked on reading. Readers see arrays
+(B, S, E): subsets, seeds, units; R: runs.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from grasp.arrays import F64
-from grasp.errors import EnvironmentDataError
-from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
+from grasp.errors import EnvironmentDataError, ModelError
+from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
-from grasp.runs.environment_files import (
-    EXAMPLES,
-    FULL,
-    INFO,
-    SIGNED_INFO,
-    EnvironmentInfo,
-    MaskDigest,
-    Role,
-    Run,
-    check_growth,
-    failed_line,
-    failures,
-    read_runs,
-    run_bytes,
-    runs_in,
-)
+from grasp.settings import CorpusSettings, Settings, TargetSettings
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
+from grasp.store.records import Signed
+from grasp.store.sealed import SealedWriter, read_sealed
+from grasp.targets.units import LossOn
 
-ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
-MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
+Role = Literal["dev", "held-out"]
+
+FORMAT_VERSION = 1
+INFO = "environment.json"
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
+FAILED = "failed"
+MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
+FULL = "full"  # the run on the whole corpus
+ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
+EXAMPLES = 3
+STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included
+LARGEST = 1e30  # of a utility: sums of squares stay finite
+COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
+
+
+# ---------------------------------------------------------------------------------------------------- environment.json
+
+
+class TargetInfo(Settings):
+    """One target as it was scored."""
+
+    fingerprint: str = Field(description="Of its units: ids, prompts, completions, tokens that carry loss.")
+    loss_on: LossOn
+    unit_ids: tuple[str, ...]
+
+
+class FamilyInfo(Settings):
+    """How the subsets were drawn, so that they can be drawn again."""
+
+    spec: str = Field(description="E.g. mixture:topic.")
+    seed: int
+    purpose: str
+
+
+class EnvironmentInfo(Settings):
+    """environment.json."""
+
+    format: Literal["grasp-environment"] = "grasp-environment"
+    format_version: int = FORMAT_VERSION
+    role: Role = Field(description="Whether protocols may be selected on it.")
+    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment that are held out.")
+    recipe: str = Field(description="Name of the recipe.")
+    recipe_settings: dict[str, Any] = Field({}, description="The recipe in full.")
+    checkpoint: str = Field("reference/seed-0", description="The reference model, relative to the environment.")
+    seeds: tuple[int, ...]
+    corpus_fingerprint: str
+    n_rows: int
+    targets: dict[str, TargetInfo]
+    side: Literal["retained"] = "retained"
+    family: FamilyInfo | None = Field(None, description="None: the subsets were given as a table.")
+    subset_ids: tuple[str, ...]
+    masks_checksum: str = Field(description="Over subset ids, row positions and weights, in order.")
+    reference: bool = Field(True, description="Whether the whole corpus is trained on as well, once a seed.")
+    made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
+    checksum: str = Field("", description="Of this file, with the checksum itself as zeros; empty: written by hand.")
+
+    def build_command(self, path: Path) -> str | None:
+        """The `grasp build` that gives an artifact of the same rows and units; None: it is not known how they came.
+
+        Args:
+            path: directory of the environment.
+        """
+        corpus, targets = (self.made_by.get(group) for group in ("corpus", "targets"))
+        if not isinstance(corpus, dict) or not isinstance(targets, dict) or not self.reference:
+            return None
+        words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
+        words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
+        for group, given, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
+            for name, value in given.items():
+                if name in ("path", "names") or (field := kind.model_fields.get(name)) is None:
+                    continue
+                if value != to_jsonable_python(field.get_default(call_default_factory=True)):
+                    words += ["--set", f"{group}.{name}={json.dumps(value)}"]
+        return f"grasp build {shlex.join([*words, '--out', 'art'])}"
+
+
+SIGNED_INFO = Signed(
+    INFO,
+    EnvironmentInfo,
+    "the record of an environment",
+    "grasp-environment",
+    FORMAT_VERSION,
+    "restore it from a copy",
+    EnvironmentDataError,
+    none=f"is not an environment (no {INFO}); name what grasp retrain or grasp runs import wrote",
+    unsigned=True,
+)
+
+
+def is_environment(path: Path) -> bool:
+    """Whether an environment lies there."""
+    try:
+        return bool(SIGNED_INFO.read(path))
+    except EnvironmentDataError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------- runs and utilities
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """One training run: the unit of work, of claims, and of what a kill can cost."""
+
+    seed: int
+    subset_id: str
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix; safe for any subset id."""
+        return f"{quote(self.subset_id, safe='')}-{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +189,11 @@ class Utilities:
         )
 
 
-def is_environment(path: Path) -> bool:
-    """Whether an environment lies there."""
-    try:
-        return bool(SIGNED_INFO.read(path))
-    except EnvironmentDataError:
-        return False
-
-
 class Environment:
     """An environment directory, being filled or complete."""
+
+    unit = "nats"  # what columns of realized utilities are called
+    notes: Sequence[str] = ()  # what should be known of the runs
 
     def __init__(self, path: Path, info: EnvironmentInfo) -> None:
         self.path = path
@@ -124,18 +224,18 @@ class Environment:
             info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
             blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
         Raises:
-            EnvironmentDataError: another environment was begun here (every difference is named), or the
-                subsets are none, unnamed or repeated.
+            EnvironmentDataError: another environment was begun here (every difference is named), or the subsets are
+                none, unnamed, repeated, or have names too long for a file.
         """
         path.mkdir(parents=True, exist_ok=True)
         with written_aside(path / SUBSETS) as part:
             digest = MaskDigest()
             write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
-            digest.check_names(path / SUBSETS)
+            _check_names(digest.ids, path / SUBSETS)
             info = info.model_copy(update={"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]})
             if (path / INFO).exists():
                 begun = SIGNED_INFO.read(path)
-                check_growth(path, begun, info, digest.checksums)
+                _check_growth(path, begun, info, digest.checksums)
                 if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
                     info = begun
         SIGNED_INFO.write(path, info)
@@ -163,7 +263,7 @@ class Environment:
         steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         failed = failed_line(self.path, len(self.runs()))
         notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
-        return Result(pa.Table.from_pylist(lines), self._headline, notes)
+        return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
     def __repr__(self) -> str:
         return repr(self._described())
@@ -175,9 +275,8 @@ class Environment:
         """What environment.json says: runs are read, and checked, when they are asked for."""
         units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
         table = pa.table({"target": list(units), "units": list(units.values())})
-        return Result(table, self._headline, ("summary(): what came of the runs",))
+        return Result(table, self._headline(), ("summary(): what came of the runs",))
 
-    @property
     def _headline(self) -> str:
         return (
             f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
@@ -201,11 +300,6 @@ class Environment:
         return self.info.subset_ids
 
     @cached_property
-    def unit(self) -> str:
-        """What columns of realized utilities are called."""
-        return "nats"
-
-    @cached_property
     def described(self) -> tuple[str, str]:
         """What was measured, and of which models, in words."""
         seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
@@ -215,11 +309,6 @@ class Environment:
     def label(self) -> str | None:
         """The label that the subsets were drawn by."""
         return None if self.info.family is None else parse_family(self.info.family.spec).label
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """What should be known of the runs."""
-        return []
 
     @property
     def units(self) -> tuple[tuple[str, str], ...]:
@@ -246,6 +335,18 @@ class Environment:
         known = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
         return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    def check_corpus(self, fingerprint: str, where: str) -> None:
+        """Refuse a corpus other than the one trained on.
+
+        Raises:
+            EnvironmentDataError: fingerprints differ; the message has both.
+        """
+        if fingerprint != self.info.corpus_fingerprint:
+            raise EnvironmentDataError(
+                f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
+                f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
+            )
+
     # --------------------------------------------------------------------------------------- filling it
 
     def runs(self) -> tuple[Run, ...]:
@@ -269,21 +370,20 @@ class Environment:
         A run on the whole corpus comes alone. A run whose lease is older than `ttl` seconds is taken over.
         """
         claimed: dict[Run, Lease] = {}
-        known = generations(self._claims)
-        seed: int | None = None
+        claims = self.path / "claims"
+        known = generations(claims)
         for run in self.untried():
             alone = run.subset_id == FULL
             if len(claimed) == limit:
                 break
-            if (seed is not None and run.seed != seed) or (alone and claimed):
+            if claimed and (alone or run.seed != next(iter(claimed)).seed):
                 continue
-            lease = acquire_lease(self._claims, run.stem, ttl=ttl, known=known)
+            lease = acquire_lease(claims, run.stem, ttl=ttl, known=known)
             if lease is None:
                 continue
             if run not in self.untried():  # finished between the look and the lease
                 lease.release()
                 continue
-            seed = run.seed
             claimed[run] = lease
             if alone:
                 break
@@ -319,27 +419,28 @@ class Environment:
         Raises:
             EnvironmentDataError: runs are missing; the message counts and names them.
         """
-        missing = self.pending()
+        all_runs, missing = self.runs(), self.pending()
         if missing:
             raise EnvironmentDataError(
-                f"{self.path}: {len(missing)} of {len(self.runs())} runs are missing, e.g. "
+                f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
                 f"{[run.stem for run in missing[:EXAMPLES]]}; run `grasp retrain --resume` to go on"
             )
-        if any(self._run_path(run).exists() for run in self.runs()):
+        single = [run for run in all_runs if self._run_path(run).exists()]
+        if single:
             try:
-                values = {run: self._read_run(run) for run in self.runs() if self._run_path(run).exists()}
+                values = {run: self._read_run(run) for run in single}
                 values = self._merged() | values
             except FileNotFoundError:
                 return  # another process has just merged and removed them
-            for path, keep in ((REFERENCE, True), (UTILITIES, False)):
-                runs = [run for run in self.runs() if (run.subset_id == FULL) == keep]
+            for path, is_reference in ((REFERENCE, True), (UTILITIES, False)):
+                runs = [run for run in all_runs if (run.subset_id == FULL) == is_reference]
                 if runs:
                     stacked = np.stack([values[run] for run in runs])
                     write_whole(self.path / path, run_bytes(runs, self.units, stacked))
-        for run in self.runs():
+        for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
-        stems = {run.stem for run in self.runs()}
-        for lease in self._claims.glob("*.*"):  # only what we made: a name of a run and a number
+        stems = {run.stem for run in all_runs}
+        for lease in (self.path / "claims").glob("*.*"):  # only what we made: a name of a run and a number
             stem, _, generation = lease.name.rpartition(".")
             if stem in stems and generation.isdigit():
                 lease.unlink(missing_ok=True)
@@ -376,15 +477,10 @@ class Environment:
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
                 "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
             )
-        shape = (len(ids), len(chosen), len(self.units))
         flat = [values[Run(seed, b)] for b in ids for seed in chosen]
-        whole = Utilities(
-            np.stack(flat).reshape(shape) if flat else np.empty(shape),
-            tuple(ids),
-            chosen,
-            tuple(name for name, _ in self.units),
-            tuple(unit for _, unit in self.units),
-        )
+        values_BSE = np.array(flat, np.float64).reshape(len(ids), len(chosen), len(self.units))
+        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
+        whole = Utilities(values_BSE, tuple(ids), chosen, targets, unit_ids)
         return whole if target is None else whole.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
@@ -392,17 +488,17 @@ class Environment:
         utilities = self.utilities()
         return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
 
-    def task_reference(self, targets: Sequence[str]) -> F64:
-        """The same of the model trained on the whole corpus, (S, T); none where it was not trained."""
-        reference_SE = self.reference_utilities()
-        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
-        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
-
     def reference_utilities(self) -> F64:
         """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
         values = self._all_values()
         found = [values[Run(seed, FULL)] for seed in self.info.seeds if Run(seed, FULL) in values]
         return np.stack(found) if found else np.empty((0, len(self.units)))
+
+    def task_reference(self, targets: Sequence[str]) -> F64:
+        """The same by target, (S, T)."""
+        reference_SE = self.reference_utilities()
+        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
+        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -416,30 +512,30 @@ class Environment:
             EnvironmentDataError: another number of rows, or masks that are not the ones trained on.
             SubsetError: subsets.parquet cannot be read.
         """
-        if rows.n_rows != self.info.n_rows:
+        info = self.info
+        if rows.n_rows != info.n_rows:
             raise EnvironmentDataError(
-                f"{self.path}: drawn from {self.info.n_rows} rows, got a corpus of {rows.n_rows}; "
+                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; "
                 "use the corpus of the environment"
             )
-        return self._checked_blocks(self._blocks(rows, labels, block))
-
-    def check_corpus(self, fingerprint: str, where: str) -> None:
-        """Refuse a corpus other than the one trained on.
-
-        Raises:
-            EnvironmentDataError: fingerprints differ; the message has both.
-        """
-        if fingerprint != self.info.corpus_fingerprint:
+        if (self.path / SUBSETS).exists():
+            blocks = read_subsets(self.path / SUBSETS, rows, block)
+        elif info.family is None:
+            raise EnvironmentDataError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
+        else:
+            spec, seed, purpose = info.family.spec, info.family.seed, info.family.purpose
+            blocks = parse_family(spec).draw(
+                len(info.subset_ids), n_rows=rows.n_rows, labels=labels, seed=seed, purpose=purpose, block=block
+            )
+        digest = MaskDigest()
+        yield from digest.seen(blocks)
+        if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
             raise EnvironmentDataError(
-                f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
-                f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
+                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
+                f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
 
     # ------------------------------------------------------------------------------------------- inside
-
-    @property
-    def _claims(self) -> Path:
-        return self.path / "claims"
 
     def _run_path(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.stem}.parquet"
@@ -455,49 +551,232 @@ class Environment:
         runs = self.path / "runs"
         stems = {path.name for path in runs.iterdir()} if runs.exists() else set()
         done = {run for run in self.runs() if self._run_path(run).name in stems}
-        paths = [self.path / name for name in (UTILITIES, REFERENCE)]
-        merged = {run for path in paths if path.exists() for run in runs_in(path)}
-        return done | (merged & set(self.runs()))
+        for path in (self.path / UTILITIES, self.path / REFERENCE):
+            if path.exists():
+                pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
+                done |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
+        return done
 
     def _read_run(self, run: Run) -> F64:
         return read_runs(self._run_path(run), self.runs(), self.units)[run]
 
     def _merged(self) -> dict[Run, F64]:
         values: dict[Run, F64] = {}
-        for name in (UTILITIES, REFERENCE):
-            path = self.path / name
+        for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
                 values |= read_runs(path, self.runs(), self.units)
         return values
 
     def _all_values(self) -> dict[Run, F64]:
-        done = self._finished()
         try:
-            parts = {run: self._read_run(run) for run in done if self._run_path(run).exists()}
+            parts = {run: self._read_run(run) for run in self._finished() if self._run_path(run).exists()}
         except FileNotFoundError:
             parts = {}  # merged and removed meanwhile
         return parts | self._merged()
 
-    def _blocks(self, rows: RowIndex, labels: LabelColumn | None, block: int) -> Iterator[SubsetBlock]:
-        if (self.path / SUBSETS).exists():
-            return read_subsets(self.path / SUBSETS, rows, block)
-        family = self.info.family
-        if family is None:
-            raise EnvironmentDataError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
-        return parse_family(family.spec).draw(
-            len(self.subset_ids),
-            n_rows=rows.n_rows,
-            labels=labels,
-            seed=family.seed,
-            purpose=family.purpose,
-            block=block,
+
+def _check_names(ids: Sequence[str], where: Path) -> None:
+    """See that runs can be called by the ids of the subsets."""
+    if not ids:
+        raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
+    wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({FULL} & set(ids)))
+    if wrong:
+        raise EnvironmentDataError(
+            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
+        )
+    long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
+    if long:
+        raise EnvironmentDataError(
+            f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
+            f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
         )
 
-    def _checked_blocks(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
-        digest = MaskDigest()
-        yield from digest.seen(blocks)
-        if tuple(digest.ids) != self.subset_ids or digest.checksums[-1] != self.info.masks_checksum:
-            raise EnvironmentDataError(
-                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
-                f"{len(self.subset_ids)} with {self.info.masks_checksum}; these are not the subsets trained on"
-            )
+
+def _check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: Sequence[str]) -> None:
+    """Allow more seeds and more subsets of the same family; name every other difference."""
+    fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+    then, after = (info.model_dump(mode="json", include=fixed) for info in (begun, now))
+    differs = list(differences(then, after))
+    if now.seeds[: len(begun.seeds)] != begun.seeds:
+        differs.append(f"seeds: was {begun.seeds}, is {now.seeds}")
+    n_begun = len(begun.subset_ids)
+    if len(checksums) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
+        differs.append(
+            f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(checksums)} with {checksums[-1]}"
+        )
+    if differs:
+        shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
+        raise EnvironmentDataError(
+            f"{path}: another environment was begun here: {'; '.join(shortened)}; "
+            "go on with the old settings, or choose another directory"
+        )
+
+
+class MaskDigest:
+    """Running checksum over the ids and rows of subsets, and weights other than 1, in order."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.ids: list[str] = []
+        self.checksums: list[str] = []  # after each subset
+
+    def seen(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
+        """The same blocks, each of which is added as it passes."""
+        for block in blocks:
+            matrix = block.weights_BN
+            for b, subset_id in enumerate(block.subset_ids):
+                own = slice(matrix.indptr[b], matrix.indptr[b + 1])
+                order = np.argsort(matrix.indices[own])
+                rows, weights = matrix.indices[own][order], matrix.data[own][order]
+                self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
+                if (weights != 1.0).any():
+                    self._digest.update(weights.astype("<f8").tobytes())
+                self.ids.append(subset_id)
+                self.checksums.append(self._digest.hexdigest())
+            yield block
+
+
+# ------------------------------------------------------------------------------------------------ results, line by line
+
+
+def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
+    """A Parquet file of the utilities of `runs`; float32, 3 to 4 bytes a line.
+
+    Args:
+        units: (target, unit_id) of each column.
+        utility_RE: -loss, nats a token.
+    """
+    n_runs, n_units = utility_RE.shape
+    unit_of = pa.array(np.tile(np.arange(n_units), n_runs))
+    run_of = pa.array(np.repeat(np.arange(n_runs), n_units))
+    table = pa.table(
+        {
+            "subset_id": pa.array([run.subset_id for run in runs], pa.string()).take(run_of),
+            "seed": pa.array([run.seed for run in runs], pa.int64()).take(run_of),
+            "target": pa.array([name for name, _ in units], pa.string()).take(unit_of),
+            "unit_id": pa.array([unit for _, unit in units], pa.string()).take(unit_of),
+            "utility": pa.array(utility_RE.ravel(), pa.float32()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    how: dict[str, Any] = {"use_dictionary": list(COLUMNS[:-1]), "column_encoding": {"utility": "BYTE_STREAM_SPLIT"}}
+    with SealedWriter(sink, table.schema, compression_level=19, **how) as writer:
+        writer.write(table)
+    return bytes(sink.getvalue())
+
+
+def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> dict[Run, F64]:
+    """Utilities (E,) of every run that the table has lines of.
+
+    Args:
+        runs: all runs that may occur.
+        units: (target, unit_id) of each unit; every run must have every one.
+    Raises:
+        EnvironmentDataError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
+            utility that is not finite, a line twice, a run that lacks units. The message names the first.
+        FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
+    """
+    table = _read(path, list(COLUMNS))
+    r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
+    e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
+    utility = table.column("utility").to_numpy().astype(np.float64)
+
+    def cell(r: int, e: int) -> str:
+        return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
+
+    bad = np.flatnonzero(~(np.abs(utility) <= LARGEST))  # nan compares false
+    if bad.size:
+        raise EnvironmentDataError(
+            f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "
+            "retrain it"
+        )
+    counts_RE = np.bincount(r * len(units) + e, minlength=len(runs) * len(units)).reshape(len(runs), len(units))
+    for wrong, what, expected in (
+        (counts_RE > 1, f"occurs {counts_RE.max()} times", "each once"),
+        ((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True), "is missing", "every unit of a run"),
+    ):
+        if wrong.any():
+            r0, e0 = np.argwhere(wrong)[0]
+            raise EnvironmentDataError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
+    values_RE = np.zeros((len(runs), len(units)))
+    values_RE[r, e] = utility
+    return {run: values_RE[i] for i, run in enumerate(runs) if counts_RE[i].any()}
+
+
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    try:
+        names = list(pq.read_schema(path).names)
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
+        table = read_sealed(path, columns)
+        table.validate(full=True)  # a flipped bit may leave names that are no text
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+        raise EnvironmentDataError(
+            f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
+        ) from err
+    for name in columns:
+        empty = table.column(name).null_count
+        if empty:
+            raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
+    return table
+
+
+def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> NDArray[np.int64]:
+    """Position of each line's pair of names; a pair that the environment does not have is refused."""
+    first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
+    a_names, b_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
+    grid = np.array([[code_of.get((a, b), -1) for b in b_names] for a in a_names], dtype=np.int64)
+    a = first.indices.to_numpy(zero_copy_only=False)
+    b = second.indices.to_numpy(zero_copy_only=False)
+    codes = grid.reshape(len(a_names), len(b_names))[a, b]
+    unknown = np.flatnonzero(codes < 0)
+    if unknown.size:
+        line = unknown[0]
+        raise EnvironmentDataError(
+            f"{path}: line {line} has {columns[0]} {a_names[a[line]]!r}, {columns[1]} {b_names[b[line]]!r}, which "
+            f"environment.json does not list ({unknown.size} such lines)"
+        )
+    return np.asarray(codes, dtype=np.int64)
+
+
+# ----------------------------------------------------------------------------------------------------- runs that failed
+
+
+def mark_failed(environment: Path, run: Run, why: str) -> None:
+    """Keep why a run failed."""
+    (environment / FAILED).mkdir(exist_ok=True)
+    write_whole(environment / FAILED / f"{run.stem}.txt", " ".join(why.split()).encode())
+
+
+def failures(environment: Path) -> dict[str, str]:
+    """Why each run failed, by its stem."""
+    files = sorted((environment / FAILED).glob("[!.]*.txt"))
+    return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
+
+
+def forget_failures(environment: Path) -> None:
+    """What failed is tried again."""
+    discard(environment / FAILED)
+
+
+def failed_line(environment: Path, total: int) -> str | None:
+    """How many runs failed, and why the first of them did; none: no run failed."""
+    failed = failures(environment)
+    if not failed:
+        return None
+    stem, why = next(iter(failed.items()))
+    again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+    return f"{len(failed)} of {total} runs failed, e.g. {stem}: {why}; {again}"
+
+
+def refuse_all_failed(environment: Path, total: int) -> None:
+    """See that not every run failed.
+
+    Raises:
+        ModelError: every one did.
+    """
+    line = failed_line(environment, total)
+    if line is not None and len(failures(environment)) == total:
+        raise ModelError(f"{environment}: {line}")

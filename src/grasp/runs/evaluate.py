@@ -11,8 +11,7 @@ import pyarrow as pa
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.results import Result
-from grasp.runs.environment import ALL_SUFFIX, Environment, Utilities
-from grasp.runs.environment_files import Role
+from grasp.runs.environment import ALL_SUFFIX, Environment, Role, Utilities
 from grasp.runs.metrics import (
     CEILINGS,
     METRICS,

@@ -20,8 +20,7 @@ from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo
+from grasp.runs.environment import Environment, EnvironmentInfo, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import NAMED, RunTable, open_runs

@@ -24,8 +24,7 @@ from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import LARGEST
+from grasp.runs.environment import LARGEST, Environment
 from grasp.runs.metrics import mean_defined, spearman
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table

@@ -23,7 +23,7 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import TOKENIZER_FILES
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.environment_files import FULL, Run
+from grasp.runs.environment import FULL, Run
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.targets.units import UnitTokens

@@ -19,8 +19,15 @@ from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
-from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.environment import (
+    ALL_SUFFIX,
+    MARKER,
+    Environment,
+    EnvironmentInfo,
+    FamilyInfo,
+    TargetInfo,
+    is_environment,
+)
 from grasp.runs.evaluate import target_fingerprint
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import one_at_a_time

@@ -30,8 +30,7 @@ from grasp.extract.cluster import ClusterSpec, connected
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.protocol import geometry
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
+from grasp.runs.environment import FULL, Environment, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held
 from grasp.targets.units import UnitTokens

@@ -19,8 +19,7 @@ from grasp.methods.registry import ConfiguredMethod, configured_methods, method_
 from grasp.predict.families import parse_family
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol, geometry
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment, Utilities
-from grasp.runs.environment_files import Role
+from grasp.runs.environment import Environment, Role, Utilities
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
 from grasp.runs.joined import Joined, cost_of
