@@ -18,8 +18,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
+from grasp.runs.learned import SubsetFeatures
 from grasp.runs.learning import SubsetFeaturizer
 
 KS = (8, 16, 24, 32)

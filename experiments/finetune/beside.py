@@ -25,8 +25,8 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
+from grasp.runs.learned import SubsetFeatures
 from grasp.runs.learning import SubsetFeaturizer, learn_features, measures
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights, stream

@@ -24,9 +24,8 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
-from grasp.runs.learned import Learned
+from grasp.runs.learned import Learned, SubsetFeatures
 from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.readers import import_runs
 from grasp.seeds import stream

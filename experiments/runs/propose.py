@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
 from grasp.choose.alone import most_telling
-from grasp.runs.covariance import SubsetFeatures
+from grasp.runs.learned import SubsetFeatures
 from grasp.runs.learning import learn_features
 from grasp.seeds import stream
 

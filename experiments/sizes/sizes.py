@@ -19,8 +19,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
+from grasp.runs.learned import SubsetFeatures
 from grasp.runs.learning import SubsetFeaturizer, learn_features
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.seeds import stream

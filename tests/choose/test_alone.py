@@ -11,8 +11,7 @@ import grasp
 from grasp.choose.alone import Taught, most_telling
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.covariance import SubsetFeatures
-from grasp.runs.learned import Learned
+from grasp.runs.learned import Learned, SubsetFeatures
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 

@@ -36,8 +36,8 @@ from grasp.errors import GraspError
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.gradients.layers import as_matrix
 from grasp.predict.labels import LabelColumn
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
+from grasp.runs.learned import SubsetFeatures
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 

@@ -8,8 +8,7 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.covariance import WITHIN_SD, FeatureScales, SubsetFeatures
-from grasp.runs.learned import Learned, _Data, _Evidence
+from grasp.runs.learned import WITHIN_SD, FeatureScales, Learned, SubsetFeatures, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
 

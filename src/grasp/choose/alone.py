@@ -29,10 +29,9 @@ from grasp.predict.label_slices import label_slices
 from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
-from grasp.runs.covariance import SubsetFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import row_weights
-from grasp.runs.learned import Learned
+from grasp.runs.learned import Learned, SubsetFeatures
 from grasp.runs.learning import COVERAGE, learn_features
 from grasp.runs.readers import read_mixtures
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs

@@ -7,5 +7,5 @@ intervals. To be read in this order (the verb evaluate is in `grasp.verbs`; `gra
     evaluate     figures of predictions beside what retraining gave: ours come from joined, others' from predictions or
                  `grasp.methods`; metrics are the figures
     table        runs that somebody else made, as readers find them; imported makes them an environment of an artifact
-    learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels
+    learning     what runs teach a predictor, with intervals in their unit; learned has the mathematics
 """

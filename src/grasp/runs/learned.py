@@ -30,38 +30,29 @@ several seeds tell apart: their squares within a subset enter the likelihood, an
 Shape letters: B subsets (n of them runs), G slices of all labels, T tasks, M relevance kernels, D sketch width.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import stdtrit
 
-from grasp.arrays import F64
+from grasp.arrays import F64, Integers
 from grasp.errors import EnvironmentDataError, ShapeError
-from grasp.runs.covariance import (
-    CURVES,
-    SHAPES,
-    TINY,
-    Curves,
-    FeatureScales,
-    SubsetFeatures,
-    add_parts,
-    covariance,
-    inverse_of,
-    linear_parts,
-    own_linear,
-)
 from grasp.seeds import stream
 
 FEWEST = 2  # different subsets that anything is learned from
 ALIKE_DIGITS = 9  # of features of subsets that count as one
 JITTER = 1e-6
+TINY = 1e-12
 TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
 BLOCK = 4_096  # subsets predicted at once
 FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go; K stays well conditioned
 STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
+WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure
+SHAPES = ("c", "additive length", "joint length")
+CURVES = ("linear", "additive", "joint")
 # Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
 # f(share) over the runs; c against an even share.
 PRIORS = {
@@ -78,6 +69,220 @@ PRIORS = {
     "noise": (0.0, 2.0),
     "seed noise": (0.0, 2.0),
 }
+
+
+# ------------------------------------------------------------------------------------------- what is known of a subset
+
+
+@dataclass(frozen=True, slots=True)
+class SubsetFeatures:
+    """What is known of B subsets before any run: means over the rows that they retain.
+
+    Attributes:
+        share_BG: of the slices of every label, the labels side by side; no columns: no labels.
+        relevance_BT: predicted change of each task; 0 for a task that is learned from runs alone.
+        kernel_BTM: the mean of each relevance kernel.
+        sketch_BD: the mean sketch.
+        within_BT: what rows were chosen by within slices, as a part of the predicted change, before it is made less.
+    """
+
+    share_BG: F64
+    relevance_BT: F64
+    kernel_BTM: F64
+    sketch_BD: F64
+    within_BT: F64
+
+    @classmethod
+    def from_shares(cls, share_BG: F64, n_tasks: int) -> Self:
+        """Of mixtures without an artifact."""
+        n = len(share_BG)
+        share_BG, nothing_BT = np.asarray(share_BG, np.float64), np.zeros((n, n_tasks))
+        return cls(share_BG, nothing_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), nothing_BT)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[SubsetFeatures]") -> Self:
+        """Of several blocks, one after the other."""
+        return cls(*map(np.concatenate, zip(*(part._arrays() for part in parts), strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.share_BG)
+
+    def _arrays(self) -> list[F64]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def flat(self) -> F64:
+        """All features of a subset side by side, (B, P)."""
+        return np.concatenate([array.reshape(len(self), -1) for array in self._arrays()], axis=1)
+
+    def unflatten(self, flat_BP: F64) -> "SubsetFeatures":
+        """The opposite, for features of the same shapes as these."""
+        shapes = [array.shape[1:] for array in self._arrays()]
+        parts = np.split(flat_BP, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1], axis=1)
+        return SubsetFeatures(*(part.reshape(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)))
+
+    def take(self, index: Integers | slice) -> "SubsetFeatures":
+        """Some of the subsets."""
+        return SubsetFeatures(*(array[index] for array in self._arrays()))
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureScales:
+    """Brings features to one scale: over the runs they have mean 0 and mean square 1.
+
+    Beyond the runs a prediction r counts by its logarithm: farthest (1 + log(|r| / farthest)), of its sign. Choosing
+    goes there by what looks best, and what came true of it along a straight line was half: see experiments/exposure.
+    Shares stay as they are. Rows chosen within slices, more than those of any run, leave a standard deviation.
+    """
+
+    relevance_T: tuple[F64, F64]  # mean, and one over the spread; so the others
+    kernel_TM: tuple[F64, F64]
+    sketch_D: tuple[F64, F64]  # one spread for all, as for the shares
+    share_G: tuple[F64, F64]
+    farthest_T: F64  # largest prediction of a run, whatever its sign
+    within_T: F64  # the same of what its rows were chosen by within slices
+
+    @classmethod
+    def from_runs(cls, runs: SubsetFeatures) -> Self:
+        relevance, kernels = (
+            (one.mean(axis=0), _inverse(one.std(axis=0))) for one in (runs.relevance_BT, runs.kernel_BTM)
+        )
+        sketch, share = (
+            (one.mean(axis=0), _inverse(np.sqrt(one.var(axis=0).sum()))) for one in (runs.sketch_BD, runs.share_BG)
+        )
+        farthest_T, within_T = (np.abs(one).max(axis=0, initial=0.0) for one in (runs.relevance_BT, runs.within_BT))
+        return cls(relevance, kernels, sketch, share, farthest_T, within_T)
+
+    def near(self, relevance_BT: F64) -> F64:
+        """Predictions as they are among the runs, and less and less of them beyond."""
+        far_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
+        return np.asarray(relevance_BT / far_BT * (1.0 + np.log(far_BT)))
+
+    def edge(self, share_BG: F64) -> F64:
+        """Distance of shares from their mean over the runs, (B, 1): 1 is the runs' root mean square, and the least."""
+        mean_G, inverse = self.share_G
+        return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
+
+    def step(self, at: SubsetFeatures, part: float) -> SubsetFeatures:
+        """A small part of what each feature varies by over the runs; 0 where it does not vary."""
+        spreads = [_inverse(inverse) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
+        relevance_1T, kernel_1TM, sketch = (part * spread[None] for spread in spreads)
+        share_BG = part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
+        return SubsetFeatures(share_BG, relevance_1T, kernel_1TM, np.full_like(at.sketch_BD, sketch), relevance_1T)
+
+    def measure(self, features: SubsetFeatures) -> SubsetFeatures:
+        (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
+        beyond_BT = WITHIN_SD * np.maximum(np.abs(features.within_BT) - self.within_T, 0.0)
+        less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
+        return SubsetFeatures(
+            features.share_BG,
+            (self.near(features.relevance_BT) - mean_T) * inverse_T,
+            (features.kernel_BTM - mean_TM) * inverse_TM,
+            (features.sketch_BD - mean_D) * inverse,
+            (self.near(more_BT) - self.near(less_BT)) / 2 * inverse_T,
+        )
+
+
+def _inverse(spread: F64) -> F64:
+    """1 / spread; 0 where nothing varies."""
+    return np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > TINY)
+
+
+# ------------------------------------------------------------------------------- covariances of g, before any run
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The parts of g that see shares, for one c and one pair of lengths, each with mean variance 1 over the runs."""
+
+    c: float
+    centre_G: F64  # mean of log(share + c) over the runs: where c is large, it is large against their differences
+    spread: float  # its standard deviation
+    lengths: tuple[float, float]  # additive, joint
+    units: dict[str, float]
+
+    @classmethod
+    def from_shares(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
+        """Curves for runs.
+
+        Args:
+            share_nG: of the runs.
+            shape: logarithms of c, the additive length and the joint length.
+        """
+        c = float(np.exp(shape[0])) / max(share_nG.shape[1], 1)
+        seen_nG = np.log(share_nG + c)
+        spread = float(np.sqrt(seen_nG.var(axis=0).mean())) if share_nG.size else 0.0
+        lengths = (float(np.exp(shape[1])), float(np.exp(shape[2])))
+        bare = cls(c, seen_nG.mean(axis=0), spread if spread > TINY else 1.0, lengths, dict.fromkeys(CURVES, 1.0))
+        seen_nG = bare.seen(share_nG)
+        variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(seen_nG, seen_nG).items()}
+        return replace(bare, units={k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
+
+    def seen(self, share_BG: F64) -> F64:
+        """log(share + c), less its mean over the runs, over its spread."""
+        return np.asarray((np.log(share_BG + self.c) - self.centre_G) / self.spread)
+
+    def between(self, seen_BG: F64, other_nG: F64) -> dict[str, F64]:
+        """(B, n) covariance of two sets of subsets, by part."""
+        n_slices = max(seen_BG.shape[1], 1)
+        additive_Bn = np.zeros((len(seen_BG), len(other_nG)))
+        square_Bn = np.zeros_like(additive_Bn)
+        for g in range(seen_BG.shape[1]):
+            part_Bn = (seen_BG[:, g, None] - other_nG[None, :, g]) ** 2
+            square_Bn += part_Bn
+            part_Bn *= -0.5 / self.lengths[0] ** 2
+            additive_Bn += np.exp(part_Bn, out=part_Bn)
+        square_Bn *= -0.5 / (n_slices * self.lengths[1] ** 2)
+        found = {
+            "linear": seen_BG @ other_nG.T / n_slices,
+            "additive": additive_Bn / n_slices,
+            "joint": np.exp(square_Bn, out=square_Bn),
+        }
+        return {name: part * self.units[name] for name, part in found.items()}
+
+    def own(self, seen_BG: F64) -> dict[str, F64]:
+        """(B,) variance of each part at subsets."""
+        one_B = np.ones(len(seen_BG))
+        linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
+        found = {"linear": linear_B, "additive": one_B, "joint": one_B}
+        return {name: part * self.units[name] for name, part in found.items()}
+
+
+def _linear_parts(own: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
+    """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
+    n_tasks, n_kernels = own.relevance_BT.shape[1], max(own.kernel_BTM.shape[2], 1)
+    slope_TBn = np.einsum("bt,nt->tbn", own.relevance_BT, runs.relevance_BT)
+    return {
+        "slope": slope_TBn,
+        "kernels": np.einsum("btm,ntm->tbn", own.kernel_BTM, runs.kernel_BTM) / n_kernels,
+        "tasks": slope_TBn.sum(axis=0, keepdims=True) / max(n_tasks, 1),
+        "sketch": (own.sketch_BD @ runs.sketch_BD.T)[None],
+    }
+
+
+def _own_linear(own: SubsetFeatures) -> dict[str, F64]:
+    """The same of each subset with itself: (1 or T, B)."""
+    slope_TB = (own.relevance_BT**2).T
+    return {
+        "slope": slope_TB,
+        "kernels": np.einsum("btm,btm->tb", own.kernel_BTM, own.kernel_BTM) / max(own.kernel_BTM.shape[2], 1),
+        "tasks": slope_TB.mean(axis=0, keepdims=True),
+        "sketch": np.einsum("bd,bd->b", own.sketch_BD, own.sketch_BD)[None],
+    }
+
+
+def _covariance(numbers: Mapping[str, float], curves: Curves, own: SubsetFeatures, other: SubsetFeatures) -> F64:
+    """(1 or T, B, n) covariance of g between two sets of measured subsets."""
+    curved = curves.between(curves.seen(own.share_BG), curves.seen(other.share_BG))
+    return _add_parts(numbers, _linear_parts(own, other) | {name: part[None] for name, part in curved.items()})
+
+
+def _add_parts(numbers: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
+    """The parts by their variances; one copy where no part differs between tasks."""
+    nothing = np.zeros((1, *parts["tasks"].shape[1:])) if "tasks" in parts else np.zeros((1, 1, 1))
+    return np.asarray(sum((numbers[name] * part for name, part in parts.items() if numbers[name]), nothing))
+
+
+# ---------------------------------------------------------------------------------------------------- what runs add
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +339,7 @@ class Learned:
         numbers = _Evidence(data.sample(TUNED_ON)).maximise()
         curves = Curves.from_shares(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
         solved = _Solved.solve(
-            covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers
+            _covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers
         )
         error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
         return cls(
@@ -154,7 +359,7 @@ class Learned:
         """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
         means, spreads = [], []
         for own in self._measured(features):
-            cross_Gbn = covariance(self.numbers, self._curves, own, self.runs)
+            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
             mean_bT = self._level_T + own.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn)
             variance_bG += (1 - 2 * np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn) * self._solved.mass_G) / (
@@ -169,8 +374,8 @@ class Learned:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
         own, solved = self._ruler.measure(features), self._solved
         g = task if len(solved.inverse_Gnn) > 1 else 0
-        cross_bn = covariance(self.numbers, self._curves, own, self.runs)[g]
-        between_bb = covariance(self.numbers, self._curves, own, own)[g]
+        cross_bn = _covariance(self.numbers, self._curves, own, self.runs)[g]
+        between_bb = _covariance(self.numbers, self._curves, own, own)[g]
         level_b = cross_bn @ solved.level_Gn[g]
         covariance_bb = between_bb - cross_bn @ solved.inverse_Gnn[g] @ cross_bn.T
         covariance_bb += 1 / solved.mass_G[g] - level_b[:, None] - level_b
@@ -189,11 +394,11 @@ class Learned:
             corpus: the one subset that changes are counted from.
         """
         whole = self._ruler.measure(corpus)
-        whole_G1n = covariance(self.numbers, self._curves, whole, self.runs)
+        whole_G1n = _covariance(self.numbers, self._curves, whole, self.runs)
         far_G = self._apart(self.runs, whole).mean(axis=0)
         means, spreads = [], []
         for own in self._measured(features):
-            cross_Gbn = covariance(self.numbers, self._curves, own, self.runs) - whole_G1n
+            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs) - whole_G1n
             apart_bG = self._apart(own, whole)
             variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
             variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
@@ -226,12 +431,12 @@ class Learned:
 
     def _own(self, own: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of g before any run."""
-        parts = own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
-        return np.asarray(add_parts(self.numbers, parts).T)
+        parts = _own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
+        return np.asarray(_add_parts(self.numbers, parts).T)
 
     def _apart(self, own: SubsetFeatures, whole: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of the difference of g to one subset, before any run."""
-        shared_Gb1 = covariance(self.numbers, self._curves, own, whole)
+        shared_Gb1 = _covariance(self.numbers, self._curves, own, whole)
         return np.asarray(np.maximum(self._own(own) + self._own(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0))
 
 
@@ -314,7 +519,7 @@ class _Evidence:
         runs = data.runs
         self.data = data
         self.linear = {
-            name: part for name, part in linear_parts(runs, runs).items() if np.abs(part).max(initial=0.0) > 1e-12
+            name: part for name, part in _linear_parts(runs, runs).items() if np.abs(part).max(initial=0.0) > TINY
         }
         self.has_curves = bool(runs.share_BG.size) and bool(np.ptp(runs.share_BG, axis=0).max() > 0)
         names = [*(SHAPES + CURVES if self.has_curves else ()), *self.linear, "noise"]
@@ -331,20 +536,32 @@ class _Evidence:
 
     def loss(self, theta: F64) -> tuple[float, F64]:
         """Minus log posterior and its gradient: tr(M dK), M = d loss / dK; lengths and c by difference quotients."""
-        numbers = dict.fromkeys(PRIORS, 0.0) | dict(zip(self.names, np.exp(theta).tolist(), strict=True))
+        data, numbers = self.data, dict.fromkeys(PRIORS, 0.0)
+        numbers |= dict(zip(self.names, np.exp(theta).tolist(), strict=True))
         shape = theta[: len(SHAPES)]
         curves = self._curves(shape)
         parts = self.linear | {name: part[None] for name, part in curves.items()}
-        solved = _Solved.solve(add_parts(numbers, parts) + self.data.noise_nn(numbers), self.data, numbers)
-        m_Gnn = self._bycovariance(solved)
-        slope = np.array([self._slope(name, numbers, parts, m_Gnn, solved.u_T) for name in self.names])
-        if self.has_curves:
-            for k in range(len(SHAPES)):
-                moved = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
-                each = [numbers[name] * ((moved[name] - curves[name]) * m_Gnn).sum() for name in CURVES]
-                slope[k] = sum(each) / STEP
+        solved = _Solved.solve(_add_parts(numbers, parts) + data.noise_nn(numbers), data, numbers)
+        # u being where the loss is least, M = (P - (P e)(P e)') / 2 with e = u y - r, by task
+        inverse_Gnn, u_T = solved.inverse_Gnn, solved.u_T
+        rest_nT = _apply(inverse_Gnn, data.utility_nT * u_T - data.runs.relevance_BT)
+        if len(inverse_Gnn) == 1:
+            m_Gnn = 0.5 * (len(u_T) * inverse_Gnn - (rest_nT @ rest_nT.T)[None])
+        else:
+            m_Gnn = 0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", rest_nT, rest_nT))
+        slope = {name: numbers[name] * (part * m_Gnn).sum() for name, part in parts.items()}
+        for k, name in enumerate(SHAPES if self.has_curves else ()):
+            moved = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
+            slope[name] = sum(numbers[one] * ((moved[one] - curves[one]) * m_Gnn).sum() for one in CURVES) / STEP
+        diagonal_n = np.einsum("gnn->n", m_Gnn)
+        slope["noise"] = numbers["noise"] * diagonal_n.sum()
+        if data.freedom:
+            seed_noise = numbers["seed noise"]
+            within = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.within_T) / seed_noise
+            slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + within
         far = (theta - self.prior[:, 0]) / self.prior[:, 1]
-        return float(0.5 * far @ far - self.worth * solved.likelihood), self.worth * slope + far / self.prior[:, 1]
+        gradient = self.worth * np.array([slope[name] for name in self.names]) + far / self.prior[:, 1]
+        return float(0.5 * far @ far - self.worth * solved.likelihood), gradient
 
     def _curves(self, shape: F64) -> dict[str, F64]:
         if not self.has_curves:
@@ -353,32 +570,13 @@ class _Evidence:
         seen_nG = curves.seen(self.data.runs.share_BG)
         return curves.between(seen_nG, seen_nG)
 
-    def _bycovariance(self, solved: _Solved) -> F64:
-        """d loss / dK, u being where the loss is least: (P - (P e)(P e)') / 2 with e = u y - r, by task."""
-        inverse_Gnn = solved.inverse_Gnn
-        rest_nT = _apply(inverse_Gnn, self.data.utility_nT * solved.u_T - self.data.runs.relevance_BT)
-        if len(inverse_Gnn) == 1:
-            return np.asarray(0.5 * (len(solved.u_T) * inverse_Gnn - (rest_nT @ rest_nT.T)[None]))
-        return np.asarray(0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", rest_nT, rest_nT)))
-
-    def _slope(self, name: str, numbers: dict[str, float], parts: dict[str, F64], m_Gnn: F64, u_T: F64) -> float:
-        if name in parts:
-            return float(numbers[name] * (parts[name] * m_Gnn).sum())
-        diagonal_n = np.einsum("gnn->n", m_Gnn)
-        if name == "noise":
-            return float(numbers[name] * diagonal_n.sum())
-        if name == "seed noise":
-            within = 0.5 * self.data.freedom * len(u_T) - 0.5 * float(u_T**2 @ self.data.within_T) / numbers[name]
-            return float(numbers[name] * (diagonal_n / self.data.seeds_n).sum()) + within
-        return 0.0  # c and lengths
-
 
 def _independent(utility_nT: F64) -> float:
     """Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree.
 
     One model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
     """
-    unit_nT = utility_nT * inverse_of(np.sqrt((utility_nT**2).sum(axis=0)))
+    unit_nT = utility_nT * _inverse(np.sqrt((utility_nT**2).sum(axis=0)))
     return float(utility_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
 
