@@ -23,7 +23,7 @@ from grasp.choose.export import MANIFEST, write_documents
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of
-from grasp.corpus.documents import check_id_columns, id_columns
+from grasp.corpus.documents import id_columns
 from grasp.corpus.labels import is_text, label_text
 from grasp.corpus.sources import (
     BATCH_ROWS,
@@ -227,11 +227,11 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
     forms: dict[str, Form] = {}
 
     def select(schema: pa.Schema, name: str) -> list[str]:
-        check_id_columns(settings, schema.names, name)
+        ids = id_columns(settings, schema.names, name)
         form = forms[name] = form_of(schema.names, settings, name)
         if form.columns[0] not in schema.names:
             raise CorpusError(f"{name}: has token ids and no text, and a scorer reads text; name a corpus of text")
-        needed = {*form.columns, *id_columns(settings, schema.names)}
+        needed = {*form.columns, *ids}
         return [column for column in schema.names if column in needed]
 
     lines: list[JsonRecord] = []
@@ -262,7 +262,7 @@ def _of_table(chunk: ArrowChunk, form: Form, settings: CorpusSettings) -> tuple[
         [None] * batch.num_rows
         if name not in names
         else [label_text(value) for value in batch.column(name).to_pylist()]
-        for name in id_columns(settings, names)
+        for name in id_columns(settings, names, chunk.name)
     ]
     return texts, _named(chunk.name, position, *ids)
 
@@ -271,9 +271,9 @@ def _of_lines(lines: Sequence[JsonRecord], settings: CorpusSettings) -> tuple[pa
     texts, ids = [], []
     for line in lines:
         where = f"{line.name}:{line.line}"
-        check_id_columns(settings, list(line.record), where)
+        named = id_columns(settings, list(line.record), where)
         texts.append(_said(form_of(line.record.keys(), settings, where), line.record, where))
-        ids.append([label_text(line.record.get(name or "")) for name in id_columns(settings, line.record)])
+        ids.append([label_text(line.record.get(name or "")) for name in named])
     rows, documents = zip(*ids, strict=True)
     return as_bytes(texts), _named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
 

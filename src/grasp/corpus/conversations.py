@@ -35,25 +35,28 @@ class Template:
 
     def __init__(self, text: str, where: str) -> None:
         self._text, self._where, self._jinja = text, where, None
+        self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
             jinja = require("jinja2", extra="chat", feature=f"{where}, which is a Jinja template")
             sandbox = require("jinja2.sandbox", extra="chat", feature=where)
+            meta = require("jinja2.meta", extra="chat", feature=where)
             environment = sandbox.ImmutableSandboxedEnvironment(
                 undefined=jinja.StrictUndefined, keep_trailing_newline=True
             )
-            self._failures: tuple[type[Exception], ...] = (*FAILURES, jinja.TemplateError)
+            self._failures = (*FAILURES, jinja.TemplateError)
             try:
                 self._jinja = environment.from_string(text)
-                self.columns = frozenset(
-                    require("jinja2.meta", extra="chat", feature=where).find_undeclared_variables(
-                        environment.parse(text)
-                    )
-                )
+                self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             except jinja.TemplateError as err:
                 raise CorpusError(f"{where}: {text!r} is no Jinja template: {err}") from err
-        else:
-            self._failures = FAILURES
-            self.columns = _columns(text, where)
+            return
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+        except ValueError as err:
+            raise CorpusError(f"{where}: {text!r} is no format string: {err}") from err
+        self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
+        if "" in self.columns or any(name.isdigit() for name in self.columns):
+            raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
 
     def fill(self, record: Mapping[str, Any], where: str) -> str:
         """The text of a record.
@@ -67,24 +70,13 @@ class Template:
             raise CorpusError(f"{where}: does not fit {self._where}: {err!r}") from err
 
 
-def _columns(text: str, where: str) -> frozenset[str]:
-    """Columns that a format string reads: ``{answers[text][0]}`` reads `answers`."""
-    try:
-        fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
-    except ValueError as err:
-        raise CorpusError(f"{where}: {text!r} is no format string: {err}") from err
-    roots = {re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
-    if "" in roots or any(root.isdigit() for root in roots):
-        raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
-    return frozenset(roots)
-
-
 Span = tuple[int, int]  # characters of a text: the first, and the first that is outside
 
 TEXT: Final = "text"
 TURNS: Final = ("messages", "conversations", "conversation")
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
+BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
@@ -162,23 +154,77 @@ class Form:
         """
         found = {name: values.get(name) for name in self.columns}
         given = {name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in found.items()}
+        first = self.columns[0]
+        pair: tuple[str, str] | None = None
         if self.kind == "template":
-            return _pair(*(template.fill(given, where) for template in self.templates))
-        if self.kind == "instruction":
-            return Content(conversation=_instruction(given, where))
-        said = given[self.columns[0]]
-        if self.kind == "prompt":
-            if isinstance(said, str) and isinstance(given["completion"], str):
-                return _pair(said, given["completion"])
-            said = [*_turns(said, "prompt", where), *_turns(given["completion"], "completion", where)]
-        elif isinstance(said, str | None):
-            return Content(text=said)
-        return Content(conversation=_conversation(said, given, self.columns[0], where))
+            prompt, completion = self.templates
+            pair = prompt.fill(given, where), completion.fill(given, where)
+        elif self.kind == "instruction":
+            _, output, *inputs = (name for name in self.columns if name not in BESIDE)
+            for name in (first, output, *inputs):
+                if not isinstance(given[name], str | None):
+                    raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
+            asked = "\n\n".join(text for name in (first, *inputs) if (text := given[name] or "").strip())
+            said = [{"role": "user", "content": asked}, {"role": "assistant", "content": given[output] or ""}]
+        elif self.kind == "prompt":
+            if isinstance(given["prompt"], str) and isinstance(given["completion"], str):
+                pair = given["prompt"], given["completion"]
+            else:
+                said = [turn for name in ("prompt", "completion") for turn in _turns(given[name], name, where)]
+        elif isinstance(given[first], str | None):
+            return Content(text=given[first])
+        else:
+            said = _turns(given[first], first, where)
+        if pair is not None:
+            text = "".join(pair)
+            return Content(text, ((len(pair[0]), len(text)),))
+        turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(said)]
+        system, tools = given.get("system"), given.get("tools") or ()
+        if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
+            turns.insert(0, {"role": "system", "content": system})
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError) as err:
+                raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
+        if not isinstance(tools, list | tuple):
+            raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
+        return Content(conversation=Conversation(tuple(turns), tuple(tools)))
+
+
+def _turns(said: Any, column: str, where: str) -> list[Any]:
+    """Turns in a list; `datasets` may have made a struct of lists of them."""
+    if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
+        lengths = {len(part) for part in said.values()}
+        if len(lengths) == 1:
+            return [dict(zip(said, line, strict=True)) for line in zip(*said.values(), strict=True)]
+    if not isinstance(said, list) or not all(isinstance(turn, Mapping) for turn in said):
+        kind = f"a list of {type(said[0]).__name__}" if isinstance(said, list) and said else type(said).__name__
+        raise CorpusError(
+            f"{where}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
+        )
+    return said
+
+
+def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A turn as chat templates take it."""
+    given = {name: value for name, value in turn.items() if value is not None}
+    role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
+    known = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if known is None:
+        raise CorpusError(f"{where}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
+    return {"role": known, "content": content, **given}
 
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Every way to read records with these columns, by what says to choose it."""
-    extra = tuple(name for name in ("system", "tools") if name in names)
+    extra = tuple(name for name in BESIDE if name in names)
     forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
     if TEXT in names:
         forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))
@@ -217,8 +263,9 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
     if settings.form is not None:
         chosen = forms.get(f"--set corpus.form={settings.form}")
         if chosen is None:
+            needed = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
             raise CorpusError(
-                f"corpus.form: got {settings.form}, which takes {_NEEDED[settings.form]}; columns found: {columns}"
+                f"corpus.form: got {settings.form}, which takes {needed[settings.form]}; columns found: {columns}"
             )
         return chosen
     if settings.text_column in names:
@@ -237,9 +284,6 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
     return next(iter(forms.values()))
 
 
-_NEEDED = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
-
-
 def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | None:
     """The conversation of a record that holds one, in whatever form.
 
@@ -251,61 +295,3 @@ def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | Non
         if found is not None:
             return found
     return None
-
-
-def _pair(prompt: str, completion: str) -> Content:
-    return Content(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-
-
-def _instruction(given: Mapping[str, Any], where: str) -> Conversation:
-    first, output, *rest = (name for name in given if name not in ("system", "tools"))
-    if strange := [name for name in (first, output, *rest) if not isinstance(given[name], str | None)]:
-        raise CorpusError(f"{where}: column {strange[0]!r} holds {type(given[strange[0]]).__name__}, expected text")
-    asked = "\n\n".join(text for name in (first, *rest) if (text := given[name] or "").strip())
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": given[output] or ""}]
-    return _conversation(turns, given, first, where)
-
-
-def _conversation(said: Any, given: Mapping[str, Any], column: str, where: str) -> Conversation:
-    turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(_turns(said, column, where))]
-    system, tools = given.get("system"), given.get("tools") or ()
-    if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
-        turns.insert(0, {"role": "system", "content": system})
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as err:
-            raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-    if not isinstance(tools, list | tuple):
-        raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
-    return Conversation(tuple(turns), tuple(tools))
-
-
-def _turns(said: Any, column: str, where: str) -> list[Any]:
-    """Turns in a list; `datasets` may have made a struct of lists of them."""
-    if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
-        lengths = {len(part) for part in said.values()}
-        if len(lengths) == 1:
-            return [dict(zip(said, line, strict=True)) for line in zip(*said.values(), strict=True)]
-    if not isinstance(said, list) or not all(isinstance(turn, Mapping) for turn in said):
-        kind = f"a list of {type(said[0]).__name__}" if isinstance(said, list) and said else type(said).__name__
-        raise CorpusError(
-            f"{where}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
-        )
-    return said
-
-
-def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A turn as chat templates take it."""
-    given = {name: value for name, value in turn.items() if value is not None}
-    role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
-    known = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if known is None:
-        raise CorpusError(f"{where}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
-    return {"role": known, "content": content, **given}

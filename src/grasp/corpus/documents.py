@@ -35,8 +35,10 @@ class Record:
     index: int  # position in the corpus, from 0
     name: str  # of its file
     where: str  # file and line or row, for messages
-    values: Mapping[str, Any]  # scalars, and the columns of content
-    content: Sequence[str]  # columns that are no labels
+    row_id: str | None
+    doc_id: str | None
+    labels: Mapping[str, Label]
+    values: Mapping[str, Any]  # all of these as they are, and the columns of content; of lists Arrow arrays
     ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
 
 
@@ -44,19 +46,21 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     """Records from position `start` to the limit of the settings.
 
     Args:
-        content_of: columns that are read whatever they hold; of lists the values are Arrow arrays.
+        content_of: columns that are no labels, and are read whatever they hold.
     Raises:
-        CorpusError: a file is damaged, `content_of` refuses its columns, or a text is not UTF-8.
+        CorpusError: a file is damaged, its columns are refused, or a text is not UTF-8.
     """
-    known: dict[str, tuple[Sequence[str], tuple[str, ...]]] = {}  # content and ignored columns of each file
+    columns_of: dict[str, tuple[tuple[str | None, str | None], Sequence[str], tuple[str, ...]]] = {}  # by file
 
     def select(schema: pa.Schema, name: str) -> list[str]:
         content = content_of({column.name: column.type for column in schema}, name)
         read = [column.name for column in schema if column.name in content or is_label(column.type)]
-        known[name] = content, tuple(sorted(set(schema.names) - set(read)))
+        ids = id_columns(settings, schema.names, name)
+        columns_of[name] = ids, content, tuple(sorted(set(schema.names) - set(read)))
         return read
 
     for chunk in source.chunks(start, select):
+        records: Iterable[tuple[str, Mapping[str, Any]]]
         if isinstance(chunk, JsonRecord):
             where = f"{chunk.name}:{chunk.line}"
             try:
@@ -64,37 +68,40 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             except RecursionError as err:
                 raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
             content = content_of(dict.fromkeys(line), where)
+            ids = id_columns(settings, list(line), where)
             ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
-            values = {name: value for name, value in line.items() if name not in ignored}
-            records: Iterable[Record] = [Record(chunk.index, chunk.name, where, values, content, ignored)]
+            records = [(where, {name: value for name, value in line.items() if name not in ignored})]
         else:
-            records = _of_batch(chunk, *known[chunk.name])
-        for record in records:
-            if settings.limit is not None and record.index >= settings.limit:
+            ids, content, ignored = columns_of[chunk.name]
+            records = _rows_of(chunk)
+        for index, (where, values) in enumerate(records, start=chunk.index):
+            if settings.limit is not None and index >= settings.limit:
                 return
-            yield record
+            row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in ids)
+            labels = {  # one that is not a number is missing
+                label_name(name): None if isinstance(value, float) and math.isnan(value) else value
+                for name, value in values.items()
+                if name not in content and name not in ids
+            }
+            yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
 
 
-def _of_batch(chunk: ArrowChunk, content: Sequence[str], ignored: tuple[str, ...]) -> Iterator[Record]:
-    batch = chunk.batch
+def _rows_of(chunk: ArrowChunk) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each row of a table stands, and its plain values; lists stay Arrow, since token ids are many."""
+    columns: dict[str, Sequence[Any]] = {}
     try:
-        columns = {name: _values(batch.column(name)) for name in batch.schema.names}
+        for name in chunk.batch.schema.names:
+            column = chunk.batch.column(name)
+            if is_label(column.type):
+                columns[name] = label_values(column)
+            elif is_list(column.type):
+                columns[name] = [item.values if item.is_valid else None for item in column]
+            else:
+                columns[name] = column.to_pylist()
     except UnicodeDecodeError as err:
         raise CorpusError(f"{chunk.name}: rows from {chunk.first} on: text is not UTF-8: {err}") from err
-    for i in range(batch.num_rows):
-        where = f"{chunk.name}, row {chunk.first + i}"
-        values = {name: column[i] for name, column in columns.items()}
-        yield Record(chunk.index + i, chunk.name, where, values, content, ignored)
-
-
-def _values(column: pa.Array | pa.ChunkedArray) -> Sequence[Any]:
-    """Plain values; lists stay Arrow, since token ids are many."""
-    if is_label(column.type):
-        return label_values(column)
-    if is_list(column.type):
-        return [item.values if item.is_valid else None for item in column]
-    values: list[Any] = column.to_pylist()
-    return values
+    for i in range(chunk.batch.num_rows):
+        yield f"{chunk.name}, row {chunk.first + i}", {name: column[i] for name, column in columns.items()}
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -103,35 +110,22 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def id_columns(settings: CorpusSettings, names: Mapping[str, Any] | Sequence[str]) -> tuple[str | None, str | None]:
-    """Columns that name the rows and the documents; an empty setting asks for made names."""
-    row = settings.row_id_column
-    if row is None:
-        row = next((name for name in ROW_ID_COLUMNS if name in names), None)
-    return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
+def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tuple[str | None, str | None]:
+    """Columns that name the rows and the documents; an empty setting asks for made names.
 
-
-def names_and_labels(record: Record, settings: CorpusSettings) -> tuple[str | None, str | None, dict[str, Label]]:
-    """The row_id and doc_id that a record brings, and its labels; a label that is not a number is missing."""
-    row, doc = id_columns(settings, record.values)
-    row_id, doc_id = (None if name is None else label_text(record.values.get(name)) for name in (row, doc))
-    special = {*record.content, row, doc}
-    labels = {
-        label_name(name): None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in record.values.items()
-        if name not in special
-    }
-    return row_id, doc_id, labels
-
-
-def check_id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> None:
-    """See that an id column that was asked for by name is there; our own names mean one if there is one."""
+    Raises:
+        CorpusError: one that was asked for by name is not there; our own names mean one if there is one.
+    """
     for setting in ("row_id_column", "doc_id_column"):
         column = getattr(settings, setting)
         if column and column not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
             raise CorpusError(
                 f"{where}: no column {column!r}, which corpus.{setting} asks for; columns found: {', '.join(names)}"
             )
+    row = settings.row_id_column
+    if row is None:
+        row = next((name for name in ROW_ID_COLUMNS if name in names), None)
+    return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
 
 
 def _valid(value: Any) -> Any:
@@ -206,22 +200,36 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Documents of a source that is open, from position `start` to the limit that the settings give."""
     for record in read_records(source, settings, partial(_content_columns, settings), start):
-        ids = _token_ids(record.values.get(settings.ids_column), settings.ids_column, record.where)
-        said = form_of(record.values.keys(), settings, record.where).read(record.values, record.where)
-        row_id, doc_id, labels = names_and_labels(record, settings)
+        where, ids, column = record.where, record.values.get(settings.ids_column), settings.ids_column
+        if ids is not None:
+            if isinstance(ids, pa.Array):
+                if ids.null_count:
+                    raise CorpusError(f"{where}: the list of token ids holds a null, expected integers")
+                ids = ids.to_numpy(zero_copy_only=False)
+            elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                raise CorpusError(f"{where}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
+            try:
+                ids = np.asarray(ids, dtype=np.int64)
+            except OverflowError:
+                ids = np.full(1, _INT32.max + 1)  # does not even fit 64 bits: refused below
+            if ids.size and not (_INT32.min <= ids.min() and ids.max() <= _INT32.max):
+                raise CorpusError(f"{where}: a token id does not fit 32 bits, so it is outside any vocabulary")
+            ids = ids.astype(np.int32)
+        content = form_of(record.values.keys(), settings, where).read(record.values, where)
+        doc_id = record.doc_id
         if doc_id is None:  # made of content and position: 64 bits of a hash, and the index, which keeps repeats apart
-            text = (said.text or "") if said.conversation is None else said.conversation.content
+            text = (content.text or "") if content.conversation is None else content.conversation.content
             doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
         yield Document(
             index=record.index,
             doc_id=doc_id,
-            row_id=row_id,
-            text=said.text,
+            row_id=record.row_id,
+            text=content.text,
             input_ids=ids,
-            labels=labels,
-            answers=said.answers,
-            conversation=said.conversation,
-            where=record.where,
+            labels=record.labels,
+            answers=content.answers,
+            conversation=content.conversation,
+            where=where,
             ignored=record.ignored,
         )
 
@@ -234,7 +242,7 @@ def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
     form = form_of(record.values.keys(), settings, record.where)
     first = "text" if isinstance(record.values.get(form.columns[0]), str | None) else "turns"
     content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
-    row, doc = id_columns(settings, record.values)
+    row, doc = id_columns(settings, [*record.values, *record.ignored], record.where)
     roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
@@ -242,19 +250,14 @@ def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
 def _content_columns(
     settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str
 ) -> tuple[str, ...]:
-    """Columns that are no labels; they must be of their types, and an id column that was asked for must be there."""
+    """Columns that are no labels; they must be of their types."""
     form, ids = form_of(columns.keys(), settings, where), settings.ids_column
-    check_id_columns(settings, list(columns), where)
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
     text = form.columns[0]
-    kind = columns.get(text)
-    if (
-        form.kind == "text"
-        and kind is not None
-        and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind))
-    ):
+    kind = columns.get(text) if form.kind == "text" else None
+    if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind)):
         raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
     return (*form.columns, ids)
 
@@ -262,21 +265,3 @@ def _content_columns(
 def content_hash(content: bytes) -> str:
     """What the made names of documents with this content begin with; a dash and the position follow."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _token_ids(ids: Any, column: str, where: str) -> NDArray[np.int32] | None:
-    if ids is None:
-        return None
-    if isinstance(ids, pa.Array):
-        if ids.null_count:
-            raise CorpusError(f"{where}: the list of token ids holds a null, expected integers")
-        ids = ids.to_numpy(zero_copy_only=False)
-    elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise CorpusError(f"{where}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
-    try:
-        array = np.asarray(ids, dtype=np.int64)
-    except OverflowError:
-        array = np.full(1, _INT32.max + 1)  # does not even fit 64 bits: refused below
-    if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
-        raise CorpusError(f"{where}: a token id does not fit 32 bits, so it is outside any vocabulary")
-    return array.astype(np.int32)

@@ -40,35 +40,28 @@ def label_name(column: str) -> str:
     return f"{column}_" if _OWN.fullmatch(column) else column
 
 
-def label_kind(value: Label) -> Kind:
-    """Kind of one value; an integer that needs more than 64 bits is text."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, int):
-        if abs(value) < _EXACT_FLOAT:
-            return "int"
-        return "long" if -(2**63) <= value < 2**63 else "string"
-    return "float" if isinstance(value, float) else "string"
-
-
-def wider(one: Kind, other: Kind) -> Kind:
-    """Narrowest kind that holds both; associative and commutative."""
-    if other in (one, "null"):
-        return one
-    if one == "null":
-        return other
-    both = {one, other}
-    return "long" if both == {"int", "long"} else "float" if both == {"int", "float"} else "string"
-
-
 def kind_of_all(values: Iterable[Label]) -> Kind:
-    """Narrowest kind that holds every value."""
-    kind: Kind = "null"
+    """Narrowest kind that holds every value; an integer that needs more than 64 bits is text."""
+    kinds: set[Kind] = set()
     for value in values:
-        kind = wider(kind, label_kind(value))
-    return kind
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            kinds.add("bool")
+        elif isinstance(value, int):
+            is_exact, fits = abs(value) < _EXACT_FLOAT, -(2**63) <= value < 2**63
+            kinds.add("int" if is_exact else "long" if fits else "string")
+        else:
+            kinds.add("float" if isinstance(value, float) else "string")
+    return widest(kinds)
+
+
+def widest(kinds: Iterable[Kind]) -> Kind:
+    """Narrowest kind that holds all of them; neither order nor grouping counts."""
+    several = set(kinds) - {"null"}
+    if len(several) < 2:
+        return next(iter(several), "null")
+    return "long" if several == {"int", "long"} else "float" if several == {"int", "float"} else "string"
 
 
 def label_text(value: Label) -> str | None:
@@ -89,13 +82,6 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
     if kind == "float":
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     return pa.array(values, ARROW_TYPE[kind])
-
-
-def as_kind(column: pa.ChunkedArray, kind: Kind) -> pa.ChunkedArray:
-    """Column of one shard, widened to the kind that the label has over the whole corpus."""
-    if column.type == ARROW_TYPE[kind]:
-        return column
-    return pa.chunked_array([column_of(column.to_pylist(), kind)], ARROW_TYPE[kind])
 
 
 def is_text(kind: pa.DataType) -> bool:

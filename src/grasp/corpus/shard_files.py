@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
-from grasp.corpus.labels import ARROW_TYPE, DOCUMENT_COLUMN, Kind, as_kind, column_of, kind_of_all, wider
+from grasp.corpus.labels import ARROW_TYPE, DOCUMENT_COLUMN, Kind, column_of, kind_of_all, widest
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
@@ -290,7 +290,9 @@ class ShardStore(ABC, Generic[S]):
         for name, kind in self._kinds.items():
             found = name in whole.column_names
             column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), ARROW_TYPE[kind])])
-            columns[name] = as_kind(column, kind)
+            if column.type != ARROW_TYPE[kind]:
+                column = pa.chunked_array([column_of(column.to_pylist(), kind)])
+            columns[name] = column
         return pa.table(columns)
 
 
@@ -380,7 +382,7 @@ def _kinds(marks: Sequence[RowsMark]) -> dict[str, Kind]:
     """Type of every label over the finished shards; order of first occurrence."""
     kinds: dict[str, Kind] = {}
     for name, kind in (pair for mark in marks for pair in mark.labels):
-        kinds[name] = wider(kinds.get(name, "null"), kind)
+        kinds[name] = widest([kinds.get(name, "null"), kind])
     return kinds
 
 

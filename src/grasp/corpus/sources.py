@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -106,28 +106,16 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         there, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
+    if not there:
+        return _hub_dataset(path, split, field)
+    # a name for messages is what a person would type: plain for local files, a URL otherwise
+    shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     if is_file:
         if split is not None:
             raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; leave it out")
-        return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
-    if there:
-        return _open_directory(fs, root, path, split, field)
-    if os.path.lexists(path):
-        raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
-    if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not is_path(path):
-        datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
-        none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
-        if silent := refusal():
-            raise CorpusError(f"{none}: {silent}")
-        try:
-            table = _one_split(datasets.load_dataset(path), split, path, field)
-        except (OSError, ValueError) as err:
-            raise CorpusError(f"{none}: {_one_line(err)}") from err
-        return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
-    raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
-
-
-def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> Source:
+        if not root.endswith(PARQUET + JSON_LINES):
+            raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED}")
+        return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
         datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
@@ -135,8 +123,12 @@ def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str
             table = _one_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
             raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
-        return DatasetSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
-    files = sorted(file for file in fs.find(root) if _is_read(PurePosixPath(file).relative_to(root)))
+        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
+    files = []
+    for file in sorted(fs.find(root)):
+        steps = PurePosixPath(file).relative_to(root).parts
+        if file.endswith(PARQUET + JSON_LINES) and not any(step.startswith((".", "_")) for step in steps):
+            files.append(file)
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
@@ -144,24 +136,29 @@ def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str
             raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
     if not files:
         raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
-    kinds = {file.endswith(PARQUET) for file in files}
-    if len(kinds) > 1:
+    if len({file.endswith(PARQUET) for file in files}) > 1:
         raise CorpusError(
             f"{path}: holds both Parquet and JSONL files ({files[0]}, ...); a corpus is one kind: "
             "move one kind elsewhere, so that nothing is read twice"
         )
-    return FileSource(fs, [(_shown(fs, file), file) for file in files], root)
+    return FileSource(fs, [(shown(file), file) for file in files], root)
 
 
-def _is_read(relative: PurePosixPath) -> bool:
-    hidden = any(part.startswith((".", "_")) for part in relative.parts)
-    return not hidden and relative.name.endswith(PARQUET + JSON_LINES)
-
-
-def _shown(fs: Any, path: str) -> str:
-    """Path as a person would type it: plain for local files, a URL otherwise."""
-    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    return path if protocol in ("file", "local") else str(fs.unstrip_protocol(path))
+def _hub_dataset(path: str, split: str | None, field: str) -> Source:
+    """A dataset of the hub, by a name that is no path here."""
+    if os.path.lexists(path):
+        raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
+    if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
+        raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
+    datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
+    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
+    if silent := refusal():
+        raise CorpusError(f"{none}: {silent}")
+    try:
+        table = _one_split(datasets.load_dataset(path), split, path, field)
+    except (OSError, ValueError) as err:
+        raise CorpusError(f"{none}: {_one_line(err)}") from err
+    return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
 def _one_line(err: BaseException) -> str:
@@ -176,45 +173,38 @@ class FileSource:
     files: Sequence[tuple[str, str]]  # (name for messages, path in the file system), in reading order
     root: str
 
-    def __post_init__(self) -> None:
-        for name, path in self.files:
-            if not path.endswith(PARQUET + JSON_LINES):
-                raise CorpusError(f"{name}: unknown file type {PurePosixPath(path).suffix!r}; {EXPECTED}")
-
     def identity(self) -> list[list[str]]:
         """Name below the root, size, and time of change or entity tag, of each file."""
         return [_file_identity(self.fs, path, self.root) for _, path in self.files]
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Records from position `start` on; lines before it stay unparsed, Parquet row groups unread."""
-        index = 0  # of the first record of the file
+        begin = 0  # index of the first record of the file
         for name, path in self.files:
-            read = self._parquet if path.endswith(PARQUET) else self._json_lines
-            index = yield from read(name, path, index, start, select)
-
-    def _parquet(
-        self, name: str, path: str, index: int, start: int, select: Selector
-    ) -> Generator[ArrowChunk, None, int]:
-        with _whole_parquet(self.fs, path, name) as file:
-            _refuse_twice(file.schema_arrow.names, name)
-            columns = list(select(file.schema_arrow, name))
-            groups, first = _groups_from(file.metadata, max(0, start - index))
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
-                skip = min(batch.num_rows, max(0, start - index - first))
-                if skip < batch.num_rows:
-                    yield ArrowChunk(index + first + skip, name, first + skip, batch.slice(skip))
-                first += batch.num_rows
-            return index + int(file.metadata.num_rows)
-
-    def _json_lines(
-        self, name: str, path: str, index: int, start: int, _: Selector
-    ) -> Generator[JsonRecord, None, int]:
-        with _opened(self.fs, path, name) as handle:
-            for line, content in json_lines(handle, name):
-                if index >= start:
-                    yield JsonRecord(index, name, line, parse_record(content, name, line))
-                index += 1
-        return index
+            if not path.endswith(PARQUET):
+                with _opened(self.fs, path, name) as handle:
+                    for line, content in json_lines(handle, name):
+                        if begin >= start:
+                            yield JsonRecord(begin, name, line, parse_record(content, name, line))
+                        begin += 1
+                continue
+            with _whole_parquet(self.fs, path, name) as file:
+                _refuse_twice(file.schema_arrow.names, name)
+                columns = list(select(file.schema_arrow, name))
+                skip = max(0, start - begin)
+                groups, first, n_rows = [], 0, 0  # row groups that are read, and the position of their first row
+                for group in range(file.metadata.num_row_groups):
+                    n_rows += file.metadata.row_group(group).num_rows
+                    if n_rows > skip:
+                        groups.append(group)
+                    else:
+                        first = n_rows
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                    before = max(0, skip - first)  # rows of the batch that are not asked for
+                    if before < batch.num_rows:
+                        yield ArrowChunk(begin + first + before, name, first + before, batch.slice(before))
+                    first += batch.num_rows
+                begin += n_rows
 
 
 def _file_identity(fs: Any, path: str, root: str) -> list[str]:
@@ -256,17 +246,6 @@ def parquet_rows(fs: Any, path: str, name: str) -> int:
     """
     with _whole_parquet(fs, path, name) as file:
         return int(file.metadata.num_rows)
-
-
-def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
-    """Row groups that hold a row at or after `skip`, and the position of the first of their rows."""
-    first = 0
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        if first + rows > skip:
-            return list(range(group, metadata.num_row_groups)), first
-        first += rows
-    return [], first
 
 
 def _refuse_twice(names: Sequence[str], where: str) -> None:
@@ -311,41 +290,27 @@ def parse_record(content: bytes, name: str, line: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetSource:
-    """A `datasets` table, memory-mapped by that library and read a slice at a time."""
+class TableSource:
+    """A table in memory, or of `datasets`, which that library maps into memory and reads a slice at a time."""
 
-    table: Any  # datasets.Dataset in Arrow format
+    table: Any  # pa.Table, or datasets.Dataset in Arrow format
     name: str
     files: list[list[str]]
 
     def identity(self) -> list[list[str]]:
-        """Name, size and time of change of each file of the table."""
+        """Name, size and stamp of each file of the table, or its rows and the digest of its content."""
         return self.files
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Records from position `start` on."""
-        columns = list(select(self.table.features.arrow_schema, self.name))
-        table = self.table.select_columns(columns)
+        in_memory = isinstance(self.table, pa.Table)
+        schema = self.table.schema if in_memory else self.table.features.arrow_schema
+        columns = list(select(schema, self.name))
+        table = self.table.select(columns) if in_memory else self.table.select_columns(columns)
         for first in range(start, table.num_rows, BATCH_ROWS):
-            yield ArrowChunk(first, self.name, first, table[first : first + BATCH_ROWS])
-
-
-@dataclass(frozen=True, slots=True)
-class TableSource:
-    """A table in memory."""
-
-    table: pa.Table
-    digest: str  # of its content
-
-    def identity(self) -> list[list[str]]:
-        """Its rows and the digest of its content."""
-        return [["table", str(self.table.num_rows), self.digest]]
-
-    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
-        """Records from position `start` on."""
-        table = self.table.select(list(select(self.table.schema, "corpus")))
-        for first in range(start, table.num_rows, BATCH_ROWS):
-            yield ArrowChunk(first, "corpus", first, table.slice(first, BATCH_ROWS).combine_chunks())
+            stop = first + BATCH_ROWS
+            batch = table.slice(first, BATCH_ROWS).combine_chunks() if in_memory else table[first:stop]
+            yield ArrowChunk(first, self.name, first, batch)
 
 
 def table_source(data: Any, split: str | None = None, what: str = "corpus") -> TableSource:
@@ -369,19 +334,14 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
             "`datasets.Dataset`"
         )
     _refuse_twice(data.column_names, what)
-    return TableSource(data, _table_digest(data))
-
-
-def _table_digest(table: pa.Table) -> str:
-    """Hash of names, types and values; how the table is cut into chunks does not enter."""
-    digest = hashlib.blake2b(digest_size=16)
-    for first in range(0, max(1, table.num_rows), _DIGEST_ROWS):
-        batch = table.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
+    digest = hashlib.blake2b(digest_size=16)  # of names, types and values; how the table is chunked does not enter
+    for first in range(0, max(1, data.num_rows), _DIGEST_ROWS):
+        batch = data.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_table(batch)
         digest.update(sink.getvalue())
-    return digest.hexdigest()
+    return TableSource(data, "corpus", [["table", str(data.num_rows), digest.hexdigest()]])
 
 
 def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:

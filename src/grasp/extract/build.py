@@ -235,7 +235,8 @@ def _with_inputs(
     if corpus is not None and not isinstance(corpus, str | Path):
         source = table_source(corpus, leaf(data, "corpus.split"))
         data.get("corpus", {}).pop("split", None)
-        corpus = IN_MEMORY + source.digest
+        ((_, _, digest),) = source.identity()
+        corpus = IN_MEMORY + digest
     _name(data, "corpus.path", corpus, "a path or a table")
     if targets is not None:
         names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.corpus.documents import check_id_columns, names_and_labels, read_records
+from grasp.corpus.documents import read_records
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL, Label, is_text
 from grasp.corpus.packing import Cursor, SkipLog, StoredRow
 from grasp.corpus.shard_files import RowStream, ShardStore
@@ -71,15 +71,14 @@ def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch
         return (image,)
 
     for record in read_records(source, settings, content, start):
-        row_id, doc_id, labels = names_and_labels(record, settings)
         yield ImageRecord(
             index=record.index,
             where=record.where,
-            given_id=doc_id,
-            row_id=row_id,
+            given_id=record.doc_id,
+            row_id=record.row_id,
             encoded=_encoded(record.values.get(image), record.name, fetch),
             class_value=record.values.get(settings.class_column or CLASS_COLUMN),
-            labels=labels,
+            labels=record.labels,
             ignored=record.ignored,
         )
 
@@ -94,7 +93,6 @@ def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSe
                 f"{where}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}. Set "
                 f"corpus.{setting} to the one that holds the {what}"
             )
-    check_id_columns(settings, list(columns), where)
     kind = columns[image]
     fields = [kind.field(i).name for i in range(kind.num_fields)] if kind and pa.types.is_struct(kind) else []
     if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or "bytes" in fields):
