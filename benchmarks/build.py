@@ -41,7 +41,6 @@ from grasp.extract.forward import PositionBatch, PositionKernels, PositionSums, 
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask, supervised_positions
-from grasp.features.gradient_match import SampledGradients
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
@@ -217,7 +216,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         return extract(model, ids, labelled, ("tail:32", "all"), features.top_k)
 
     batch = PositionBatch.from_batch(forward(), len(lines))
-    sums = PositionSums.empty(model, features, 1)
+    sums = PositionSums(model, features)
     sums.add(batch, model.head)
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)
@@ -256,7 +255,7 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     )
     rows = store.shard(0)
     few = rows.take(np.arange(min(8, len(rows))))
-    squares = square_sums(SampledGradients.choose(model, features), few, features)
+    squares = square_sums(model, few, features)
     kernel = GradientKernel.prepare(model, units, squares.mean(), features)
     examples, embedding = examples_of(rows, features), model.model.get_input_embeddings()
     spent = {"plain": 0.0, "kernel": 0.0}

@@ -25,15 +25,13 @@ from grasp.choose.export import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
 from grasp.extract.corpus_moments import token_sample
-from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
 from grasp.extract.forecast import forecast
 from grasp.extract.forward import ShardForward
-from grasp.extract.inputs import ON_DISK, prepare, tell_units
+from grasp.extract.inputs import ON_DISK, prepare
 from grasp.extract.local import (
     KERNELS,
     build_artifact,
-    build_position_kernels,
     decided,
     foretell,
     has_work,
@@ -46,7 +44,6 @@ from grasp.features import extract
 from grasp.files import discard
 from grasp.predict.protocol import BESIDE_GRADIENT, default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
-from grasp.targets import load_units
 from tests.cli.grasp_command import arrays
 from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.says import says
@@ -292,7 +289,8 @@ def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, 
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    kernel = build_position_kernels(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
+    sums = forward.position_sums(inputs.model, inputs.store.shard(0), settings.features)
+    kernel = forward.PositionKernels.prepare(inputs.units, sums.moments(), settings.features, inputs.model)
     own = kernel.unit_relevance(inputs.units)
     whole = kernel.relevance(inputs.units.block(0, 6))
     assert own.keys() == whole.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
@@ -380,8 +378,9 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     assert re.match(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
     says(which, "a new model, from scratch", "rows rank by token, input, neighbour", "nats a token")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
-    tell_units(load_units(world(root).targets.model_copy(update={"units_per_target": 4})), fewer)
-    assert fewer.lines == ["questions: 4 of the 6 of facts"]
+    some = world(root).targets.model_copy(update={"units_per_target": 4})
+    prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
+    assert fewer.lines[-1] == "questions: 4 of the 6 of facts"
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
     unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]

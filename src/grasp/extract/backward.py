@@ -117,10 +117,9 @@ class GradientKernel:
             yield (part, batch), taken_BK * taken_BK.new_tensor([one.labels for one in examples])[:, None]
 
 
-def square_sums(
-    gradients: SampledGradients, rows: Rows, settings: FeatureSettings, advance: Advance = ignore
-) -> SquareSums:
+def square_sums(model: Reference, rows: Rows, settings: FeatureSettings, *, advance: Advance = ignore) -> SquareSums:
     """Sums of squares of the coordinates over rows whose gradient is finite."""
+    gradients = SampledGradients.choose(model, settings)
     sums = SquareSums(gradients.sample.size)
     for part, _, (taken_BK, _) in _there_and_back(gradients, rows, settings):
         sums.add(taken_BK[taken_BK.isfinite().all(dim=1)])

@@ -225,41 +225,34 @@ def _with_inputs(
             raise SettingsError(f"model: got {len(model)} things, expected a model and its tokenizer")
         model, tokenizer = model
     if isinstance(model, nn.Module):
-        reference = _reference(model, tokenizer, data)
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            raise SettingsError(
+                f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too"
+            )
+        given = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+        reference = ReferenceModel.from_model(model, tokenizer, given)  # proven as one from a disk is
         tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
         put(data, "model.device", str(reference.device))
         dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
-    _name(data, "model.path", model, "a path or a transformers model")
-    _name(data, "model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer")
-    _name(data, "model.dtype", dtype, "float32, bfloat16 or float16")
     if corpus is not None and not isinstance(corpus, str | Path):
         source = table_source(corpus, leaf(data, "corpus.split"))
         data.get("corpus", {}).pop("split", None)
         ((_, _, digest),) = source.identity()
         corpus = IN_MEMORY + digest
-    _name(data, "corpus.path", corpus, "a path or a table")
+    for setting, value, expected in (
+        ("model.path", model, "a path or a transformers model"),
+        ("model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer"),
+        ("model.dtype", dtype, "float32, bfloat16 or float16"),
+        ("corpus.path", corpus, "a path or a table"),
+    ):
+        if value is not None and not isinstance(value, str | Path):
+            raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
+        if value is not None:
+            put(data, setting, str(value))
     if targets is not None:
         names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
         put(data, "targets.names", names)
     return data, InMemory(reference, source, units)
-
-
-def _reference(model: nn.Module, tokenizer: Any, data: Mapping[str, Any]) -> ReferenceModel:
-    """A model that is an object, proven as one from a disk is."""
-    if tokenizer is None or isinstance(tokenizer, str | Path):
-        raise SettingsError(f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too")
-    given = leaf(data, "model") or {}
-    settings = ModelSettings.model_validate({"path": IN_MEMORY, **given})
-    return ReferenceModel.from_model(model, tokenizer, settings)
-
-
-def _name(data: dict[str, Any], setting: str, value: Any, expected: str) -> None:
-    """Put a name into the settings."""
-    if value is None:
-        return
-    if not isinstance(value, str | Path):
-        raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
-    put(data, setting, str(value))
 
 
 def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:

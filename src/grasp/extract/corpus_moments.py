@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F64
 from grasp.artifact.spool import FeatureSpool
 from grasp.corpus.shard_files import ShardStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
-from grasp.extract.backward import PART_ROWS as GRADIENT_ROWS
-from grasp.extract.engine import Workers
-from grasp.extract.forward import PositionSums, ShardForward
+from grasp.extract.backward import square_sums
+from grasp.extract.forward import PositionSums, ShardForward, Workers, forward_shard, position_sums
 from grasp.extract.progress import Progress
 from grasp.features.extract import Reference
+from grasp.features.gradient_match import SquareSums
 from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
 Store = RowStore | ShardStore[Any]
 
-PART_ROWS = 256
+PART_ROWS, GRADIENT_ROWS = 256, 64  # of a sample that go through the model at once
 SEEN_BYTES = 2**30  # of what the model gave for the moments, kept for the pass that follows
 STATES = 8_192  # positions whose hidden states are kept for the neighbour kernel, about
 
@@ -54,76 +53,80 @@ def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> boo
     return all_sampled and size <= SEEN_BYTES and not settings.gradient
 
 
-def build_token_moments(
-    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
+def position_moments(
+    model: Reference,
+    store: Store,
+    settings: FeatureSettings,
+    spool: FeatureSpool,
+    workers: Workers,
+    progress: Progress,
 ) -> PositionMoments:
     """Token-level moments over the sample; computed once, kept in the work area for a resumed build.
 
     Each part has its own sums, which are merged in the order of the rows: the same digits, however many workers there
-    are. A part is PART_ROWS rows of a sample; of a corpus that is taken whole, a shard.
+    are. A part is some rows of a sample; of a corpus that is taken whole, a shard.
+
+    Raises:
+        ModelError: the gradient of every row sampled is not finite.
     """
-    if work.has(0):
-        return unspool_position_moments(work.read(0))
-    length_N = store.lengths()
-    supervised_N = store.supervised()
+    if spool.has(0):
+        return unspool_position_moments(spool.read(0))
+    length_N, supervised_N = store.lengths(), store.supervised()
     index = token_sample(supervised_N, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
-    rows = (store.rows(index[start : start + PART_ROWS]) for start in range(0, len(index), PART_ROWS))
-    shards = (store.shard(k) for k in range(store.n_shards))
-    parts = shards if store.n_supervised <= settings.moment_positions else rows
+    if store.n_supervised <= settings.moment_positions:
+        parts = ((k, store.shard(k)) for k in range(store.n_shards))
+    else:
+        starts = range(0, len(index), PART_ROWS)
+        parts = ((k, store.rows(index[start : start + PART_ROWS])) for k, start in enumerate(starts))
     every = max(1, int(supervised_N[index].sum()) // STATES)
-    sums = PositionSums.empty(model, settings, every)
-    for own in workers.position_sums(parts, every, progress.advance):
-        sums.merge(own)
+    sums = PositionSums(model, settings, every)
+    for _, part in workers.run(position_sums, parts, progress.advance, in_order=True, every=every):
+        sums.merge(part)
     moments = sums.moments()
     if settings.gradient:
-        moments = replace(moments, gradient_K=_square_means(store, settings, workers, progress))
-    work.write(0, spool_position_moments(moments))
+        count = min(store.n_rows, settings.gradient_rows)
+        index = np.sort(stream(settings.seed, "moments", "gradient").choice(store.n_rows, size=count, replace=False))
+        progress.stage("gradient moments", rows=count, tokens=int(length_N[index].sum()))
+        starts = range(0, count, GRADIENT_ROWS)
+        parts = ((k, store.rows(index[start : start + GRADIENT_ROWS])) for k, start in enumerate(starts))
+        squares: SquareSums | None = None
+        for _, part in workers.run(square_sums, parts, progress.advance, in_order=True):
+            if squares is None:
+                squares = part
+            else:
+                squares.merge(part)
+        if squares is None or squares.count == 0:
+            raise ModelError(
+                f"the gradients of all {count:,} rows sampled are not finite; use --dtype bfloat16 or float32, or "
+                "--match forward"
+            )
+        moments = replace(moments, gradient_K=squares.mean())
+    spool.write(0, spool_position_moments(moments))
     return moments
 
 
-def _square_means(store: Store, settings: FeatureSettings, workers: Workers, progress: Progress) -> F64:
-    """Second moments of gradients over a sample of rows, a few rows a part, merged in the order of the rows."""
-    count = min(store.n_rows, settings.gradient_rows)
-    index = np.sort(stream(settings.seed, "moments", "gradient").choice(store.n_rows, size=count, replace=False))
-    progress.stage("gradient moments", rows=count, tokens=int(store.lengths()[index].sum()))
-    parts = (store.rows(index[start : start + GRADIENT_ROWS]) for start in range(0, count, GRADIENT_ROWS))
-    sums = None
-    for own in workers.square_sums(parts, progress.advance):
-        if sums is None:
-            sums = own
-        else:
-            sums.merge(own)
-    if sums is None or sums.count == 0:
-        raise ModelError(
-            f"the gradients of all {count:,} rows sampled are not finite; use --dtype bfloat16 or float32, or "
-            "--match forward"
-        )
-    return sums.mean()
-
-
-def spool_pooled_sample(
-    store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
+def pooled_sample(
+    store: Store, settings: FeatureSettings, spool: FeatureSpool, workers: Workers, progress: Progress
 ) -> int:
     """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
     draw = stream(settings.seed, "moments", "pooled")
     index = np.sort(draw.choice(store.n_rows, size=settings.moment_rows, replace=False))
-    size = store.shard_rows
-    parts = {k: index[start : start + size] for k, start in enumerate(range(0, len(index), size))}
+    parts = np.split(index, range(store.shard_rows, len(index), store.shard_rows))
     progress.stage("pooled moments", rows=len(index), tokens=None)
-    left = [k for k in parts if not work.has(k)]
-    progress.advance(sum(len(parts[k]) for k in parts.keys() - set(left)), 0)
+    left = [k for k in range(len(parts)) if not spool.has(k)]
+    progress.advance(len(index) - sum(len(parts[k]) for k in left), 0)
     rows = ((k, store.rows(parts[k])) for k in left)
-    for k, shard in workers.forward(rows, None, progress.advance, keep_positions=False):
-        work.write(k, shard.spool())
+    for k, shard in workers.run(forward_shard, rows, progress.advance, kernel=None):
+        spool.write(k, shard.spool(relevance=True))
     return len(parts)
 
 
-def pooled_moments(work: FeatureSpool, parts: int, hidden_size: int, vocab: int) -> Moments:
+def pooled_moments(spool: FeatureSpool, parts: int, model: Reference) -> Moments:
     """Row-level moments from spooled features, part after part."""
-    accumulator = MomentAccumulator(hidden_size, vocab)
+    accumulator = MomentAccumulator(model.hidden_size, model.vocab_size)
     for k in range(parts):
-        pooled = ShardForward.unspool(work.read(k), vocab).pooled
+        pooled = ShardForward.unspool(spool.read(k), model.vocab_size).pooled
         accumulator.add(pooled.hidden_NH, pooled.residual_NV.indices, pooled.residual_NV.data)
     return accumulator.moments()
 

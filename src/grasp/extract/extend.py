@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactExtension, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
 from grasp.extract.forecast import first_rows, forecast, pass_seconds
 from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
-from grasp.extract.inputs import Inputs, identity, prepare, unit_table
+from grasp.extract.inputs import identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import BuildSource
@@ -64,7 +65,19 @@ def add_target(
                 )
                 said = forecast(inputs.model, inputs.store, rows, seconds)
                 progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
-            write_columns(artifact, inputs, position_kernels, pooled, extension, progress, kept=kept)
+            left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
+            announce(progress, inputs.store, len(left))
+            for k in left:
+                if kept:
+                    shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)
+                    columns = {} if position_kernels is None else kept_relevance(position_kernels, shard, inputs.model)
+                else:
+                    rows = inputs.store.shard(k)
+                    shard = forward_shard(inputs.model, rows, inputs.settings.features, position_kernels)
+                    columns = shard.arrays
+                arrays = pooled.relevance(shard.pooled) | columns
+                extension.write_shard(k, arrays, column_sums(arrays))
+                progress.advance(len(shard.loss_N), 0)
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
         return "kept features" if kept else "pass"
@@ -81,34 +94,12 @@ def kernels(
     return position_kernels, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
 
 
-def write_columns(
-    artifact: ArtifactReader,
-    inputs: Inputs,
-    position_kernels: PositionKernels | None,
-    pooled: PooledKernel,
-    extension: ArtifactExtension,
-    progress: Progress,
-    *,
-    kept: bool,
-) -> None:
-    """The new columns, shard by shard; `kept`: from the features that the artifact keeps, without the model."""
-    left, model = [k for k in range(extension.grid.n_shards) if k not in extension.finished], inputs.model
-    announce(progress, inputs.store, len(left))
-    for k in left:
-        if kept:
-            shard = ShardForward.unspool(artifact.features(k), model.vocab_size)
-        else:
-            shard = forward_shard(model, inputs.store.shard(k), inputs.settings.features, position_kernels)
-        columns = shard.arrays
-        if kept and position_kernels is not None:
-            assert shard.positions is not None
-            parts = [
-                position_kernels.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)
-            ]
-            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            if position_kernels.gradient is not None:
-                assert shard.gradients_NK is not None
-                columns["relevance_gradient"] = position_kernels.gradient.kept_relevance(shard.gradients_NK)
-        arrays = pooled.relevance(shard.pooled) | columns
-        extension.write_shard(k, arrays, column_sums(arrays))
-        progress.advance(len(shard.loss_N), 0)
+def kept_relevance(kernels: PositionKernels, shard: ShardForward, model: Reference) -> dict[str, NDArray[np.float32]]:
+    """Relevance by the kernels of positions, from features that were kept."""
+    assert shard.positions is not None
+    parts = [kernels.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if kernels.gradient is not None:
+        assert shard.gradients_NK is not None
+        columns["relevance_gradient"] = kernels.gradient.kept_relevance(shard.gradients_NK)
+    return columns

@@ -3,7 +3,6 @@
 import io
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +57,8 @@ def expected_seconds(
     """
     kernel, sampled, seconds = None, 0.0, np.zeros(2)
     if settings.gradient:
-        gradients = SampledGradients.choose(model, settings)
         begun = _now()
-        square_sums(gradients, rows, settings)
+        square_sums(model, rows, settings)
         sample = 0.0 if given else store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
         asked = sum(len(example.input_ids) for example in units.examples)
         seconds += (_now() - begun) * (store.n_tokens + sample + asked)
@@ -69,7 +67,7 @@ def expected_seconds(
     if settings.token or settings.product_width > 0:
         begun = _now()
         once = not given and reads_once(model, store, settings)
-        sums = position_sums(model, rows, settings, keep=seen if once else None)
+        sums = position_sums(model, rows, settings, seen=seen if once else None)
         seconds += (_now() - begun) * (0 if given else min(store.n_tokens, settings.moment_positions))
         kernel = PositionKernels.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows and not given:
@@ -84,7 +82,7 @@ def pass_seconds(
     rows: Rows,
     settings: FeatureSettings,
     kernel: PositionKernels | None,
-    seen: Sequence[Pass] = (),
+    seen: list[Pass] | None = None,
 ) -> Spent:
     """Time of one pass over so many tokens."""
     begun = _now()
@@ -144,10 +142,10 @@ def disk_bytes(
     pq.write_table(store.table(0), table)
     named = 2 * table.tell() * store.n_shards  # as one table, and shard by shard
     shard = forward_shard(model, rows, features, None, keep_positions=settings.keep_features and features.token)
-    of_row = sum(array.nbytes for array in shard.spool().values()) / len(rows)
+    of_row = sum(array.nbytes for array in shard.spool(relevance=True).values()) / len(rows)
     finished = numbers + moments + named + kept * settings.keep_tokens
     if settings.keep_features:
-        of_token = sum(array.nbytes for array in shard.arrays_to_keep().values()) / max(1, rows.n_tokens)
+        of_token = sum(array.nbytes for array in shard.spool(relevance=False).values()) / max(1, rows.n_tokens)
         finished += round(of_token * store.n_tokens) + 2 * coordinates * store.n_rows
     spooled = round(of_row * min(store.n_rows, features.moment_rows))
     return finished, spooled + kept * (not settings.keep_tokens)

@@ -4,10 +4,10 @@ Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class PositionBatch:
 
     @classmethod
     def from_batch(cls, batch: BatchFeatures, n_rows: int) -> Self:
-        """From a forward pass whose second specification is that of the kernel."""
+        """From a forward pass whose second specification of positions is that of the kernels."""
         return cls(*batch.take(1), batch.inputs(1), n_rows)
 
 
@@ -211,8 +211,8 @@ class ShardForward:
     positions: Positions | None = None  # where features are kept and kernels of positions are built
     gradients_NK: NDArray[np.uint16] | None = None  # bits of bfloat16; where features and the gradient kernel are
 
-    def arrays_to_keep(self) -> dict[str, NDArray[Any]]:
-        """The features from which a target can be added later."""
+    def spool(self, *, relevance: bool) -> dict[str, NDArray[Any]]:
+        """As named arrays: with what the kernels gave, or with all from which a target can be added later."""
         residual = self.pooled.residual_NV
         arrays: dict[str, NDArray[Any]] = {
             "hidden": self.pooled.hidden_NH,
@@ -221,21 +221,17 @@ class ShardForward:
             "residual_indptr": residual.indptr.astype(np.int64),
             "loss": self.loss_N,
         }
+        if relevance:
+            return arrays | {f"token.{name}": array for name, array in self.arrays.items()}
         if self.gradients_NK is not None:
             arrays["gradient"] = self.gradients_NK
         if self.positions is not None:
             arrays |= {f"position.{field.name}": getattr(self.positions, field.name) for field in fields(Positions)}
         return arrays
 
-    def spool(self) -> dict[str, NDArray[Any]]:
-        """Everything but positions and gradients, as named arrays for the work area of a build."""
-        return replace(self, positions=None, gradients_NK=None).arrays_to_keep() | {
-            f"token.{name}": array for name, array in self.arrays.items()
-        }
-
     @classmethod
     def unspool(cls, arrays: dict[str, NDArray[Any]], vocab: int) -> Self:
-        """From the arrays of a FeatureSpool."""
+        """Back from named arrays."""
         residual = csr_array(
             (arrays["residual_value"], arrays["residual_index"], arrays["residual_indptr"]),
             shape=(len(arrays["loss"]), vocab),
@@ -284,12 +280,12 @@ def forward_shard(
     *,
     keep_positions: bool = False,
     advance: Advance = ignore,
-    seen: Sequence[Pass] = (),
+    seen: list[Pass] | None = None,
 ) -> ShardForward:
     """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order.
 
     Args:
-        seen: what `position_sums` kept of the same rows: the model is not run again.
+        seen: what `position_sums` kept of the same rows, given up here: the model is not run again.
     """
     with_positions = kernel is not None or keep_positions
     specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
@@ -298,8 +294,14 @@ def forward_shard(
     gradients_NK: NDArray[np.uint16] | None = None  # gigabytes: there is one copy of it
     loss_N = np.empty(len(rows), dtype=np.float32)
     back = None if kernel is None else kernel.gradient
-    passes = ((one, None) for one in seen or row_passes(model, rows, specs, settings.top_k))
-    for (index, batch), taken_BK in passes if back is None else back.passes(rows, specs, settings):
+    passes: Iterator[tuple[Pass, Tensor | None]]
+    if back is not None:
+        passes = back.passes(rows, specs, settings)
+    elif seen:
+        passes = ((seen.pop(0), None) for _ in range(len(seen)))
+    else:
+        passes = ((one, None) for one in row_passes(model, rows, specs, settings.top_k))
+    for (index, batch), taken_BK in passes:
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
@@ -328,38 +330,35 @@ def forward_shard(
     )
 
 
-@dataclass(frozen=True, slots=True)
 class PositionSums:
-    """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge.
+    """Token-level moments while rows are added. Parts merge, and the order of merges decides the last digits.
 
-    `states` are those of one position in `every`, where the neighbour kernel may be built.
+    States, where the neighbour kernel may be built, are those of one position in `every`.
     """
 
-    token: MomentAccumulator
-    input: MomentAccumulator | None
-    states: list[LabelledStates] | None
-    loss: list[float]  # sums over some of the positions
-    every: int
-
-    @classmethod
-    def empty(cls, model: Reference, settings: FeatureSettings, every: int) -> Self:
+    def __init__(self, model: Reference, settings: FeatureSettings, every: int = 1) -> None:
         size = model.hidden_size, model.vocab_size
-        gradients = MomentAccumulator(*size) if settings.input else None
-        return cls(MomentAccumulator(*size), gradients, [] if settings.neighbour else None, [], every)
+        self.every = every
+        self.loss: list[float] = []  # sums over some of the positions
+        self.token = MomentAccumulator(*size)
+        self.input = MomentAccumulator(*size) if settings.input else None
+        self.states: list[LabelledStates] | None = [] if settings.neighbour else None
 
     def add(self, batch: PositionBatch, head: OutputHead) -> None:
         """Add the positions of a forward pass."""
-        _add(self.token, batch.hidden_PH, batch.residual)
-        self.loss.append(float(batch.residual.loss_P.double().sum()))
+        dense = [(self.token, batch.hidden_PH, batch.residual)]
         if self.input is not None:
-            _add(self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P))
+            dense.append((self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P)))
+        for sums, dense_PH, sparse in dense:
+            sums.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
+        self.loss.append(float(batch.residual.loss_P.double().sum()))
         if self.states is not None:
             some = slice(self.every // 2, None, self.every)
             label_P = batch.residual.label_P[some]
             self.states.append(LabelledStates(batch.hidden_PH[some].cpu().numpy(), label_P.cpu().numpy()))
 
     def merge(self, other: "PositionSums") -> None:
-        """Add what another part has. The order of merges decides the last digits: keep it."""
+        """Add what another part has."""
         self.token.merge(other.token)
         self.loss.extend(other.loss)
         if self.input is not None and other.input is not None:
@@ -377,33 +376,72 @@ class PositionSums:
         return PositionMoments(token, gradients, states, loss=math.fsum(self.loss) / token.count)
 
 
-def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:
-    into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
-
-
 def position_sums(
     model: Reference,
     rows: Rows,
     settings: FeatureSettings,
     every: int = 1,
+    *,
     advance: Advance = ignore,
-    keep: list[Pass] | None = None,
+    seen: list[Pass] | None = None,
 ) -> PositionSums:
     """Sums for the token-level moments over the used positions of `rows`; states of one in `every` are kept.
 
     Args:
-        keep: what the model gave is put there, for `forward_shard`.
+        seen: what the model gave is put there, for `forward_shard`.
     """
-    sums = PositionSums.empty(model, settings, every)
+    sums = PositionSums(model, settings, every)
     names = rows.table.column("row_id")
     # the positions of a shard, so that the digits are the same whether these passes are kept or made again
     for index, batch in row_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         sums.add(PositionBatch.from_batch(batch, len(index)), model.head)
-        if keep is not None:
-            keep.append((index, batch))
+        if seen is not None:
+            seen.append((index, batch))
         advance(len(index), rows.tokens_of(index))
     return sums
+
+
+class Workers(Protocol):
+    """Who runs jobs of the model over parts of the corpus: this process, or workers on a cluster."""
+
+    def run(
+        self,
+        job: Callable[..., Any],
+        parts: Iterable[tuple[int, Rows]],
+        advance: Advance = ignore,
+        *,
+        in_order: bool = False,
+        **how: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """What `job(model, rows, settings, **how)` gives for each numbered part, as parts are done or `in_order`."""
+
+
+class InProcess:
+    """The model of this process, one part after the other.
+
+    Args:
+        keep_passes: what the model gives a part for the moments is used again for the shard of the same number.
+    """
+
+    def __init__(self, model: Reference, settings: FeatureSettings, *, keep_passes: bool = False) -> None:
+        self._model, self._settings = model, settings
+        self._seen: dict[int, list[Pass]] | None = {} if keep_passes else None
+
+    def run(
+        self,
+        job: Callable[..., Any],
+        parts: Iterable[tuple[int, Rows]],
+        advance: Advance = ignore,
+        *,
+        in_order: bool = False,
+        **how: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """See Workers."""
+        for k, rows in parts:
+            if self._seen is not None:
+                how["seen"] = self._seen.setdefault(k, [])
+            yield k, job(self._model, rows, self._settings, advance=advance, **how)
 
 
 def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:

@@ -25,7 +25,7 @@ from grasp.features.extract import Reference, Units
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import refuse_unreadable
 from grasp.settings import BuildSettings
-from grasp.targets import Unit, UnitSet, UnitTokens, load_units
+from grasp.targets import Unit, UnitSet, load_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,43 @@ def prepare(
     progress.stage("rows", rows=None, tokens=None)
     store: Store
     units: Units
-    if not isinstance(model, ReferenceModel):
+    if isinstance(model, ReferenceModel):
+        context = model.context
+        if context is not None and (settings.corpus.max_length or 0) > context:
+            raise ModelError(
+                f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; "
+                f"set {context} or less"
+            )
+        longest = min(settings.targets.max_length, context or settings.targets.max_length)
+        unit_set = unit_set or load_units(settings.targets, in_memory.units)
+        as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+        if as_text and model.tokenizer.writes_chats:
+            progress.note(
+                f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions "
+                "that are conversations (messages) are asked with it"
+            )
+        unit_set = unit_set.written_out(model.tokenizer)
+        units = unit_set.tokenize(model.tokenizer, longest)
+        positions_E = [len(unit.input_ids) - unit.first for unit in units]
+        store = RowStore.write(
+            tokens,
+            settings.corpus,
+            model.tokenizer,
+            shard_rows=settings.shard_rows,
+            context=context,
+            source=source,
+            replace=replace,
+            progress=lambda rows: progress.advance(rows, 0),
+        )
+        corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
+        targets = settings.targets.model_copy(update={"max_length": longest})
+        settings = settings.model_copy(update={"corpus": corpus, "targets": targets})
+        tell_rows(store, unit_set, model, progress)
+    else:
         unit_set, units, store = vision().read(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
         positions_E = [1] * len(unit_set.units)
-    else:
-        unit_set = unit_set or load_units(settings.targets, in_memory.units)
-        unit_set, units, store, settings = _texts(settings, model, unit_set, source, tokens, progress, replace)
-        positions_E = [len(unit.input_ids) - unit.first for unit in units]
-        tell_rows(store, model, progress)
-        tell_units(unit_set, progress)
     progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
@@ -103,72 +129,28 @@ def prepare(
     )
 
 
-def _texts(
-    settings: BuildSettings,
-    model: ReferenceModel,
-    unit_set: UnitSet,
-    source: Source | None,
-    tokens: Path,
-    progress: Progress,
-    replace: bool,
-) -> tuple[UnitSet, list[UnitTokens], RowStore, BuildSettings]:
-    """Units and rows as tokens, and the settings with the lengths that they have."""
-    context = model.context
-    if context is not None and (settings.corpus.max_length or 0) > context:
-        raise ModelError(
-            f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; set "
-            f"{context} or less"
-        )
-    longest = min(settings.targets.max_length, context or settings.targets.max_length)
-    as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
-    if as_text and model.tokenizer.writes_chats:
-        progress.note(
-            f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions that "
-            "are conversations (messages) are asked with it"
-        )
-    unit_set = unit_set.written_out(model.tokenizer)
-    unit_tokens = unit_set.tokenize(model.tokenizer, longest)
-    store = RowStore.write(
-        tokens,
-        settings.corpus,
-        model.tokenizer,
-        shard_rows=settings.shard_rows,
-        context=context,
-        source=source,
-        replace=replace,
-        progress=lambda rows: progress.advance(rows, 0),
-    )
-    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
-    targets = settings.targets.model_copy(update={"max_length": longest})
-    return unit_set, unit_tokens, store, settings.model_copy(update={"corpus": corpus, "targets": targets})
-
-
-def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> None:
-    """Which column became what, and how long rows are."""
+def tell_rows(store: RowStore, unit_set: UnitSet, model: ReferenceModel, progress: Progress) -> None:
+    """Which column became what, how long rows are, and how many of the questions that there are are scored."""
     roles = store.details["columns"]
     names = {"input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
-    made = "" if {"row_id", "doc_id"} & roles.keys() else "; names of rows are made from content and position"
-    names_rows = [name for name in store.label_columns if made and _names_documents(store, name)]
-    if names_rows:
-        made += f"; {names_rows[0]!r} differs in every document: --id-column {shlex.quote(names_rows[0])} takes it"
-    progress.note(
-        "columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items()) + made
-    )
-    labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
-    left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
-    progress.note(f"labels: {labels}{left_out}")
+    columns = "columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items())
+    if not {"row_id", "doc_id"} & roles.keys():
+        columns += "; names of rows are made from content and position"
+        if label := next((name for name in store.label_columns if _names_documents(store, name)), None):
+            columns += f"; {label!r} differs in every document: --id-column {shlex.quote(label)} takes it"
+    progress.note(columns)
+    labels = "labels: " + (", ".join(store.label_columns) or "none, so no question can be asked by slice")
+    if store.ignored_columns:
+        labels += f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}"
+    progress.note(labels)
+    rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
+    if store.n_supervised < store.n_tokens - store.n_rows:
+        rows += f", {store.n_supervised:,} with loss"
     reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
-    loss = f", {store.n_supervised:,} with loss" if store.n_supervised < store.n_tokens - store.n_rows else ""
-    progress.note(
-        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
-        f"{store.details['max_length']:,} in a row ({reads})"
-        + "; longer documents are cut into several rows"
-        * (store.n_rows > store.n_documents)
-    )
-
-
-def tell_units(unit_set: UnitSet, progress: Progress) -> None:
-    """How many of the questions that there are of each target are scored."""
+    rows += f", at most {store.details['max_length']:,} in a row ({reads})"
+    if store.n_rows > store.n_documents:
+        rows += "; longer documents are cut into several rows"
+    progress.note(rows)
     counts, there = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
     parts = [f"all {n:,} of {t}" if n == there[t] else f"{n:,} of the {there[t]:,} of {t}" for t, n in counts.items()]
     progress.note(f"questions: {', '.join(parts)}")

@@ -11,7 +11,8 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,17 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.corpus_moments import (
     Store,
-    build_token_moments,
     pooled_moments,
+    pooled_sample,
+    position_moments,
     reads_once,
     spool_moments,
-    spool_pooled_sample,
     spool_position_moments,
     unspool_moments,
     unspool_position_moments,
 )
-from grasp.extract.engine import Workers, connected_workers
 from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import PositionKernels, ShardForward, forward_shard
+from grasp.extract.forward import InProcess, PositionKernels, ShardForward, Workers, forward_shard
 from grasp.extract.inputs import (
     ON_DISK,
     InMemory,
@@ -98,30 +98,68 @@ def build_artifact(
             return out
         fresh = not has_work(out)
         inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
-        settings, model = inputs.settings, inputs.model
+        settings, model, store = inputs.settings, inputs.model, inputs.store
+        features = settings.features
         made_of = identity(inputs)
         work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
         if isinstance(model, ReferenceModel) and fresh:
             look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
-        given = given_moments(inputs, work, progress)  # from here on there is work
-        once = reads_once(model, inputs.store, settings.features)
-        with connected_workers(cluster, model, settings, inputs.units, keep_passes=once) as workers:
-            position_kernels = build_position_kernels(inputs, workers, work, progress, given)
-            shards, pooled = run_model(inputs, position_kernels, workers, out, work, progress, given)
-            kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
+        given: Given | None = None
+        if settings.like is not None:
+            spool = FeatureSpool(work / "like")  # copied when the build begins: the other artifact may go
+            if not spool.has(0):
+                spool.write(0, dict(alike(inputs, settings.like).moments))
+            progress.note(f"moments are those of {settings.like}; none are measured")
+            given = spool.read(0)
+        entered: AbstractContextManager[Workers]
+        if cluster is None:
+            entered = nullcontext(InProcess(model, features, keep_passes=reads_once(model, store, features)))
+        else:
+            from grasp.extract.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
+
+            entered = ray_workers(cluster, settings, inputs.units)
+        with entered as workers:
+            kernels = build_position_kernels(inputs, workers, work, progress, given)
+            # A corpus no larger than the moment sample goes through the model at once: its features are spooled, its
+            # moments are exact, and shards are read back. Of a larger one only the sample is spooled.
+            exact = given is None and store.n_rows <= features.moment_rows
+            spool = FeatureSpool(work / ("features" if exact else "pooled-sample"))
+            if exact:
+                left = [k for k in range(store.n_shards) if not spool.has(k)]
+                for k, shard in forward_shards(inputs, kernels, workers, left, out, progress):
+                    spool.write(k, shard.spool(relevance=True))
+                pooled = pooled_moments(spool, store.n_shards, model)
+            elif given is None:
+                pooled = pooled_moments(spool, pooled_sample(store, features, spool, workers, progress), model)
+            else:
+                pooled = unspool_moments(given, "pooled.")
+            pooled_kernel = PooledKernel.prepare(inputs.units.pooled, pooled, features)
+            width = {
+                "hidden_sketch": pooled_kernel.project_HD.shape[1],
+                "residual_sketch": pooled_kernel.sketch_VD.shape[1],
+                "product_sketch": features.product_width,
+            }
+            sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items() if size}
             writer = ArtifactWriter.open(
                 out,
                 identity=made_of,
-                n_rows=inputs.store.n_rows,
+                n_rows=store.n_rows,
                 shard_rows=settings.shard_rows,
-                arrays=array_specs(inputs, position_kernels, kernel),
+                arrays=sketches | relevance_specs(inputs, kernels, pooled_kernel),
                 dtype=settings.array_dtype,
                 lock=lock,
             )
-            for k, shard in shards([k for k in range(writer.grid.n_shards) if k not in writer.finished]):
-                finish_shard(inputs, kernel, writer, k, shard, progress)
-        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        close(inputs, position_kernels, pooled, writer, None if gone_on else spent)
+            left = [k for k in range(writer.grid.n_shards) if k not in writer.finished]
+            shards: Iterator[tuple[int, ShardForward]]
+            if exact:
+                shards = ((k, ShardForward.unspool(spool.read(k), model.vocab_size)) for k in left)
+            else:
+                shards = forward_shards(inputs, kernels, workers, left, out, progress)
+            for k, shard in shards:
+                finish_shard(inputs, pooled_kernel, writer, k, shard, progress)
+        if not writer.complete:
+            spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+            close(inputs, kernels, pooled, writer, None if gone_on else spent)
         clean(settings, out)
     return out
 
@@ -147,21 +185,6 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     if reader.adapter is None and is_adapter(reader.path):
         reader = reader.model_copy(update={"adapter": "apart" if features.gradient else "folded"})
     return settings.model_copy(update={"train": train, "features": features, "model": reader})
-
-
-def given_moments(inputs: Inputs, work: Path, progress: Progress) -> Given | None:
-    """Moments of the artifact that `like` names, copied when the build begins; None: they are measured.
-
-    Raises:
-        ArtifactError: see `alike`.
-    """
-    if inputs.settings.like is None:
-        return None
-    spool = FeatureSpool(work / "like")
-    if not spool.has(0):
-        spool.write(0, dict(alike(inputs, inputs.settings.like).moments))
-    progress.note(f"moments are those of {inputs.settings.like}; none are measured")
-    return spool.read(0)
 
 
 def alike(inputs: Inputs, like: str) -> ArtifactReader:
@@ -286,24 +309,24 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
 
 
 def build_position_kernels(
-    inputs: Inputs, workers: Workers, work: Path, progress: Progress, given: Given | None = None
+    inputs: Inputs, workers: Workers, work: Path, progress: Progress, given: Given | None
 ) -> PositionKernels | None:
     """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
-    features = inputs.settings.features
+    model, features = inputs.model, inputs.settings.features
     if not features.token and not features.product_width:
         return None
-    if given is not None:
-        moments = unspool_position_moments(given)
-    else:
+    if given is None:
         spool = FeatureSpool(work / "token-moments")
-        moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
-    if isinstance(inputs.model, ReferenceModel):
-        for line in regime(inputs.settings, moments.loss, inputs.model.vocab_size):
+        moments = position_moments(model, inputs.store, features, spool, workers, progress)
+    else:
+        moments = unspool_position_moments(given)
+    if isinstance(model, ReferenceModel):
+        for line in regime(inputs.settings, moments.loss, model.vocab_size):
             progress.note(line)
-    kernel = PositionKernels.prepare(inputs.units, moments, features, inputs.model)
-    if kernel.gradient is not None:
-        progress.note(kernel.gradient.gradients.describe())
-    return kernel
+    kernels = PositionKernels.prepare(inputs.units, moments, features, model)
+    if kernels.gradient is not None:
+        progress.note(kernels.gradient.gradients.describe())
+    return kernels
 
 
 def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
@@ -319,64 +342,24 @@ def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
         )
 
 
-Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]
-
-
-def run_model(
+def forward_shards(
     inputs: Inputs,
-    position_kernels: PositionKernels | None,
+    kernels: PositionKernels | None,
     workers: Workers,
+    left: Sequence[int],
     out: Path,
-    work: Path,
     progress: Progress,
-    given: Given | None = None,
-) -> tuple[Shards, Moments]:
-    """What gives the forward halves of the shards that are asked for, in any order, and the pooled moments.
-
-    A corpus no larger than the moment sample goes through the model at once: its features are spooled, its moments
-    are exact, and shards are read back. Of a larger one only the sample is spooled, and shards run when asked for.
-    Nothing is spooled where the moments are given.
-    """
-    model, store, features = inputs.model, inputs.store, inputs.settings.features
+) -> Iterator[tuple[int, ShardForward]]:
+    """The forward halves of some shards, as they come; their features are kept where the settings say so."""
+    if left:
+        announce(progress, inputs.store, len(left))
     kept = FeatureSpool(out / FEATURES) if inputs.settings.keep_features else None
-    exact = given is None and store.n_rows <= features.moment_rows
-    spool = FeatureSpool(work / "features") if exact else None
-
-    def run(wanted: Sequence[int]) -> Iterator[tuple[int, ShardForward]]:
-        there = [k for k in wanted if spool is not None and spool.has(k)]
-        for k in there:
-            assert spool is not None
-            yield k, ShardForward.unspool(spool.read(k), model.vocab_size)
-        left = sorted(set(wanted) - set(there))
-        if left:
-            announce(progress, store, len(left))
-        keep = kept is not None and features.token
-        rows = ((k, store.shard(k)) for k in left)
-        for k, shard in workers.forward(rows, position_kernels, progress.advance, keep_positions=keep):
-            if kept is not None:
-                kept.write(k, shard.arrays_to_keep())
-            if spool is not None:
-                spool.write(k, shard.spool())
-            yield k, shard
-
-    if spool is not None:
-        for _ in run([k for k in range(store.n_shards) if not spool.has(k)]):
-            pass
-        return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
-    if given is not None:
-        return run, unspool_moments(given, "pooled.")
-    sample = FeatureSpool(work / "pooled-sample")
-    parts = spool_pooled_sample(store, features, sample, workers, progress)
-    return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
-
-
-def array_specs(inputs: Inputs, position_kernels: PositionKernels | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
-    """Width, unit, sign and stored scale of every array of the artifact."""
-    width = {"hidden_sketch": pooled.project_HD.shape[1], "residual_sketch": pooled.sketch_VD.shape[1]}
-    if inputs.settings.features.product_width:
-        width["product_sketch"] = inputs.settings.features.product_width
-    sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
-    return sketches | relevance_specs(inputs, position_kernels, pooled)
+    keep = kept is not None and inputs.settings.features.token
+    parts = ((k, inputs.store.shard(k)) for k in left)
+    for k, shard in workers.run(forward_shard, parts, progress.advance, kernel=kernels, keep_positions=keep):
+        if kept is not None:
+            kept.write(k, shard.spool(relevance=False))
+        yield k, shard
 
 
 def relevance_specs(
@@ -435,18 +418,16 @@ def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.
 
 def close(
     inputs: Inputs,
-    position_kernels: PositionKernels | None,
+    kernels: PositionKernels | None,
     pooled: Moments,
     writer: ArtifactWriter,
     build_seconds: dict[str, float] | None,
 ) -> None:
     """Gains of the sketches, moments, units, manifest: the artifact is complete."""
-    if writer.complete:
-        return
     sums, n_rows = writer.sums(), inputs.store.n_rows
     moments = spool_moments(pooled, "pooled.")
-    if position_kernels is not None:
-        moments |= spool_position_moments(position_kernels.moments)
+    if kernels is not None:
+        moments |= spool_position_moments(kernels.moments)
     gains = {
         name: sketch_gain(sums[f"{name}.square"], n_rows)
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
