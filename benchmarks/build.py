@@ -45,7 +45,7 @@ from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens

@@ -40,8 +40,7 @@ from grasp.features.gradient_match import (
     gradient_preconditioner,
 )
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.factors import Use
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, PerExample, Use
 from grasp.runs.environment import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

@@ -32,9 +32,7 @@ from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.features.gradient_match import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.factors import Use
-from grasp.models.gradients.output import Output
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example, Output, Use
 from grasp.runs.environment import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

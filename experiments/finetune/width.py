@@ -38,7 +38,7 @@ from grasp.arrays import F32, F64
 from grasp.features.gradient_match import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.runs.environment import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.sums import (
     BlockParameters,
     EachGradient,
@@ -28,8 +29,7 @@ from grasp.baselines.gradients.sums import (
 )
 from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe

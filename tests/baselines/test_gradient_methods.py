@@ -17,13 +17,13 @@ from grasp.baselines.gradients.curvature import (
     corrected_eigenvalues,
     second_moments,
 )
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, row_examples, unit_examples
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import scores
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, scored
 from tests.rounding import rounding

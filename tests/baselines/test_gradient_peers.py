@@ -17,12 +17,12 @@ from grasp.baselines.gradients.curvature import (
     second_moments,
 )
 from grasp.baselines.gradients.features import Featurizer
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Queries, exact_products
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer
 
 # What they warn of is theirs.

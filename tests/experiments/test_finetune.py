@@ -32,9 +32,9 @@ from experiments.finetune.training import (
     with_adapter,
 )
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
+from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import GraspError
 from grasp.features.gradient_match import SampledGradients
-from grasp.models.gradients.layers import as_matrix
 from grasp.predict.labels import LabelColumn
 from grasp.runs.environment import Environment
 from grasp.runs.learned import SubsetFeatures

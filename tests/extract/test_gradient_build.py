@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError, SettingsError
 from grasp.extract import backward
 from grasp.extract.local import build_artifact
 from grasp.extract.reopen import BuildSource
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.layers import as_matrix
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from grasp.baselines.gradients.factors import materialise
+from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError
 from grasp.extract.backward import GradientKernel, halved
 from grasp.features.gradient_match import (
@@ -13,9 +15,7 @@ from grasp.features.gradient_match import (
     by_member,
     gradient_preconditioner,
 )
-from grasp.models.gradients.factors import Use, materialise
-from grasp.models.gradients.layers import as_matrix
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example, Use
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units

@@ -39,7 +39,7 @@ from grasp.features.extract import BatchFeatures, position_mask, row_passes, sup
 from grasp.features.pooled_match import PooledKernel
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import only_target, row_index

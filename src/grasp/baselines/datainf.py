@@ -17,6 +17,8 @@ from torch import Tensor
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.gradients.factors import squared_norm
+from grasp.baselines.gradients.layers import choose_layers, described
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
 from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
@@ -37,9 +39,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients.factors import Use, squared_norm
-from grasp.models.gradients.layers import LayerSet, choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, LayerSet, PerExample, Use
 from grasp.settings import refuse_idle
 
 
@@ -135,7 +135,7 @@ class DataInf(BlockMethod[DataInfSettings]):
                 layers.blocks, own.dimension, own.projection, typical_tokens(material)
             )
         fisher = f"{len(self._fisher_rows(material))} Fisher rows, damping {own.damping:g}"
-        return Account(self._features(layers), (layers.describe(),), (how, fisher))
+        return Account(self._features(layers), (described(layers),), (how, fisher))
 
     def _features(self, layers: LayerSet) -> int:
         return (self.settings.dimension or 0) * len(layers.blocks)

@@ -22,6 +22,7 @@ from grasp.baselines.gradients.curvature import (
     refuse_tied,
     second_moments,
 )
+from grasp.baselines.gradients.layers import choose_layers, described
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import ExactScorer, exact_note
 from grasp.baselines.gradients.session import (
@@ -37,8 +38,7 @@ from grasp.baselines.gradients.settings import LayerSettings, Patterns
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import PerExample
+from grasp.models.gradients import PerExample
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 
@@ -164,7 +164,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             notes.append(f"{own.curvature} over {rows} rows with {own.labels} labels, damping {own.damping:g}")
             if wide:
                 notes.append(f"diagonal on the output side of {', '.join(wide)}")
-        return Account(covers=(layers.describe(),), notes=tuple(notes))
+        return Account(covers=(described(layers),), notes=tuple(notes))
 
 
 def _kept_factors(area: WorkArea, engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:

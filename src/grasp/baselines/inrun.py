@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from grasp.arrays import F64
+from grasp.baselines.gradients.layers import described
 from grasp.baselines.gradients.settings import Patterns
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
 from grasp.baselines.stored import BlockMethod, RowScorer
@@ -24,7 +25,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -242,7 +243,7 @@ class _Replayed(RowScorer):
         after = self._n_rows - self._plan.n_prefix
         counts = {"rows after the prefix, scored 0": after, "units not in the validation loss": self._plan.left_out}
         return Account(
-            covers=(self._layers.describe(),),
+            covers=(described(self._layers),),
             notes=tuple(self._notes(after)),
             counts={reason: number for reason, number in counts.items() if number},
         )

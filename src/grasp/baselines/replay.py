@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grasp.arrays import F64
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.sums import (
     BlockParameters,
     EachGradient,
@@ -47,8 +48,7 @@ from grasp.baselines.gradients.sums import (
 from grasp.errors import ModelError
 from grasp.files import temporary_path
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 
 DIRECTION_ELEMENTS = 1 << 28  # numbers in the gradients of the rows that are held at once: 1 GB of float32
 # Length of the difference along d, in units of the norm of the parameters. H d is then within 2e-4 of the exact product

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.gradients.layers import choose_layers, described
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
 from grasp.baselines.gradients.settings import ProjectedSettings
@@ -22,7 +23,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients.layers import LayerSet, choose_layers
+from grasp.models.gradients import LayerSet
 
 SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
 MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB
@@ -105,7 +106,7 @@ class Trak(BlockMethod[TrakSettings]):
         ridge = f"lambda {own.ridge:g} of the mean diagonal" if own.ridge else "lambda 0"
         return Account(
             features=width * len(checkpoints),
-            covers=(layers.describe(),),
+            covers=(described(layers),),
             notes=(
                 how,
                 checkpoint_note(checkpoints),

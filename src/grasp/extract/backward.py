@@ -23,7 +23,7 @@ from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Pass, Reference, Rows, extract, position_mask, supervised_positions
 from grasp.features.gradient_match import SampledGradients, SquareSums, gradient_preconditioner
 from grasp.models.causal_lm import pad_rows
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.settings import FeatureSettings
 
 MEGABYTE = 1 << 20

@@ -34,7 +34,7 @@ from grasp.features.sketch import ProductSketch
 from grasp.features.tilt_match import TiltTargets, prepare_tilt, tilt_relevance
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.models.causal_lm import BATCH_ROWS
-from grasp.models.gradients.per_example import Example
+from grasp.models.gradients import Example
 from grasp.models.head import OutputHead
 from grasp.settings import FeatureSettings
 

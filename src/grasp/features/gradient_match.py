@@ -33,9 +33,7 @@ from grasp.arrays import F64
 from grasp.errors import ModelError, SettingsError
 from grasp.features.extract import Reference
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.factors import Use
-from grasp.models.gradients.layers import LayerSet, UntakenLayerError, choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
@@ -197,21 +195,28 @@ def _engine(model: ReferenceModel) -> tuple[PerExample, tuple[str, ...]]:
 
     Embeddings and head are large, and token and input look at them. Of a small model they hold most there is to see.
     """
-    tables = [name for name, module in model.model.named_modules() if isinstance(module, nn.Embedding)]
+    root = model.model
+    tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    chosen = {name for number, name in names.items() if number not in outside} - set(model.frozen)
     untaken: list[str] = []
-    while True:
+    while chosen:
         try:
-            layers = choose_layers(model, ("body", *(f"!{name}" for name in (*tables, *model.frozen, *untaken))))
-            return PerExample(model, layers), tuple(untaken)
+            return PerExample(model, layers_of(model, chosen)), tuple(untaken)
         except UntakenLayerError as err:
-            if err.layer in untaken:
-                raise
             untaken.append(err.layer)
-        except SettingsError as err:
-            named = ", ".join(untaken[:3])
-            raise ModelError(
-                f"{type(model.model).__name__}: no layer has a gradient for each row ({named}); say --match forward"
-            ) from err
+            rest = chosen.difference(
+                names[id(parameter)]
+                for name, parameter in root.named_parameters(remove_duplicate=False)
+                if f"{name}.".startswith(f"{err.layer}.")
+            )
+            if rest == chosen:
+                raise
+            chosen = rest
+    raise ModelError(
+        f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --match forward"
+    )
 
 
 class SquareSums:

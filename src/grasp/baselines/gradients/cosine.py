@@ -13,6 +13,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.gradients.layers import choose_layers, described
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import (
@@ -39,7 +40,6 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients.layers import choose_layers
 
 S = TypeVar("S", bound=LayerSettings)
 
@@ -129,6 +129,6 @@ class CosineMethod(BlockMethod[S]):
         updated = ("rows by Adam's update instead of their gradient",) if form.update else ()
         return Account(
             features=(form.dimension or 0) * len(checkpoints),
-            covers=(layers.describe(),),
+            covers=(described(layers),),
             notes=(how, checkpoint_note(checkpoints, weights), *notes, *updated),
         )

@@ -27,10 +27,7 @@ from torch import Tensor
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError, SettingsError
-from grasp.models.gradients.factors import Use
-from grasp.models.gradients.layers import Block
-from grasp.models.gradients.output import Output
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Block, Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,12 @@ class _Sums:
         work, device = self._engine.work, self._engine.model.device
         self._tokens = max(len(example.input_ids) for example in examples)
         self._labels_B = torch.tensor([example.labels for example in examples], dtype=work, device=device)
-        self._positions_B = torch.tensor([example.positions for example in examples], device=device)
+        # tokens before the last that carries loss: those that the loss comes from, a prompt's among them
+        last = [
+            len(example.input_ids) - 1 if example.labelled is None else int(np.flatnonzero(example.labelled)[-1])
+            for example in examples
+        ]
+        self._positions_B = torch.tensor(last, device=device)
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         block, labels_B = self._engine.layers.blocks[number], self._labels_B[rows]
@@ -92,7 +94,7 @@ class _Sums:
             mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
             right = right * labels_B.sqrt()[:, None, None]
         else:
-            mask_BT = self._real(use.positions, rows)
+            mask_BT = self._real(use.right.shape[1], rows)
             if use.one_hot:
                 right = right * labels_B[:, None, None]
             else:
@@ -219,7 +221,7 @@ def refuse_tied(blocks: Sequence[Block]) -> None:
         SettingsError: a weight that is tied is no Kronecker product of anything.
     """
     for block in blocks:
-        if block.shared:
+        if len(block.kinds) > 1:
             raise SettingsError(
                 f"influence.curvature: {block.name} is embedding and head at once, which K-FAC has no form for; set "
                 f"curvature: ekfac, or leave it out with !{block.name}"

@@ -16,9 +16,7 @@ from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError
-from grasp.models.gradients.factors import Use
-from grasp.models.gradients.output import Output
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.models.gradients.factors import ELEMENTS, Use, materialise
-from grasp.models.gradients.layers import Block
+from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradients import Block, Use
 from grasp.seeds import stream
 
 Form = Literal["auto", "dense", "two-sided"]
@@ -41,8 +41,8 @@ class _Dense:
 
     def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
         step = max(1, ELEMENTS // block.size)
-        for begin in range(0, use.examples, step):
-            gradient = materialise(use.rows(begin, begin + step), block.left)
+        for begin in range(0, len(use.right), step):
+            gradient = materialise(some_rows(use, begin, begin + step), block.left)
             out_BK[begin : begin + step].addmm_(gradient.flatten(1), self.sign_DK)
 
     def of_matrix(self, gradient_BXY: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.baselines.gradients.factors import ELEMENTS, left_products, squared_norm
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
-from grasp.models.gradients.factors import ELEMENTS, Use, left_products, squared_norm
-from grasp.models.gradients.layers import Block
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Block, Example, PerExample, Use
 
 ELEMENTWISE = 32  # what a pair of positions costs beside its two inner products, in multiplications
 
@@ -210,7 +209,7 @@ def _joined(every: Sequence[FlatUse]) -> list[FlatUse]:
 
 def _add_pairs(use: Use, flat: FlatUse, out_BE: Tensor) -> None:
     """Sum over pairs of positions, a piece of the units' positions at a time."""
-    examples, positions = use.examples, use.positions
+    examples, positions = use.right.shape[:2]
     left = use.left.flatten() if use.one_hot else use.left.flatten(0, 1)
     right = use.right.flatten(0, 1)
     step = max(1, ELEMENTS // max(1, examples * positions))
@@ -237,7 +236,7 @@ class _TokenPairs:
 
     def add_products(self, use: Use, out_BE: Tensor) -> None:
         """Token by token: the rows that have it times the units that have it."""
-        examples = use.examples
+        examples = len(use.right)
         row = torch.arange(examples, device=use.left.device)[:, None]
         known = torch.from_numpy(self.token_C).to(use.left.device)
         place = torch.searchsorted(known, use.left.contiguous()).clamp_(max=len(known) - 1)

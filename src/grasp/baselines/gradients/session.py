@@ -10,10 +10,10 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.methods.contract import MethodInputs
-from grasp.models.gradients.layers import LayerSet, choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients import Example, LayerSet, PerExample
 from grasp.seeds import stream
 
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.models.gradients.factors import ELEMENTS, Use, materialise
-from grasp.models.gradients.per_example import PerExample
+from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradients import PerExample, Use
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
 TakeUses = Callable[[int, list[Use], slice], None]
@@ -41,7 +41,7 @@ class UseSink:
             edges = sorted({edge for _, rows in kept for edge in (rows.start, rows.stop)})
             for begin, end in pairwise(edges):
                 uses = [
-                    use.rows(begin - rows.start, end - rows.start)
+                    some_rows(use, begin - rows.start, end - rows.start)
                     for use, rows in kept
                     if rows.start <= begin and end <= rows.stop
                 ]
@@ -61,9 +61,9 @@ class MatrixSink(UseSink):
         step = max(1, ELEMENTS // block.size)
         for begin in range(0, rows.stop - rows.start, step):
             end = min(begin + step, rows.stop - rows.start)
-            total = materialise(uses[0].rows(begin, end), block.left)
+            total = materialise(some_rows(uses[0], begin, end), block.left)
             for use in uses[1:]:
-                total += materialise(use.rows(begin, end), block.left)
+                total += materialise(some_rows(use, begin, end), block.left)
             self._matrix(number, total, slice(rows.start + begin, rows.start + end))
 
 

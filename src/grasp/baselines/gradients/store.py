@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
+from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.session import open_engine, row_examples, typical_tokens, unit_examples
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import MethodInputs, Seconds
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.output import Output
-from grasp.models.gradients.per_example import PerExample
+from grasp.models.gradients import Output, PerExample
 
 READY = "ready-"
 

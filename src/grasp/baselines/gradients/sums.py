@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64
-from grasp.models.gradients.capture import Consumer
-from grasp.models.gradients.factors import ELEMENTS, Use, materialise
-from grasp.models.gradients.layers import LayerSet
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 
 
 class Collector(Protocol):
@@ -92,7 +90,7 @@ class EachGradient:
         def consume(number: int, use: Use, rows: slice) -> None:
             for start, piece in _pieces(use, self.matrices[number][0].numel()):
                 matrix = materialise(piece, self.matrices[number].shape[1])
-                here = index_B[rows][start : start + piece.examples]
+                here = index_B[rows][start : start + len(piece.right)]
                 self.matrices[number].index_add_(0, torch.from_numpy(here).to(matrix.device), matrix)
 
         return consume
@@ -125,7 +123,7 @@ def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
     count = len(matrices_KXY)
     if use.one_hot:
         return torch.stack([(matrix[use.left] * use.right).sum(dim=(1, 2)) for matrix in matrices_KXY], dim=1)
-    if use.positions * count <= use.positions + count:
+    if use.right.shape[1] * count <= use.right.shape[1] + count:
         passed = [torch.matmul(use.left, matrix) for matrix in matrices_KXY]
         return torch.stack([(one * use.right).sum(dim=(1, 2)) for one in passed], dim=1)
     flat_KD = matrices_KXY.flatten(1)
@@ -136,8 +134,8 @@ def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
 def _pieces(use: Use, size: int) -> Iterator[tuple[int, Use]]:
     """A few examples at a time, so that their matrices of `size` numbers stay small; with the first one's place."""
     step = max(1, ELEMENTS // size)
-    for start in range(0, use.examples, step):
-        yield start, use.rows(start, start + step)
+    for start in range(0, len(use.right), step):
+        yield start, some_rows(use, start, start + step)
 
 
 class BlockParameters:

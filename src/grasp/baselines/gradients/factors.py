@@ -1,39 +1,19 @@
-"""Sums of outer products: what a batch does to one block, per example.
+"""Sums of outer products in full: gradients of a few rows, and their norms.
 
-    G_b = sum_t left_{b,t} (x) right_{b,t}
-
-Shape letters: B examples, T positions, X left width, Y right width, K projected width, E units, S unit positions.
+Shape letters: B examples, T positions, X left width, Y right width, P and S positions of two sides.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from grasp.models.gradients import Use
+
 ELEMENTS = 1 << 25  # numbers in one temporary on a CPU: 128 MB of float32
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Factors of a batch in one block: positions that carry nothing have a right (or a left) factor of zero."""
-
-    left: Tensor  # (B, T, X), or int64 (B, T): coordinates of one-hot vectors
-    right: Tensor  # (B, T, Y)
-
-    @property
-    def one_hot(self) -> bool:
-        return self.left.ndim == 2
-
-    @property
-    def examples(self) -> int:
-        return len(self.right)
-
-    @property
-    def positions(self) -> int:
-        return self.right.shape[1]
-
-    def rows(self, begin: int, end: int) -> "Use":
-        return Use(self.left[begin:end], self.right[begin:end])
+def some_rows(use: Use, begin: int, end: int) -> Use:
+    """Some of the examples."""
+    return Use(use.left[begin:end], use.right[begin:end])
 
 
 def materialise(use: Use, width: int) -> Tensor:
@@ -58,15 +38,15 @@ def left_products(left: Tensor, other: Tensor) -> Tensor:
 
 def squared_norm(uses: list[Use], width: int) -> Tensor:
     """||G||^2 of every example, (B,), for the sum of several uses of one block."""
-    total = sum(use.positions for use in uses)
+    total = sum(use.right.shape[1] for use in uses)
     right = uses[0].right.shape[2]
     ghost = total * total * (width + right)
     plain = total * width * right
     if ghost < plain or (all(use.one_hot for use in uses) and width > total):
         return _ghost_norm(uses)
     step = max(1, ELEMENTS // (width * right))
-    examples = uses[0].examples
-    parts = [_plain_norm([use.rows(i, i + step) for use in uses], width) for i in range(0, examples, step)]
+    examples = len(uses[0].right)
+    parts = [_plain_norm([some_rows(use, i, i + step) for use in uses], width) for i in range(0, examples, step)]
     return torch.cat(parts)
 
 
@@ -80,7 +60,7 @@ def _plain_norm(uses: list[Use], width: int) -> Tensor:
 def _ghost_norm(uses: list[Use]) -> Tensor:
     """Pairs of positions instead of the matrix: sum_{t,s} <left_t, left_s> <right_t, right_s>."""
     parts = []
-    for b in range(uses[0].examples):
+    for b in range(len(uses[0].right)):
         norm = uses[0].right.new_zeros(())
         for i, one in enumerate(uses):
             for j, other in enumerate(uses[: i + 1]):
