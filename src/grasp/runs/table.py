@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -122,13 +122,69 @@ class RunTable:
             raise EnvironmentDataError(
                 f"{name}: a column is not what it must be: {' '.join(str(err).split())}"
             ) from err
-        table = cls(name, info, trained, results, tuple(notes))
-        table._check_names()
-        table._check_weights()
-        table._check_results()
-        table = table if info.kind != "shares" else table._normalised()
-        table._check_different()
-        return table
+        for table, columns in ((trained, ("run", "name")), (results, ("run", "seed", "metric"))):
+            for column in columns:
+                if empty := table[column].null_count:
+                    raise EnvironmentDataError(f"{name}: {empty} cells of {column} are empty; name every run")
+        if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
+            raise EnvironmentDataError(f"{name}: its results and {INFO} do not both have the metric {unknown[0]!r}")
+
+        # weights
+        weight = trained["weight"].to_numpy(zero_copy_only=False)
+        bad = np.flatnonzero(~((weight == 0) | (weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
+        if bad.size:
+            run, value = (trained[column][int(bad[0])].as_py() for column in ("run", "name"))
+            raise EnvironmentDataError(
+                f"{name}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            )
+        for line in _repeated(trained, ["run", "name"]):
+            raise EnvironmentDataError(
+                f"{name}: run {line['run']!r} is there twice: {line['name']!r} has {line['count_all']} weights; give "
+                "every run a name of its own"
+            )
+        total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
+        sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
+        if empty_runs := [run for run, of_run in sums.items() if of_run <= 0]:
+            raise EnvironmentDataError(f"{name}: run {empty_runs[0]!r}: all weights are 0")
+
+        # results
+        value = pc.coalesce(results["value"], float("nan"))
+        wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST))).to_pylist()  # nan compares false
+        for line in wrong[:1]:
+            raise EnvironmentDataError(
+                f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); leave the run "
+                "out (--skip-failed), or give its value"
+            )
+        repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
+        for line in repeated[:1]:
+            raise EnvironmentDataError(
+                f"{name}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
+                "give runs different names, or a column seed"
+            )
+        have, want = set(results["run"].to_pylist()), set(sums)
+        for names, what in ((want - have, "no results"), (have - want, "results, but nothing it was trained on")):
+            if names:
+                shown = ", ".join(sorted(names)[:NAMED])
+                raise EnvironmentDataError(f"{name}: {len(names)} run(s) have {what}: {shown}")
+
+        # mixtures: shares add up to 1, and differ, or nothing can be learned of what they do
+        if info.kind == "shares":
+            if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
+                raise EnvironmentDataError(
+                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; if "
+                    "they say how often each value is seen, import them with --times"
+                )
+            over = np.array([sums[run] for run in trained["run"].to_pylist()])
+            trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / over))
+        runs = cls(name, info, trained, results, tuple(notes))
+        is_mixture = info.kind in ("shares", "times") and len(runs) >= FEWEST_DIFFERENT
+        if is_mixture and len(np.unique(runs.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
+            raise EnvironmentDataError(
+                f"{name}: its {len(runs):,} runs were all trained on one mixture; expected {FEWEST_DIFFERENT} "
+                "different ones or more"
+            )
+        return runs
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -246,88 +302,12 @@ class RunTable:
             text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
         return "\n".join([*text, *map(plain, self.notes)])
 
-    # ------------------------------------------------------------------------------------------- checks
 
-    def _check_names(self) -> None:
-        needed = ((self.trained, ("run", "name")), (self.results, ("run", "seed", "metric")))
-        for table, column in ((table, column) for table, columns in needed for column in columns):
-            if empty := table[column].null_count:
-                raise EnvironmentDataError(f"{self.name}: {empty} cells of {column} are empty; name every run")
-        if unknown := sorted(set(self.results["metric"].to_pylist()) ^ set(self.info.metrics)):
-            raise EnvironmentDataError(
-                f"{self.name}: its results and {INFO} do not both have the metric {unknown[0]!r}"
-            )
-
-    def _check_weights(self) -> None:
-        weight = self.trained["weight"].to_numpy(zero_copy_only=False)
-        bad = np.flatnonzero(~((weight == 0) | (weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
-        if bad.size:
-            run, name = (self.trained[column][int(bad[0])].as_py() for column in ("run", "name"))
-            raise EnvironmentDataError(
-                f"{self.name}: run {run!r}: weight of {name!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
-                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
-            )
-        pairs = self.trained.group_by(["run", "name"]).aggregate([([], "count_all")])
-        twice = pairs.filter(pc.greater(pairs["count_all"], 1))
-        if len(twice):
-            raise EnvironmentDataError(
-                f"{self.name}: run {twice['run'][0].as_py()!r} is there twice: {twice['name'][0].as_py()!r} has "
-                f"{twice['count_all'][0].as_py()} weights; give every run a name of its own"
-            )
-        total = self.trained.group_by("run").aggregate([("weight", "sum")])
-        empty = total.filter(pc.less_equal(total["weight_sum"], 0))
-        if len(empty):
-            raise EnvironmentDataError(f"{self.name}: run {empty['run'][0].as_py()!r}: all weights are 0")
-
-    def _check_different(self) -> None:
-        """See that mixtures differ, or nothing can be learned of what they do."""
-        if self.info.kind not in ("shares", "times") or len(self.runs) < FEWEST_DIFFERENT:
-            return
-        if len(np.unique(self.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
-            raise EnvironmentDataError(
-                f"{self.name}: its {len(self.runs):,} runs were all trained on one mixture; expected "
-                f"{FEWEST_DIFFERENT} different ones or more"
-            )
-
-    def _check_results(self) -> None:
-        value = pc.coalesce(self.results["value"], float("nan"))
-        bad = self.results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST)))  # nan compares false
-        if len(bad):
-            run, metric = bad["run"][0].as_py(), bad["metric"][0].as_py()
-            raise EnvironmentDataError(
-                f"{self.name}: run {run!r}: {metric} is {bad['value'][0].as_py()} ({len(bad)} such); leave the run out "
-                "(--skip-failed), or give its value"
-            )
-        keys = ["run", "seed", "size", "metric", "unit_id"]
-        count = self.results.group_by(keys).aggregate([([], "count_all")])
-        twice = count.filter(pc.greater(count["count_all"], 1))
-        if len(twice):
-            raise EnvironmentDataError(
-                f"{self.name}: run {twice['run'][0].as_py()!r} has {twice['metric'][0].as_py()} "
-                f"{twice['count_all'][0].as_py()} times ({len(twice)} such); give runs different names, or a column "
-                "seed"
-            )
-        have, want = set(self.results["run"].to_pylist()), set(self.runs)
-        for names, what in ((want - have, "no results"), (have - want, "results, but nothing it was trained on")):
-            if names:
-                shown = ", ".join(sorted(names)[:NAMED])
-                raise EnvironmentDataError(f"{self.name}: {len(names)} run(s) have {what}: {shown}")
-
-    def _normalised(self) -> Self:
-        """Shares that add up to 1."""
-        total = self.trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
-        sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
-        off = {run: at for run, at in sums.items() if abs(at - 1.0) > SUM_SLACK}
-        if off:
-            run, at = next(iter(off.items()))
-            raise EnvironmentDataError(
-                f"{self.name}: run {run!r}: shares add up to {at:.4g} ({len(off)} such), expected 1; if they say how "
-                "often each value is seen, import them with --times"
-            )
-        over = np.array([sums[run] for run in self.trained["run"].to_pylist()])
-        share = pa.array(self.trained["weight"].to_numpy() / over)
-        trained = self.trained.set_column(2, "weight", share)
-        return type(self)(self.name, self.info, trained, self.results, self.notes)
+def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
+    """Keys that are there more than once, each with its `count_all`."""
+    counts = table.group_by(keys).aggregate([([], "count_all")])
+    lines: list[dict[str, Any]] = counts.filter(pc.greater(counts["count_all"], 1)).to_pylist()
+    return lines
 
 
 def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64]:
