@@ -29,7 +29,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
-from grasp.methods.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
+from grasp.methods.contract import Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment
 from grasp.runs.joined import Joined
@@ -173,10 +173,33 @@ def configured_methods(
     if twice:
         raise SettingsError(f"methods: got {', '.join(twice)} twice; give one of them another label in a settings file")
     for label, values in given.items():
-        beside, _ = _split(label, values, where)
+        said, _ = _split(label, values, where)
         if label not in chosen:  # a mistake in what is not asked for is a mistake all the same
-            _valid(where, label, (_Beside, beside))
-    return tuple(_configured(name, given.get(name, {}), where, labels=given) for name in chosen)
+            _valid(where, label, (_Beside, said))
+    found = list[ConfiguredMethod]()
+    for label in chosen:
+        if label not in given and label not in methods():
+            if not given:
+                method_named(label, where)  # says which there are
+            raise SettingsError(
+                f"methods: got {label!r}; {where} has {', '.join(given)}, and there are {', '.join(methods())}"
+            )
+        said, own = _split(label, given.get(label, {}), where)
+        kind = method_named(said["method"]).load()
+        beside, settings = _valid(where, label, (_Beside, said), (kind.settings_type, own))
+        assert isinstance(beside, _Beside)
+        for module, extra in kind.needs_modules.items():
+            require(module, extra=extra, feature=f"method {beside.method}")
+        if issubclass(kind, SubsetMethod):
+            of_rows = {"weighting": beside.weighting is not None, "negative": beside.negative != 1.0}
+            if idle := [name for name, is_given in of_rows.items() if is_given]:
+                raise SettingsError(
+                    f"{where}: {label}: {', '.join(idle)}: {beside.method} predicts subsets and scores no rows; leave "
+                    "out"
+                )
+        method = kind(settings, name=beside.method, seed=beside.seed)
+        found.append(ConfiguredMethod(label, method, beside.oracle_selected, beside.weighting, beside.negative))
+    return tuple(found)
 
 
 def published_methods(
@@ -203,29 +226,6 @@ def published_methods(
     if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
         raise SettingsError("checkpoints: no meaning with these methods, none of which looks at any; leave it out")
     return found
-
-
-def _configured(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> ConfiguredMethod:
-    if label not in labels and label not in methods():
-        if not labels:
-            method_named(label, where)  # says which there are
-        raise SettingsError(
-            f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(methods())}"
-        )
-    given, own = _split(label, values, where)
-    kind = method_named(given["method"]).load()
-    beside, settings = _valid(where, label, (_Beside, given), (kind.settings_type, own))
-    assert isinstance(beside, _Beside)
-    for module, extra in kind.needs_modules.items():
-        require(module, extra=extra, feature=f"method {beside.method}")
-    method = kind(settings, name=beside.method, seed=beside.seed)
-    if isinstance(method, SubsetMethod):
-        of_rows = {"weighting": beside.weighting is not None, "negative": beside.negative != 1.0}
-        if idle := [name for name, is_given in of_rows.items() if is_given]:
-            raise SettingsError(
-                f"{where}: {label}: {', '.join(idle)}: {beside.method} predicts subsets and scores no rows; leave out"
-            )
-    return ConfiguredMethod(label, method, beside.oracle_selected, beside.weighting, beside.negative)
 
 
 def _split(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -280,26 +280,45 @@ def method_predictions(
     Raises:
         GraspError: what the method needs is not there.
     """
-    method = configured.method
-    cost = None
+    method, label = configured.method, configured.label
     if isinstance(method, RowMethod):
+        units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
         found = scores(configured, material, cache)
+        account, n_columns = found.account, found.shape[1]
+        is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
         weighting = configured.weighting or method.weighting
-        predictions = _summed(configured, found, material, subsets, weighting)
-        cost, account = _cost(found), found.account
-        if weighting == "count":
-            account = replace(account, notes=(*account.notes, COUNTED))
+        by_row = RowScores(label, (ANY,) if is_broadcast else units, material.n_rows, found)
+        predictions = by_row.sum_over(subsets, weighting=weighting, negative=configured.negative)
+        if is_broadcast:
+            values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
+            predictions = replace(predictions, units=units, values_BE=values_BE)
+        seconds = None if found.seconds is None else found.seconds + account.ready
+        spent = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
+        predictions = replace(predictions, cost=Cost(account.features, n_columns, *spent))
+        said = [*account.notes, *([COUNTED] if weighting == "count" else [])]
     else:
         assert isinstance(method, SubsetMethod)
         method.check(material)
         predictions, account = method.predict(material, subsets)
+        predictions, said = replace(predictions, cost=None), [*account.notes]
+    if renamed is not None:
+        kept = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
+        predictions = replace(
+            predictions,
+            units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in kept),
+            values_BE=predictions.values_BE[:, kept],
+            task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
+        )
+    # one line for the report: what was covered, what else must be known, what was passed over
+    said += [f"{reason}: {n:,}" for reason, n in account.counts.items()]
+    if account.covers:
+        more = len(account.covers) - COVERED
+        said.insert(0, f"covers {', '.join(account.covers[:COVERED])}" + (f" and {more} more" if more > 0 else ""))
     standing: MethodRole = "supervised oracle" if method.supervised else "predictor"
     if configured.oracle_selected and not method.supervised:
         standing = "oracle-selected"
-    if renamed is not None:
-        predictions = _renamed(predictions, renamed)
-    notes = _notes(configured.label, account)
-    return replace(predictions, method=configured.label, standing=standing, cost=cost, notes=notes)
+    notes = (f"{label}: {'; '.join(said)}",) if said else ()
+    return replace(predictions, method=label, standing=standing, notes=notes)
 
 
 def scores(configured: ConfiguredMethod, material: MethodInputs, cache: Path | None = None) -> MethodScores:
@@ -322,51 +341,6 @@ def scores(configured: ConfiguredMethod, material: MethodInputs, cache: Path | N
             f"method {configured.label}: got scores of shape {found.shape}, expected {expected[0]} or {expected[1]}"
         )
     return found
-
-
-def _summed(
-    configured: ConfiguredMethod,
-    found: MethodScores,
-    material: MethodInputs,
-    subsets: Sequence[SubsetBlock],
-    weighting: Weighting,
-) -> Predictions:
-    units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
-    broadcast = found.shape[1] == 1 and len(units) != 1
-    columns = (ANY,) if broadcast else units
-    by_row = RowScores(configured.label, columns, material.n_rows, found)
-    summed = by_row.sum_over(subsets, weighting=weighting, negative=configured.negative)
-    if not broadcast:
-        return summed
-    return replace(summed, units=units, values_BE=np.repeat(summed.values_BE, len(units), axis=1))
-
-
-def _cost(found: MethodScores) -> Cost:
-    features, columns = found.account.features, found.shape[1]
-    if found.seconds is None:
-        return Cost(features, columns, None, None)
-    seconds = found.seconds + found.account.ready
-    return Cost(features, columns, seconds.wall, seconds.cpu)
-
-
-def _renamed(predictions: Predictions, names: Mapping[str, str]) -> Predictions:
-    kept = [e for e, (target, _) in enumerate(predictions.units) if target in names]
-    return replace(
-        predictions,
-        units=tuple((names[predictions.units[e][0]], predictions.units[e][1]) for e in kept),
-        values_BE=predictions.values_BE[:, kept],
-        task_B={names[target]: values_B for target, values_B in predictions.task_B.items() if target in names},
-    )
-
-
-def _notes(label: str, account: Account) -> tuple[str, ...]:
-    """One line for the report: what was covered, what was passed over, what else must be known."""
-    counted = [f"{reason}: {n:,}" for reason, n in account.counts.items()]
-    said = "; ".join([*account.notes, *counted])
-    covered, more = ", ".join(account.covers[:COVERED]), len(account.covers) - COVERED
-    covers = f"covers {covered}" + (f" and {more} more" if more > 0 else "") if covered else ""
-    line = "; ".join(part for part in (covers, said) if part)
-    return (f"{label}: {line}",) if line else ()
 
 
 # ------------------------------------------------------------------------------------------------------ rows by rank

@@ -61,14 +61,6 @@ class MethodResult:
         return self.predictions.method
 
     @property
-    def standing(self) -> MethodRole:
-        return self.predictions.standing
-
-    @property
-    def cost(self) -> Cost | None:
-        return self.predictions.cost
-
-    @property
     def n_units(self) -> int:
         return sum(row.n_units for row in self.targets)
 
@@ -125,10 +117,22 @@ class Evaluation(Result):
 
     def __repr__(self) -> str:
         """A line a method and target, oracles apart; what is undefined or marked is explained below."""
+        with_cost = any(result.predictions.cost is not None for result in self.methods)
         order: list[MethodRole] = ["predictor", *APART]
-        methods = sorted(self.methods, key=lambda result: order.index(result.standing))
-        lines = [(result.standing, line) for result in methods for line in self._lines(result)]
-        headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if self._with_cost else ())]
+        lines: list[tuple[MethodRole, list[str]]] = []
+        for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
+            known, cost = result.predictions.cost, ["-", "-"] if with_cost else []
+            if known is not None:  # floats a row, features + scores, and wall seconds
+                floats = f"{known.features} + {known.scores}" if known.features else str(known.scores)
+                cost = [floats, "-" if known.wall_seconds is None else f"{known.wall_seconds:.1f}"]
+            rows = [(self.marked(row.target, result), row.n_units, row.__getitem__) for row in result.targets]
+            if len(rows) > 1:
+                seen = " (in sample)" if result.chosen_on else ""
+                rows.append((result.average_name + seen, result.n_units, result.average))
+            for name, n_units, estimate_of in rows:
+                cells = [_cell(metric, estimate_of(metric)) for metric in HEADINGS]
+                lines.append((result.predictions.standing, [result.method, name, str(n_units), *cells, *cost]))
+        headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
         text, before = [plain(self.headline), heading], "predictor"
         for (standing, _), line in zip(lines, body, strict=True):
@@ -136,23 +140,6 @@ class Evaluation(Result):
             text.append(line)
             before = standing
         return "\n".join([*text, *map(plain, self._below())])
-
-    @property
-    def _with_cost(self) -> bool:
-        return any(result.cost is not None for result in self.methods)
-
-    def _lines(self, result: MethodResult) -> list[list[str]]:
-        """Cells of one method: a line a target, and the mean over targets where there are several."""
-        cost = list(_cost_cells(result.cost)) if self._with_cost else []
-        lines = []
-        for row in result.targets:
-            cells = [_cell(metric, row[metric]) for metric in HEADINGS]
-            lines.append([result.method, self.marked(row.target, result), str(row.n_units), *cells, *cost])
-        if len(result.targets) > 1:
-            cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
-            seen = " (in sample)" if result.chosen_on else ""
-            lines.append([result.method, result.average_name + seen, str(result.n_units), *cells, *cost])
-        return lines
 
     def marked(self, target: str, result: MethodResult) -> str:
         """The target, with what is to be known of the method's figures on it; the words are those of `MARKS`."""
@@ -166,17 +153,16 @@ class Evaluation(Result):
         marked = " ".join(self.marked(row.target, result) for result in self.methods for row in result.targets)
         return [f"{mark}: {says}" for mark, says in MARKS.items() if mark in marked]
 
-    def _of_ceilings(self) -> list[str]:
-        """What the ceilings of tasks are, and how sure; they are the runs', whatever the method."""
-        ceilings = {row.target: row["task_ceiling"] for result in self.methods[:1] for row in result.targets}
-        ends = {target: one for target, one in ceilings.items() if one.low is not None}
-        if not ends:
-            return []
-        intervals = ", ".join(f"{target} {number(one.low, 2)} to {number(one.high, 2)}" for target, one in ends.items())
-        return [f"ceiling: an estimate by how well seeds agree; of task rho, with 95 % intervals: {intervals}"]
-
     def _below(self) -> list[str]:
-        lines = dict.fromkeys([*self._of_ceilings(), *self.marks(), *self.notes])
+        """What the ceilings are and how sure, whatever the method; marks; notes; what is undefined and why."""
+        ceilings = {row.target: row["task_ceiling"] for result in self.methods[:1] for row in result.targets}
+        intervals = [
+            f"{target} {number(one.low, 2)} to {number(one.high, 2)}"
+            for target, one in ceilings.items()
+            if one.low is not None
+        ]
+        said = "ceiling: an estimate by how well seeds agree; of task rho, with 95 % intervals: "
+        lines = dict.fromkeys([*([said + ", ".join(intervals)] if intervals else []), *self.marks(), *self.notes])
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
@@ -186,6 +172,11 @@ class Evaluation(Result):
                 for why, n in row.undefined_units.items():
                     lines[f"left out: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
         return list(lines)
+
+
+def _cell(metric: str, estimate: Estimate) -> str:
+    """A ceiling without its interval, which is told below."""
+    return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
 
 
 def evaluation_of(
@@ -213,7 +204,13 @@ def evaluation_of(
     """
     if not predictions:
         raise EnvironmentDataError("evaluate: got no predictions, expected at least one method")
-    names = tuple(targets) if targets is not None else _common(environment, predictions)
+    common = [name for name in environment.targets if all(name in p.targets for p in predictions)]
+    if targets is None and not common:
+        raise EnvironmentDataError(
+            f"{environment.path}: has targets {list(environment.targets)}, the predictions "
+            f"{[(p.method, list(p.targets)) for p in predictions]}; none is common to all"
+        )
+    names = tuple(common if targets is None else targets)
     utilities = environment.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
         raise EnvironmentDataError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
@@ -252,24 +249,34 @@ def evaluation_of(
 
 
 def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Table:
+    """A line a method and target, then one for the mean over targets; what a line does not have is null."""
     records: list[dict[str, Any]] = []
     for result in methods:
-        about = {"standing": result.standing} | _cost_fields(result.cost)
-        for row in result.targets:
-            record: dict[str, Any] = {"method": result.method, "target": row.target, "role": roles[row.target]}
-            record |= {"n_subsets": row.n_subsets, "n_units": row.n_units}
+        cost = result.predictions.cost or Cost(None, None)
+        about = {
+            "standing": result.predictions.standing,
+            "feature_floats": cost.features,
+            "score_floats": cost.scores,
+            "build_wall_seconds": cost.wall_seconds,
+            "build_cpu_seconds": cost.cpu_seconds,
+        }
+        for row in (*result.targets, None):  # None: the mean
+            name = result.average_name if row is None else row.target
+            record: dict[str, Any] = {"method": result.method, "target": name}
+            record |= {} if row is None else {"role": roles[name]}
+            record |= {"n_subsets": result.targets[0].n_subsets}
+            record |= {"n_units": result.n_units if row is None else row.n_units}
             for metric in (*METRICS, *CEILINGS):
-                record |= _flat(metric, row[metric])
-            for metric, spread in row.over_seeds.items():
-                record |= {f"{metric}_seed_mean": spread.mean, f"{metric}_seed_sd": spread.sd}
-            record["undefined_units"] = sum(row.undefined_units.values())
-            record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
-            records.append(record | about | {"in_sample": row.target in result.chosen_on})
-        record = {"method": result.method, "target": result.average_name, "n_subsets": result.targets[0].n_subsets}
-        record["n_units"] = result.n_units
-        for metric in (*METRICS, *CEILINGS):
-            record |= _flat(metric, result.average(metric))
-        records.append(record | about | {"in_sample": bool(result.chosen_on)})
+                estimate = result.average(metric) if row is None else row[metric]
+                record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
+                record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
+            if row is not None:
+                for metric, spread in row.over_seeds.items():
+                    record |= {f"{metric}_seed_mean": spread.mean, f"{metric}_seed_sd": spread.sd}
+                record["undefined_units"] = sum(row.undefined_units.values())
+                record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
+            in_sample = bool(result.chosen_on) if row is None else name in result.chosen_on
+            records.append(record | about | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])
 
@@ -322,41 +329,3 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
             f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
         )
     return common
-
-
-def _common(environment: Environment, predictions: Sequence[Predictions]) -> tuple[str, ...]:
-    names = tuple(name for name in environment.targets if all(name in p.targets for p in predictions))
-    if not names:
-        raise EnvironmentDataError(
-            f"{environment.path}: has targets {list(environment.targets)}, the predictions "
-            f"{[(p.method, list(p.targets)) for p in predictions]}; none is common to all"
-        )
-    return names
-
-
-def _flat(metric: str, estimate: Estimate) -> dict[str, Any]:
-    flat: dict[str, Any] = {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
-    return flat | ({f"{metric}_reason": estimate.reason} if estimate.reason else {})
-
-
-def _cost_fields(cost: Cost | None) -> dict[str, Any]:
-    return {
-        "feature_floats": None if cost is None else cost.features,
-        "score_floats": None if cost is None else cost.scores,
-        "build_wall_seconds": None if cost is None else cost.wall_seconds,
-        "build_cpu_seconds": None if cost is None else cost.cpu_seconds,
-    }
-
-
-def _cost_cells(cost: Cost | None) -> tuple[str, str]:
-    """Floats a row, features + scores, and wall seconds."""
-    if cost is None:
-        return "-", "-"
-    floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
-    return floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"
-
-
-def _cell(metric: str, estimate: Estimate) -> str:
-    if estimate.value is not None and metric in CEILINGS:
-        return f"{estimate.value:.3f}"
-    return str(estimate)

@@ -1,7 +1,7 @@
 """An artifact beside an environment: the subsets that were trained on, in its rows, and what it predicts of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -84,7 +84,8 @@ class Joined:
         own, found = self.own_names(targets), []
         for name, protocol in protocols.items():
             predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
-            found.append(self.predictions(name, own, *self.changes(predictor)))
+            predictions = self.predictions(name, own, *self.changes(predictor))
+            found.append(replace(predictions, cost=cost_of(protocol.arrays, self.source)))
         return found
 
 

@@ -3,16 +3,15 @@
 Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.label_slices import label_slices, sensible_labels
@@ -91,7 +90,7 @@ class SubsetFeaturizer:
     predictor: Predictor
     indicators: tuple[RowSums, ...]  # of the slices, a label each
     kernels: tuple[RowSums, ...]
-    codes_N: NDArray[np.integer]  # slice of each row, by the first label; one slice for all where there is no label
+    codes_N: Integers  # slice of each row, by the first label; one slice for all where there is no label
     effect_GT: F64  # its mean over these slices
     kernel_GTM: F64
     sketch_GD: F64
@@ -276,8 +275,25 @@ def learn(
         EnvironmentDataError: runs and artifact have no target or no label in common, or there are too few runs.
     """
     environment = runs_beside(artifact, runs)
-    joined, asked = development_targets(predictor, artifact, environment)
+    if environment.role != "dev":
+        raise ProtocolLeakError(
+            f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
+            "left to test them on"
+        )
+    joined = Joined.from_environment(environment, artifact)
+    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.targets}
+    if not common:
+        raise EnvironmentDataError(
+            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
+            "is common to both"
+        )
     targets = {own: theirs for own, theirs in joined.renamed.items() if environment.role_of(theirs) == "dev"}
+    asked = {own: theirs for own, theirs in common.items() if own in targets}
+    if not asked:
+        raise ProtocolLeakError(
+            f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
+            "fitted on development targets only"
+        )
     utility_RST = environment.task_utilities(list(targets.values()))
     # a target whose runs all came out the same teaches nothing, and is refused only where it is asked
     teaches_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
@@ -297,28 +313,27 @@ def learn(
     features = SubsetFeatures.joined(parts)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
-    falling = [target for target, rise in zip(targets, rise_T, strict=True) if rise < 0 and target in asked]
+    notes = [*environment.notes]
+    if predictor.protocol.chosen_on(joined.runs_fingerprint):
+        notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
+    notes += [
+        f"{target}: what came out does not rise with the prediction; the runs correct it"
+        for target, rise in zip(targets, rise_T, strict=True)
+        if rise < 0 and target in asked
+    ]
+    if missing := [target for target in predictor.targets if target not in asked]:
+        notes.append(f"no runs for {', '.join(missing)}: no expected change")
     unit, (measured, models) = environment.unit, environment.described
     return OutcomePredictor(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
-        tuple(_notes(predictor, joined, asked, falling)),
+        tuple(notes),
         predictor.targets,
         known,
         learn_features(features, utility_RST),
         features,
         utility_RST,
     )
-
-
-def _notes(predictor: Predictor, joined: Joined, asked: Collection[str], falling: Sequence[str]) -> list[str]:
-    environment = joined.environment
-    notes = [*environment.notes]
-    if predictor.protocol.chosen_on(joined.runs_fingerprint):
-        notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
-    notes += [f"{name}: what came out does not rise with the prediction; the runs correct it" for name in falling]
-    missing = [name for name in predictor.targets if name not in asked]
-    return [*notes, *([f"no runs for {', '.join(missing)}: no expected change"] if missing else [])]
 
 
 def learn_features(features: SubsetFeatures, utility_RST: F64) -> Learned:
@@ -334,40 +349,8 @@ def learn_features(features: SubsetFeatures, utility_RST: F64) -> Learned:
     return Learned.fit(features, mean_RT, seeds_n=count_R.astype(np.float64), within_T=within_T)
 
 
-def development_targets(
-    predictor: Predictor, artifact: ArtifactReader, environment: Environment
-) -> tuple[Joined, dict[str, str]]:
-    """An artifact beside an environment, and the environment's names of the predictor's targets; none held out.
-
-    Raises:
-        ProtocolLeakError: the environment is held out, or all of the targets are.
-        EnvironmentDataError: artifact and environment do not belong together, or share no target.
-    """
-    if environment.role != "dev":
-        raise ProtocolLeakError(
-            f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
-            "left to test them on"
-        )
-    joined = Joined.from_environment(environment, artifact)
-    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.targets}
-    if not common:
-        raise EnvironmentDataError(
-            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
-            "is common to both"
-        )
-    targets = {own: theirs for own, theirs in common.items() if environment.role_of(theirs) == "dev"}
-    if not targets:
-        raise ProtocolLeakError(
-            f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
-            "fitted on development targets only"
-        )
-    return joined, targets
-
-
-# --------------------------------------------------------------------------------------------------------- inside
-
-
-def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
+def _indicators(codes_N: I32, n_slices: int) -> RowSums:
+    """Sums of which say how many rows of each slice a subset has."""
     one_GG = np.eye(n_slices, dtype=np.float32)
     step = 1 << 16
     return RowSums(

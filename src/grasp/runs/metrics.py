@@ -125,7 +125,7 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     if weights_RB.shape[1] != n_subsets:
         raise ShapeError(f"rank correlation: weights {weights_RB.shape} (R, B) do not fit {n_subsets} subsets")
     n_resamples = len(weights_RB)
-    out = np.empty((len(pairs), n_units, n_resamples))
+    out = np.full((len(pairs), n_units, n_resamples), np.nan)
     root_RB = np.sqrt(weights_RB)
     units_at_once = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
     for start in range(0, n_units, units_at_once):
@@ -136,22 +136,16 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
         step = max(1, _BLOCK_NUMBERS // (compared[0].shape[0] * n_subsets * len(columns)))
         for first in range(0, n_resamples, step):
             draws = slice(first, first + step)
+            root_rB = root_RB[draws]
             ranks = [np.matmul(weights_RB[draws], below_EBB) for below_EBB in compared]
-            out[:, part, draws] = _rank_products(ranks, root_RB[draws], pairs)
-    return out
-
-
-def _rank_products(ranks: list[NDArray[Any]], root_RB: NDArray[Any], pairs: Sequence[tuple[int, int]]) -> F64:
-    """Correlations (P, E, R) of centred ranks (E, R, B) under weights whose roots are given."""
-    ranks = [np.multiply(rank_ERB, root_RB, out=rank_ERB) for rank_ERB in ranks]
-    # a constant column has centred ranks of exactly 0, so its norm is exactly 0
-    norm_ER = [np.sqrt(np.einsum("erb,erb->er", rank, rank)) for rank in ranks]
-    out_PER = np.full((len(pairs), *norm_ER[0].shape), np.nan)
-    for p, (a, b) in enumerate(pairs):
-        scale_ER = norm_ER[a] * norm_ER[b]
-        cov_ER = np.einsum("erb,erb->er", ranks[a], ranks[b])
-        np.divide(cov_ER, scale_ER, out=out_PER[p], where=scale_ER > 0)
-    return np.clip(out_PER, -1.0, 1.0)
+            ranks = [np.multiply(rank_ErB, root_rB, out=rank_ErB) for rank_ErB in ranks]
+            # a constant column has centred ranks of exactly 0, so its norm is exactly 0
+            norms = [np.sqrt(np.einsum("erb,erb->er", rank, rank)) for rank in ranks]
+            for p, (one, other) in enumerate(pairs):
+                scale_Er = norms[one] * norms[other]
+                covariance_Er = np.einsum("erb,erb->er", ranks[one], ranks[other])
+                np.divide(covariance_Er, scale_Er, out=out[p, part, draws], where=scale_Er > 0)
+    return np.asarray(np.clip(out, -1.0, 1.0))
 
 
 def spearman(x_BE: F64, y_BE: F64) -> F64:
@@ -301,7 +295,7 @@ def target_metrics(
     Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
     """
     realized_BSE = np.asarray(realized_BSE, np.float64)
-    n_subsets, _, n_units = realized_BSE.shape
+    n_subsets, n_seeds, n_units = realized_BSE.shape
     only_task = predicted_BE is None
     predicted_BE = np.zeros((n_subsets, n_units)) if predicted_BE is None else np.asarray(predicted_BE, np.float64)
     if predicted_BE.shape != (n_subsets, n_units):
@@ -310,10 +304,27 @@ def target_metrics(
         )
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
-    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, np.ones((1, n_subsets)))
+    plain_1B = np.ones((1, n_subsets))
+    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, plain_1B)
     resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
-    task_why, units_why = _why_undefined(task_B, realized_BE)
-    units_why = NO_UNIT_PREDICTIONS if only_task else units_why
+
+    # each metric against each seed alone, masks and predictions fixed
+    over_seeds = {}
+    each = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B)[0] for s in range(n_seeds)]
+    for name in METRICS:
+        value_S = np.array([one[name][0] for one in each])
+        sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
+        over_seeds[name] = Spread(float(value_S.mean()), sd) if np.isfinite(value_S).all() else Spread(None, None)
+
+    # why what has no value has none
+    flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
+    task_why, units_why = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION, NO_DEFINED_UNIT
+    undefined = {CONSTANT_PREDICTION: int(flat_p.sum()), CONSTANT_UTILITY: int((flat_u & ~flat_p).sum())}
+    if n_subsets < MIN_SUBSETS:
+        task_why = units_why = TOO_FEW_SUBSETS
+        undefined = {TOO_FEW_SUBSETS: n_units}
+    if only_task:
+        units_why, undefined = NO_UNIT_PREDICTIONS, {NO_UNIT_PREDICTIONS: n_units}
     reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
     estimates = {
         name: bootstrap_interval(
@@ -326,8 +337,8 @@ def target_metrics(
         n_subsets=n_subsets,
         n_units=n_units,
         estimates=estimates | dict(ceilings or noise_ceilings(realized_BSE, weights_RB)),
-        over_seeds=_over_seeds(predicted_BE, task_B, realized_BSE),
-        undefined_units={units_why: n_units} if only_task else _undefined_units(predicted_BE, realized_BE),
+        over_seeds=over_seeds,
+        undefined_units={reason: count for reason, count in undefined.items() if count},
         rho_E=rho_E[:, 0],
         resamples=resamples,
     )
@@ -354,36 +365,6 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Weigh
         "pairwise": pairs_R,
         "task_rho_standardised": task_2R[1],
     }, rho_ER
-
-
-def _why_undefined(task_B: F64, realized_BE: F64) -> tuple[str, str]:
-    """Why a task-level metric, and why a metric over units, has no value; used only where it has none."""
-    if len(task_B) < MIN_SUBSETS:
-        return TOO_FEW_SUBSETS, TOO_FEW_SUBSETS
-    return (CONSTANT_PREDICTION if task_B.max() == task_B.min() else CONSTANT_UTILITY), NO_DEFINED_UNIT
-
-
-def _undefined_units(predicted_BE: F64, realized_BE: F64) -> dict[str, int]:
-    """Units without a rho, counted by reason; a reason that does not occur is left out."""
-    n_subsets, n_units = predicted_BE.shape
-    if n_subsets < MIN_SUBSETS:
-        return {TOO_FEW_SUBSETS: n_units}
-    flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
-    counts = {CONSTANT_PREDICTION: int(flat_p.sum()), CONSTANT_UTILITY: int((flat_u & ~flat_p).sum())}
-    return {reason: count for reason, count in counts.items() if count}
-
-
-def _over_seeds(predicted_BE: F64, task_B: F64, realized_BSE: F64) -> dict[str, Spread]:
-    """Each metric against each seed alone: mean and sd, masks and predictions fixed."""
-    n_subsets, n_seeds, _ = realized_BSE.shape
-    runs = [_metrics(predicted_BE, task_B, realized_BSE[:, s], np.ones((1, n_subsets)))[0] for s in range(n_seeds)]
-    return {name: _spread(np.array([run[name][0] for run in runs])) for name in METRICS}
-
-
-def _spread(values_S: F64) -> Spread:
-    if not np.isfinite(values_S).all():
-        return Spread(None, None)
-    return Spread(float(values_S.mean()), float(values_S.std(ddof=1)) if len(values_S) > 1 else None)
 
 
 def average(rows: Sequence[TargetMetrics], name: str) -> Estimate:

@@ -53,8 +53,8 @@ class _Ids(BaseModel):
 class Cost:
     """What a method keeps of every row, and the time that making it took; None: not known."""
 
-    features: int  # floats a row from which a unit that comes later is scored
-    scores: int  # floats a row: one a unit, or one for all units
+    features: int | None  # floats a row from which a unit that comes later is scored
+    scores: int | None  # floats a row: one a unit, or one for all units
     wall_seconds: float | None = None
     cpu_seconds: float | None = None
 

@@ -3,8 +3,8 @@
 Additive cores, protocols, controls, published methods, and files of predictions.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from grasp.methods.registry import ConfiguredMethod, configured_methods, method_
 from grasp.predict.families import parse_family
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol, geometry
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment, Role, Utilities
+from grasp.runs.environment import Environment, Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
-from grasp.runs.joined import Joined, cost_of
+from grasp.runs.joined import Joined
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
-from grasp.runs.predictions import Predictions, read_predictions
+from grasp.runs.predictions import read_predictions
 from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs
 
@@ -94,13 +94,29 @@ def evaluate(
     if not controls and (development or family is not None):
         raise SettingsError("development, family: no meaning without controls; leave them out")
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    published += configured_methods(None, _oracles(listed(oracles), environment))
+    drawn = environment.info.family
+    drawn_by = None if drawn is None else parse_family(drawn.spec).label
+    fitted = {}  # oracles see what the family of the runs draws by, unless told otherwise
+    for text in listed(oracles):
+        kind, _, sees = text.partition(":")
+        if kind not in ("ridge", "lasso"):
+            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, alone or with :masks or :LABEL")
+        sees = sees or drawn_by or "masks"
+        label = f"oracle-{kind}-{sees}" + ("" if sees == "masks" else "-share-of-subset")
+        fitted[label] = {"method": "datamodels", "penalty": kind, "sees": sees}
+    published += configured_methods(None, fitted)
     chosen, controls_on, why = dict[str, Any](), dict[str, str](), list[str]()
     if controls:
         chosen, controls_on, why = geometry().controls(
             art.files, environment, development, family=family, resamples=resamples
         )
-    protocols = _protocols(protocol, {*ADDITIVE, *chosen})
+    shipped = default_protocol()
+    protocols = {shipped.name: shipped}
+    if protocol is not None:  # beside the one that ships; where its name is taken, it has the file's as well
+        given = as_protocol(protocol)
+        also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
+        taken = {shipped.name, *ADDITIVE, *chosen}
+        protocols[f"{given.name} ({also})" if given.name in taken else given.name] = given
     notes = [*(f"protocol {name}: {one.provenance}" for name, one in protocols.items()), *why]
     return compare(
         art.files,
@@ -118,31 +134,6 @@ def evaluate(
         notes=notes,
         progress=progress,
     )
-
-
-def _oracles(oracles: Sequence[str], runs: Environment) -> dict[str, dict[str, str]]:
-    """Configurations of datamodels, by label; they see what the family of the runs draws by, unless told otherwise."""
-    found = {}
-    for text in oracles:
-        kind, _, sees = text.partition(":")
-        if kind not in ("ridge", "lasso"):
-            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, alone or with :masks or :LABEL")
-        drawn_by = parse_family(runs.info.family.spec).label if runs.info.family else None
-        sees = sees or drawn_by or "masks"
-        label = f"oracle-{kind}-{sees}" + ("" if sees == "masks" else "-share-of-subset")
-        found[label] = {"method": "datamodels", "penalty": kind, "sees": sees}
-    return found
-
-
-def _protocols(protocol: ScoringProtocol | Place | None, others: Collection[str]) -> dict[str, ScoringProtocol]:
-    """The protocol that ships and, beside it, one of the user's; of a name that is taken it has the file's as well."""
-    shipped = default_protocol()
-    taken = {shipped.name, *others}
-    if protocol is None:
-        return {shipped.name: shipped}
-    given = as_protocol(protocol)
-    also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
-    return {shipped.name: shipped, f"{given.name} ({also})" if given.name in taken else given.name: given}
 
 
 def compare(
@@ -180,56 +171,50 @@ def compare(
         SettingsError: a method lacks something.
     """
     joined = Joined.from_environment(environment, artifact)
-    chosen = _checked_targets(joined, targets)
+    common = tuple(joined.renamed.values())
+    if targets == [] or any(name not in common for name in targets or ()):
+        raise EnvironmentDataError(
+            f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common"
+        )
+    chosen = common if targets is None else tuple(targets)
     utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
-    fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
-    ours = additive_methods(artifact.array_names) | fitted | dict(controls or {})
     material = MethodInputs(
         artifact,
         checkpoint_places=tuple(checkpoints),
         retrained=Retrained.from_joined(joined, utilities),
         progress=progress or Silent(),
     )
-    _check_methods(methods, material, {*ADDITIVE, *ours})
+    fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
+    ours = additive_methods(artifact.array_names) | fitted | dict(controls or {})
+    for one in methods:
+        if one.label in {*ADDITIVE, *ours}:
+            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
+        one.method.check(material)
     renamed = {own: name for own, name in joined.renamed.items() if name in chosen}
     published = [method_predictions(one, material, joined.blocks, cache, renamed=renamed) for one in methods]
-    predictions = [*_ours(joined, ours, chosen), *published]
+    additive = {name: one for name, one in ours.items() if isinstance(one, ScoringProtocol) and not one.beside}
+    found = {one.method: one for one in joined.additive(additive, chosen)}
+    if beside := {name: one for name, one in ours.items() if name not in additive}:
+        found |= {one.method: one for one in geometry().predictions(joined, beside, chosen)}
+    predictions = [*(found[name] for name in ours), *published]
     for path in files:
         name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
         predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), joined.blocks, name))
-    common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
-    left_out = [name for name in environment.targets if name not in common] if targets is None else []
-    whole = f"not evaluated, since not every method predicts them: {', '.join(left_out)}"
+    judged = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
+    notes = [*notes, *(note for one in published for note in one.notes)]
+    if targets is None and (left_out := [name for name in environment.targets if name not in judged]):
+        notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
     return evaluation_of(
         environment,
         predictions,
-        targets=common or None,
+        targets=judged or None,
         seeds=seeds,
         partial=partial,
         resamples=resamples,
-        notes=[*notes, *(note for one in published for note in one.notes), *([whole] if left_out else [])],
+        notes=notes,
         chosen_on={name: one.chosen_on(joined.runs_fingerprint) for name, one in protocols.items()}
         | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, joined.runs_fingerprint)),
     )
-
-
-def _ours(joined: Joined, rules: Mapping[str, Any], targets: Sequence[str]) -> list[Predictions]:
-    """Predictions by additive protocols, and by those and controls that `grasp.geometry` knows, in the order given."""
-    plain = {name: one for name, one in rules.items() if isinstance(one, ScoringProtocol) and not one.beside}
-    costs = {name: cost_of(one.arrays, joined.source) for name, one in plain.items()}
-    found = {one.method: replace(one, cost=costs[one.method]) for one in joined.additive(plain, targets)}
-    beside = {name: one for name, one in rules.items() if name not in plain}
-    if beside:
-        found |= {one.method: one for one in geometry().predictions(joined, beside, targets)}
-    return [found[name] for name in rules]
-
-
-def _check_methods(methods: Sequence[ConfiguredMethod], material: MethodInputs, ours: Collection[str]) -> None:
-    """See that published methods have what they need, and names of their own."""
-    for one in methods:
-        if one.label in ours:
-            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
-        one.method.check(material)
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
@@ -239,14 +224,6 @@ def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
         for name, match in ADDITIVE.items()
         if all(f"relevance_{kernel}" in array_names for kernel in match)
     }
-
-
-def _checked_targets(joined: Joined, targets: Sequence[str] | None) -> tuple[str, ...]:
-    have = tuple(joined.renamed.values())
-    unknown = [name for name in targets or () if name not in have]
-    if unknown or targets == []:
-        raise EnvironmentDataError(f"target: got {list(targets or ())}; runs and artifact have {list(have)} in common")
-    return tuple(targets) if targets is not None else have
 
 
 # ------------------------------------------------------------------------------------------ subset by subset
@@ -300,27 +277,27 @@ def agreement(
             f"{environment.path}: has targets {list(environment.targets)}, asked are {list(targets or ())}; none is "
             "common to both"
         )
-    seeds = _seeds_there(environment) if partial else None
+    seeds = None
+    if partial:  # as many as leave enough subsets: seeds are trained one after the other
+        counts = range(len(environment.info.seeds), 0, -1)
+        there = (environment.utilities(seeds=environment.info.seeds[:count], partial=True) for count in counts)
+        seeds = next((one.seeds for one in there if len(one.subset_ids) >= MIN_SUBSETS), None)
+        if seeds is None:
+            raise EnvironmentDataError(
+                f"{environment.path}: fewer than {MIN_SUBSETS} subsets have a result yet; wait for some, or leave it "
+                "out"
+            )
     report = compare(artifact, environment, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
     (own,) = [result.predictions for result in report.methods if result.method == protocol.name]
-    points = tuple(_points(name, report.roles[name], report.utilities.select(name), own) for name in chosen)
-    return Agreement(protocol.name, report, points, len(environment.subset_ids), len(environment.info.seeds))
-
-
-def _seeds_there(environment: Environment) -> tuple[int, ...]:
-    """Of an unfinished environment, as many seeds as leave enough subsets; seeds are trained one after the other."""
-    for count in range(len(environment.info.seeds), 0, -1):
-        found = environment.utilities(seeds=environment.info.seeds[:count], partial=True)
-        if len(found.subset_ids) >= MIN_SUBSETS:
-            return found.seeds
-    raise EnvironmentDataError(
-        f"{environment.path}: fewer than {MIN_SUBSETS} subsets have a result yet; wait for some, or leave it out"
-    )
-
-
-def _points(target: str, role: Role, utilities: Utilities, predictions: Predictions) -> TargetPoints:
-    _, predicted_B = predictions.aligned(utilities.subset_ids, target, utilities.unit_ids)
-    assert predicted_B is not None
-    realized_BS = utilities.values_BSE.mean(axis=2)
-    spread_B = realized_BS.std(axis=1, ddof=1) if realized_BS.shape[1] > 1 else np.full(len(realized_BS), np.nan)
-    return TargetPoints(target, role, utilities.subset_ids, predicted_B, realized_BS.mean(axis=1), spread_B)
+    points = []
+    for target in chosen:
+        utilities = report.utilities.select(target)
+        _, predicted_B = own.aligned(utilities.subset_ids, target, utilities.unit_ids)
+        assert predicted_B is not None
+        realized_BS = utilities.values_BSE.mean(axis=2)
+        spread_B = realized_BS.std(axis=1, ddof=1) if realized_BS.shape[1] > 1 else np.full(len(realized_BS), np.nan)
+        realized_B = realized_BS.mean(axis=1)
+        points.append(
+            TargetPoints(target, report.roles[target], utilities.subset_ids, predicted_B, realized_B, spread_B)
+        )
+    return Agreement(protocol.name, report, tuple(points), len(environment.subset_ids), len(environment.info.seeds))
