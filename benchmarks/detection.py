@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 
 CLUSTERS, TOPICS, WIDTH, SHARD_ROWS = 400, 40, 64, 16_384
 PLANTED = 0.01
@@ -40,9 +39,10 @@ def write_artifact(path: Path, n_rows: int, n_units: int) -> None:
         "hidden_sketch": ArraySpec(WIDTH, "1", "none"),
         "relevance_token": ArraySpec(n_units, "1", "positive: lowers the loss"),
     }
-    with ArtifactWriter.open(
-        path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
-    ) as writer:
+    with lock_artifact(path):
+        writer = ArtifactWriter.open(
+            path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
+        )
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             arrays, rows = shard(rng, centres_CD, worth_CE, start, stop)

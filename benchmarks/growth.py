@@ -28,8 +28,7 @@ import pyarrow as pa
 from memory import peak_bytes  # the file beside this one
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.predict.families import parse_family
@@ -53,9 +52,10 @@ def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) ->
     widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_token": n_units, "relevance_input": n_units}
     shard = {name: (rng.standard_normal((SHARD_ROWS, width)) / 8).astype(np.float32) for name, width in widths.items()}
     specs = {name: ArraySpec(width, "none", "none") for name, width in widths.items()}
-    with ArtifactWriter.open(
-        path, identity={"seed": 0}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
-    ) as writer:
+    with lock_artifact(path):
+        writer = ArtifactWriter.open(
+            path, identity={"seed": 0}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
+        )
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             arrays = {name: values[: stop - start] for name, values in shard.items()}

@@ -21,8 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 
 CLUSTERS, WIDTH, SHARD_ROWS = 200, 64, 16_384
 UNITS = {"unit_id": ["a", "b", "c", "d"], "target": ["sciq", "sciq", "boolq", "boolq"]}
@@ -38,9 +37,10 @@ def write_pool(path: Path, n_rows: int) -> None:
     sketch = ArraySpec(WIDTH, "1", "none")
     specs = {"hidden_sketch": sketch, "residual_sketch": sketch}
     specs["relevance_token"] = ArraySpec(worth_CE.shape[1], "1", "positive: lowers the loss")
-    with ArtifactWriter.open(
-        path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
-    ) as writer:
+    with lock_artifact(path):
+        writer = ArtifactWriter.open(
+            path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
+        )
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             arrays, rows = shard(rng, centres_CD, worth_CE, start, stop)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import MANIFEST
 from grasp.files import checksum
 
 

@@ -27,7 +27,7 @@ import grasp
 from benchmarks.faults.accidents import one_line
 from benchmarks.faults.bench import Bench, FaultError, contents
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, GraspError

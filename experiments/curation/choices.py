@@ -32,7 +32,7 @@ from grasp.predict.predictor import UnitSelection
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import row_tokens
 from grasp.seeds import stream
-from grasp.store.locks import one_at_a_time
+from grasp.store.locks import locked
 
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"
 METHODS = (RANDOM, BM25, ADDITIVE, GRASP, MIXTURE)
@@ -73,7 +73,7 @@ class Chooser:
 
     def made(self, wanted: Sequence[Asked]) -> list[Choice]:
         """The selections, in the order wanted; new ones are written down before they are given back."""
-        with one_at_a_time(self.world.work / ".choices.lock"):
+        with locked(self.world.work / ".choices.lock", wait=True):
             known = {(one.asked, one.protocol): one for one in self._read()}
             found = []
             for asked in wanted:

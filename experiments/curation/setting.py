@@ -22,7 +22,7 @@ from grasp.methods.contract import MethodInputs
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
-from grasp.store.locks import one_at_a_time
+from grasp.store.locks import locked
 from grasp.targets import Unit, load_units
 
 HELD_OUT = "held_out"  # the target that measures corpus loss
@@ -149,7 +149,7 @@ class World:
     def pool_corpus(self) -> Path:
         """The corpus without the held-out documents, written once."""
         out = self.work / "pool"
-        with one_at_a_time(self.work / ".pool.lock"):
+        with locked(self.work / ".pool.lock", wait=True):
             if not out.exists():
                 rows = proven_rows(self.artifact, self.corpus, self.material.tokenizer)
                 kept = kept_documents(rows, self.pool_N, "any")

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.layout import MARKER
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactExtension, ArtifactWriter
+from grasp.artifact.manifest import MARKER
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 
 
 @dataclass
@@ -64,7 +65,8 @@ class World:
             "skipped": {"empty": 2},
         }
 
-    def open(self, path: Path, **changes: Any) -> ArtifactWriter:
+    @contextmanager
+    def open(self, path: Path, **changes: Any) -> Iterator[ArtifactWriter]:
         arguments: dict[str, Any] = {
             "identity": self.identity,
             "n_rows": self.n_rows,
@@ -72,7 +74,13 @@ class World:
             "arrays": self.specs,
             "dtype": self.dtype,
         }
-        return ArtifactWriter.open(path, **(arguments | changes))
+        with lock_artifact(path):
+            yield ArtifactWriter.open(path, **(arguments | changes))
+
+    def begin(self, path: Path, **changes: Any) -> ArtifactWriter:
+        """Begin or go on, and write no shard."""
+        with self.open(path, **changes) as writer:
+            return writer
 
     def shard(self, k: int) -> tuple[dict[str, np.ndarray], pa.Table, dict[str, np.ndarray]]:
         part = slice(k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows))
@@ -102,7 +110,8 @@ class World:
     def new_values(self) -> np.ndarray:
         return self.values["relevance_token"][:, [1, 0]] * np.float32(64)
 
-    def open_extension(self, path: Path, **changes: Any) -> ArtifactExtension:
+    @contextmanager
+    def open_extension(self, path: Path, **changes: Any) -> Iterator[ArtifactWriter]:
         spec = ArraySpec(2, "1", "positive: lowers loss", np.array([64.0, 32.0]))
         arguments: dict[str, Any] = {
             "identity": {"seed": 1},
@@ -110,14 +119,16 @@ class World:
             "arrays": {"relevance_token": spec},
             "dtype": "float32",
         }
-        return ArtifactExtension.open(path, **(arguments | changes))
+        ArtifactReader.open(path)  # before the lock, which would make the directory
+        with lock_artifact(path):
+            yield ArtifactWriter.extend(path, **(arguments | changes))
 
-    def fill_extension(self, extension: ArtifactExtension, shards: Iterable[int] | None = None) -> None:
+    def fill_extension(self, extension: ArtifactWriter, shards: Iterable[int] | None = None) -> None:
         for k in range(extension.grid.n_shards) if shards is None else shards:
             if k not in extension.finished:
                 block = self.new_values[slice(*extension.grid.bounds(k))]
                 sums = {"relevance_token": block.astype(np.float64).sum(axis=0)}
-                extension.write_shard(k, {"relevance_token": block}, sums)
+                extension.write_shard(k, {"relevance_token": block}, None, sums)
 
     def extend(self, path: Path) -> Path:
         with self.open_extension(path) as extension:

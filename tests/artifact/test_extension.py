@@ -6,8 +6,13 @@ import pytest
 from artifact_world import contents
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArraySpec
 from grasp.errors import ArtifactError, ShapeError
+
+
+def open_extension(world, path, **changes):
+    with world.open_extension(path, **changes):
+        pass
 
 
 @pytest.mark.parametrize("columns", [None, [5, 0, 4, 3], slice(2, 6), slice(4, 6), [4], slice(None, None, -2)])
@@ -31,7 +36,7 @@ def test_units_targets_sums_and_moments_are_joined(world, tmp_path):
     assert artifact.targets == ("sciq", "openbookqa", "boolq", "piqa")
     assert artifact.units["unit_id"].to_pylist() == ["0", "1", "2", "3", "a", "b"]
     assert artifact.unit_columns("piqa").tolist() == [5]
-    assert artifact.array_shape("relevance_token") == (23, 6)
+    assert artifact.manifest.arrays["relevance_token"].width == 6
     new_sums = world.new_values.astype(np.float64).sum(axis=0)
     np.testing.assert_array_equal(artifact.sums["relevance_token"], np.concatenate([old_sums, new_sums]))
     np.testing.assert_array_equal(artifact.sums["hidden_sketch"], before.sums["hidden_sketch"])
@@ -53,9 +58,9 @@ def test_the_same_targets_again_change_nothing(world, tmp_path):
         world.open_extension(tmp_path / "art") as extension,
         pytest.raises(ArtifactError, match="art: these targets are in the artifact already"),
     ):
-        extension.finish()
+        extension.finish(manifest={}, moments={})
     with pytest.raises(ArtifactError, match=r"art: has targets \['boolq', 'piqa'\] already; add only targets"):
-        world.open_extension(tmp_path / "art", identity={"seed": 2})
+        open_extension(world, tmp_path / "art", identity={"seed": 2})
 
 
 def test_a_second_extension_comes_after_the_first(world, tmp_path):
@@ -63,7 +68,7 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
     units = pa.table({"unit_id": ["x", "y"], "target": ["arc", "arc"]})
     with world.open_extension(tmp_path / "art", units=units, dtype="float32") as extension:
         world.fill_extension(extension)
-        extension.finish()
+        extension.finish(manifest={}, moments={})
     artifact = ArtifactReader.open(tmp_path / "art")
     assert artifact.unit_columns("arc").tolist() == [6, 7]
     got = artifact.array_rows("relevance_token", np.arange(23), columns=slice(4, 8))
@@ -82,24 +87,24 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
 def test_columns_that_do_not_belong(world, tmp_path, changes, said):
     before = contents(world.write(tmp_path / "art"))
     with pytest.raises((ArtifactError, ShapeError), match=said):
-        world.open_extension(tmp_path / "art", **changes)
+        open_extension(world, tmp_path / "art", **changes)
     assert contents(tmp_path / "art") == before
 
 
 def test_refusals_of_an_extension(world, tmp_path):
     with pytest.raises(ArtifactError, match="no such artifact"):
-        world.open_extension(tmp_path / "art")
+        open_extension(world, tmp_path / "art")
     assert not (tmp_path / "art").exists()
     world.write(tmp_path / "art")
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
         with pytest.raises(ArtifactError, match=r"relevance_token: row 8 .*column 1: got nan"):
-            extension.write_shard(1, {"relevance_token": block}, {})
+            extension.write_shard(1, {"relevance_token": block}, None, {})
         with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
-            extension.write_shard(1, {"relevance_token": world.new_values[5:10]}, {"count": np.zeros(2)})
+            extension.write_shard(1, {"relevance_token": world.new_values[5:10]}, None, {"count": np.zeros(2)})
         world.fill_extension(extension)
         with pytest.raises(ArtifactError, match=r"moments: .*\['step'\] already"):
-            extension.finish(moments={"step": np.zeros(1)})
+            extension.finish(manifest={}, moments={"step": np.zeros(1)})
     with pytest.raises(ArtifactError, match=r"identity.seed: was 1, now 2; .*delete .*/art/extensions/1"):
-        world.open_extension(tmp_path / "art", identity={"seed": 2})
+        open_extension(world, tmp_path / "art", identity={"seed": 2})

@@ -16,7 +16,6 @@ from artifact_world import World, contents
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArtifactExtension
 from grasp.errors import ArtifactError
 from tests.faults import Killed, raising
 
@@ -39,7 +38,7 @@ def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkey
                 ArtifactReader.open(path)
             assert verify(path).ok
         if not (path / "manifest.json").exists():
-            world.open(path).close()
+            world.begin(path)
             assert not list(path.rglob("*.part"))
             world.write(path)
         assert contents(path) == expected
@@ -194,22 +193,19 @@ def test_second_writer_is_refused_and_the_lock_dies_with_its_holder(world, tmp_p
     child = start_build(path, "--hold")
     wait_for((path / "build.json").exists)
     with pytest.raises(ArtifactError, match=rf"art: locked by process {child.pid} on \S+; two writers cannot"):
-        world.open(path)
+        world.begin(path)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    World(n_rows=60, shard_rows=2).open(path).close()
+    World(n_rows=60, shard_rows=2).begin(path)
 
 
 def test_second_writer_in_the_same_process_is_refused(world, tmp_path):
     path = world.write(tmp_path / "art")
-    extension = world.open_extension(path)
-    for begin in (world.open, world.open_extension):
-        with pytest.raises(ArtifactError, match=f"art: locked by process {os.getpid()} on"):
-            begin(path)
-    extension.close()
-    with pytest.raises(ArtifactError, match="this writer is closed"):
-        world.fill_extension(extension)
-    assert isinstance(world.open_extension(path), ArtifactExtension)
+    with world.open_extension(path):
+        for begin in (world.write, world.extend):
+            with pytest.raises(ArtifactError, match=f"art: locked by process {os.getpid()} on"):
+                begin(path)
+    world.extend(path)
 
 
 def start_build(path: Path, *arguments: str) -> subprocess.Popen[bytes]:

@@ -9,8 +9,7 @@ import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.layout import MANIFEST
-from grasp.artifact.manifest import SIGNED_MANIFEST, Manifest
+from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, Manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.files import checksum, entry_of
@@ -277,16 +276,16 @@ def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
         (theirs / name).write_text("mine")
     before = contents(theirs)
     with pytest.raises(Exception, match=r"theirs: is not empty, and what is there is not ours; choose a new"):
-        World().open(theirs)
+        World().begin(theirs)
     assert contents(theirs) == before
     (tmp_path / "file").write_text("x")
     with pytest.raises(Exception, match=r"file: is a file, expected a directory"):
-        World().open(tmp_path / "file")
+        World().begin(tmp_path / "file")
     with pytest.raises(Exception, match="got the current directory, or no name at all"):
-        World().open(Path(""))
+        World().begin(Path(""))
 
 
 def test_a_copy_without_the_marker_is_still_ours(art):
     (art / ".grasp-artifact").unlink()
-    assert World().open(art).complete
+    assert World().begin(art).complete
     assert isinstance(SIGNED_MANIFEST.parse(art / MANIFEST, (art / MANIFEST).read_bytes()), Manifest)

@@ -6,7 +6,7 @@ import numpy as np
 from artifact_world import World
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArraySpec
 
 MIB = 2**20
 

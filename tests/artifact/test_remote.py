@@ -18,8 +18,7 @@ import pytest
 from artifact_world import World
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.layout import MANIFEST
-from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module

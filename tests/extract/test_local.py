@@ -18,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
-from grasp.artifact.layout import MARKER, RUN
-from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.export import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError

@@ -139,7 +139,8 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, mo
     )
     with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
         build_artifact(changed, tmp_path / "artifact", cluster=spec)
-    lock_artifact(tmp_path / "artifact").release()
+    with lock_artifact(tmp_path / "artifact"):
+        pass
 
 
 def test_more_workers_than_there_is_room_for(spec):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import grasp
-from grasp.artifact.layout import FORMAT_VERSION
+from grasp.artifact.manifest import FORMAT_VERSION
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
 from grasp.extract.reopen import BuildSource

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary

@@ -7,8 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
@@ -60,7 +59,8 @@ def write_arrays(
     """An artifact of these arrays, in float32, and of these rows."""
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     given = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
-    with ArtifactWriter.open(path, arrays=specs, **given) as writer:
+    with lock_artifact(path):
+        writer = ArtifactWriter.open(path, arrays=specs, **given)
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             part = {name: array[start:stop] for name, array in arrays.items()}

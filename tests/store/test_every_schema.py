@@ -180,7 +180,7 @@ CASES = {
     "artifact": Case(
         World(n_rows=9).write,
         read_artifact,
-        lambda path: World(n_rows=9, identity={"seed": 1}).open(path),
+        lambda path: World(n_rows=9, identity={"seed": 1}).begin(path),
         r"identity\.seed: was 0, now 1",
     ),
     "extension": Case(extension, read_artifact),

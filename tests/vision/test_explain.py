@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import grasp
-from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.extract.local import build_artifact

@@ -1,21 +1,25 @@
 """What is in an artifact, and whether it is still what was written."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grasp.artifact.layout import BUILD, MANIFEST, RUN, TOKENS, ShardGrid, group_name, part_dir
 from grasp.artifact.manifest import (
+    BUILD,
+    MANIFEST,
+    RUN,
     SIGNED_MANIFEST,
+    TOKENS,
     ArrayEntry,
     BuildRecord,
     BuiltShards,
     ColumnGroup,
     Manifest,
+    ShardGrid,
     ShardMark,
+    part_dir,
 )
 from grasp.artifact.reader import why_not_open
 from grasp.errors import ArtifactError, SettingsError
@@ -103,28 +107,36 @@ def verify(path: Path | str) -> VerifyReport:
     Raises:
         ArtifactError: there is no artifact, or one of another format version.
     """
+    problems, complete = list[Problem](), True
     if (url := remote_url(path)) is not None:
         _, files = open_store(url, SIGNED_MANIFEST)
-        return _report(url, files)
-    path = local_path(path)
-    complete = kind_of(path / MANIFEST) != "nothing"
-    if not complete and not (path / BUILD).exists():
-        raise ArtifactError(why_not_open(path))
-    before: list[Problem] = []
-    there = _manifest_or_problem(path, before) if complete else None
-    expected = dict(there.files) if there else dict(_marked(path, before))
-    if there and (path / TOKENS).exists():
-        expected |= there.rows_kept
-    if there and (path / RUN).exists() and _other_settings(path / RUN, there):
-        before.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
-    return _report(str(path), Files(path, expected, ""), complete=complete, before=before)
-
-
-def _report(path: str, files: Files, *, complete: bool = True, before: Sequence[Problem] = ()) -> VerifyReport:
-    """The files compared, after what was found before."""
-    total = sum(entry.bytes for entry in files.entries.values())
-    problems = (Problem(name, what) for name, what in files.verify().items())
-    return VerifyReport(path, complete, len(files.entries), total, (*before, *problems))
+    else:
+        path = local_path(path)
+        kind, expected, manifest = kind_of(path / MANIFEST), dict[str, FileEntry](), None
+        complete = kind != "nothing"
+        if not complete and not (path / BUILD).exists():
+            raise ArtifactError(why_not_open(path))
+        if complete and kind != "file":
+            problems.append(Problem(MANIFEST, f"is a {kind}, expected a regular file"))
+        elif complete and not is_signed((path / MANIFEST).read_bytes()):
+            problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
+        elif complete:
+            manifest = SIGNED_MANIFEST.read(path)
+            expected = dict(manifest.files)
+            if (path / TOKENS).exists():
+                expected |= manifest.rows_kept
+            if (path / RUN).exists() and _other_settings(path / RUN, manifest):
+                problems.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
+        marks = [] if manifest else sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")])
+        for mark in marks:
+            try:
+                expected |= read_record(mark, ShardMark).files
+            except ArtifactError:
+                problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
+        files = Files(path, expected, "")
+    problems += [Problem(name, what) for name, what in files.verify().items()]
+    n_bytes = sum(entry.bytes for entry in files.entries.values())
+    return VerifyReport(files.where, complete, len(files.entries), n_bytes, tuple(problems))
 
 
 def info(path: Path | str) -> ArtifactInfo:
@@ -133,32 +145,43 @@ def info(path: Path | str) -> ArtifactInfo:
     Raises:
         ArtifactError: there is no artifact, its manifest is damaged, or it is of another format version.
     """
-    if (url := remote_url(path)) is not None:
-        manifest, files = open_store(url, SIGNED_MANIFEST)
-        return replace(_describe(files.root, manifest), path=url)
-    path = local_path(path)
-    if kind_of(path / MANIFEST) != "nothing":
-        return _describe(path, SIGNED_MANIFEST.read(path))
-    if not (path / BUILD).exists():
-        raise ArtifactError(why_not_open(path))
-    return _describe(path, _unfinished(path), complete=False)
-
-
-def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> ArtifactInfo:
-    grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
-    finished = grid.n_shards if complete else len(BuiltShards(path, 0, grid).parts)
+    complete = remote_url(path) is not None or kind_of(local_path(path) / MANIFEST) != "nothing"
+    if complete:
+        manifest, files = open_store(path, SIGNED_MANIFEST)
+    else:
+        path = local_path(path)
+        if not (path / BUILD).exists():
+            raise ArtifactError(why_not_open(path))
+        manifest = _unfinished(path)
+        files = Files(path, manifest.files, "")
+    grid, part, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), len(manifest.units), None
+    finished = grid.n_shards if complete else len(BuiltShards(files.root, 0, grid).parts)
+    if complete and (files.root / part_dir(part) / BUILD).exists():
+        extension = f"{len(BuiltShards(files.root, part, grid).parts)} of {grid.n_shards} shards"
     rows = min(finished * grid.shard_rows, grid.n_rows)
+    arrays = []
+    for name, entry in manifest.arrays.items():
+        size = rows * sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
+        arrays.append(
+            ArrayInfo(
+                name=name,
+                shape=(manifest.n_rows, entry.width),
+                dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
+                bytes=size,
+                bytes_per_row=size / rows if rows else 0.0,
+                unit=entry.unit,
+                sign=entry.sign,
+                groups=tuple(group.name for group in entry.groups),
+            )
+        )
     by_kind: dict[str, int] = {}
-    for name, entry in manifest.files.items():
+    for name, file in manifest.files.items():
         first = name.partition("/")[0].partition(".")[0]
         kind = first if first in ("arrays", "rows", "shards", "units", "moments", "features") else "other"
-        by_kind[kind] = by_kind.get(kind, 0) + entry.bytes
+        by_kind[kind] = by_kind.get(kind, 0) + file.bytes
     total = sum(by_kind.values())
-    extension, part = None, len(manifest.units)
-    if complete and (path / part_dir(part) / BUILD).exists():
-        extension = f"{len(BuiltShards(path, part, grid).parts)} of {grid.n_shards} shards"
     return ArtifactInfo(
-        path=str(path),
+        path=files.where,
         complete=complete,
         format_version=manifest.format_version,
         n_rows=manifest.n_rows,
@@ -167,10 +190,10 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
         finished_shards=finished,
         extension_in_progress=extension,
         targets=manifest.targets,
-        arrays=tuple(_array(manifest, name, rows) for name in manifest.arrays),
+        arrays=tuple(arrays),
         bytes=by_kind,
         bytes_total=total,
-        bytes_per_row=_per_row(total, rows),
+        bytes_per_row=total / rows if rows else 0.0,
         made_by=manifest.made_by,
         fingerprints=manifest.fingerprints,
         settings=manifest.settings,
@@ -179,32 +202,13 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
     )
 
 
-def _array(manifest: Manifest, name: str, rows: int) -> ArrayInfo:
-    entry = manifest.arrays[name]
-    size = rows * sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
-    return ArrayInfo(
-        name=name,
-        shape=(manifest.n_rows, entry.width),
-        dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
-        bytes=size,
-        bytes_per_row=_per_row(size, rows),
-        unit=entry.unit,
-        sign=entry.sign,
-        groups=tuple(group.name for group in entry.groups),
-    )
-
-
-def _per_row(size: int, rows: int) -> float:
-    return size / rows if rows else 0.0
-
-
 def _unfinished(path: Path) -> Manifest:
     """A manifest of what is there so far."""
     record = read_record(path / BUILD, BuildRecord)
     shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows)).parts
     arrays = {}
     for name, spec in record.arrays.items():
-        group = ColumnGroup(name=group_name(name, 0), start=0, stop=spec["width"], dtype=spec["dtype"])
+        group = ColumnGroup(name=name, start=0, stop=spec["width"], dtype=spec["dtype"])
         arrays[name] = ArrayEntry(width=spec["width"], unit=spec["unit"], sign=spec["sign"], groups=(group,))
     return Manifest(
         n_rows=record.n_rows,
@@ -218,33 +222,14 @@ def _unfinished(path: Path) -> Manifest:
     )
 
 
-def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:
-    if (kind := kind_of(path / MANIFEST)) != "file":
-        problems.append(Problem(MANIFEST, f"is a {kind}, expected a regular file"))
-        return None
-    if not is_signed((path / MANIFEST).read_bytes()):
-        problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
-        return None
-    return SIGNED_MANIFEST.read(path)
-
-
 def _other_settings(path: Path, manifest: Manifest) -> bool:
     """Whether the run.yaml is not what was built: lengths that it leaves open, or to the model, follow from both."""
     try:
         asked = read_yaml(path)
-        built = manifest.settings
-        units, reads = asked.get("targets"), built.get("targets")
-        if isinstance(units, dict) and isinstance(reads, dict) and isinstance(units.get("max_length"), int):
-            units["max_length"] = min(units["max_length"], reads["max_length"])
-        return not all(line.endswith("now null") for line in differences(built, asked))
     except SettingsError:
         return True
-
-
-def _marked(path: Path, problems: list[Problem]) -> Iterator[tuple[str, FileEntry]]:
-    """Files that completion marks speak of."""
-    for mark in sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")]):
-        try:
-            yield from read_record(mark, ShardMark).files.items()
-        except ArtifactError:
-            problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
+    built = manifest.settings
+    units, reads = asked.get("targets"), built.get("targets")
+    if isinstance(units, dict) and isinstance(reads, dict) and isinstance(units.get("max_length"), int):
+        units["max_length"] = min(units["max_length"], reads["max_length"])
+    return not all(line.endswith("now null") for line in differences(built, asked))

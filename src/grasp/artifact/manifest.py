@@ -1,37 +1,78 @@
-"""The JSON files of an artifact: manifest, identity of a build, completion marks."""
+"""The schema of an artifact: where things lie in it, and its JSON files.
 
-from base64 import b64decode, b64encode
-from collections.abc import Mapping
+manifest.json                 written last: where it exists the artifact is complete
+build.json                    identity of the build, compared when it is resumed
+run.yaml                      settings of the build, to be replayed; those of the manifest are what counts
+rows.parquet units.parquet moments.safetensors
+arrays/NAME/00000.npy ...     the rows of one shard, as numpy.save writes them
+arrays/NAME/scale.npy         per column: value = stored * scale * the array's gain in the manifest
+shards/00000.json .parquet    completion mark and row table of a shard
+features/                     kept features, if any
+extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J
+tokens/                       the rows themselves, if they are kept
+work/                         temporary, of a build in progress
+.grasp-artifact               whose directory this is; the lock of the one that writes
+"""
+
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, model_validator, with_config
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, with_config
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
-from grasp.artifact.layout import (
-    BUILD,
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    PER_UNIT,
-    ROWS,
-    ShardGrid,
-    chunk_file,
-    group_name,
-    part_dir,
-    row_file,
-    scale_file,
-)
 from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.store.directory import Schema, Store
-from grasp.store.records import FileName, JsonModel, Name, Signed, plain_json
+from grasp.store.records import FileName, JsonModel, Name, Signed
+
+FORMAT = "grasp-artifact"
+FORMAT_VERSION = 2
+MARKER = ".grasp-artifact"
+TOKENS = "tokens"
+FEATURES = "features"
+RUN = "run.yaml"
+MANIFEST = "manifest.json"
+BUILD = "build.json"
+ROWS = "rows.parquet"
+CHUNK = "arrays/{}/{:05d}.npy"  # of a column group and a shard
+SCALE = "arrays/{}/scale.npy"  # of a column group
+SHARD_ROWS = "shards/{:05d}.parquet"
+SHARD_FEATURES = "features/shard-{:05d}.safetensors"
+SUM = "sum."  # prefix, in a moments file, of totals over all rows
+PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
 
 ArrayDtype = Literal["float16", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """N rows cut into shards of `shard_rows`; the last one may be short."""
+
+    n_rows: int
+    shard_rows: int
+
+    @property
+    def n_shards(self) -> int:
+        return -(-self.n_rows // self.shard_rows)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First row of shard k, and the row after its last."""
+        if not 0 <= k < self.n_shards:
+            raise ArtifactError(f"shard {k}: expected 0 to {self.n_shards - 1} ({self.n_rows} rows)")
+        return k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows)
+
+
+def of_part(name: str, part: int) -> str:
+    """What is called `name` in the build (part 0) is `name.1` in its first extension."""
+    return name if part == 0 else f"{name}.{part}"
+
+
+def part_dir(part: int) -> Path:
+    """Where the build (part 0) or an extension keeps its build.json and its marks."""
+    return Path() if part == 0 else Path("extensions") / str(part)
 
 
 class ColumnGroup(JsonModel):
@@ -53,14 +94,6 @@ class ArrayEntry(JsonModel):
         1.0, gt=0, lt=1e30, description="Every column is multiplied by it on reading; sums are of numbers before it."
     )
     groups: tuple[ColumnGroup, ...]
-
-    @model_validator(mode="after")
-    def _groups_are_the_columns(self) -> Self:
-        columns = [(group.start, group.stop) for group in self.groups]
-        edges = [0, *(stop for _, stop in columns)]
-        if columns != list(pairwise(edges)) or edges[-1] != self.width or edges != sorted(set(edges)):
-            raise ValueError(f"groups: {columns} are not columns 0 to {self.width}")
-        return self
 
 
 # What the caller of a writer tells is a mapping, of which readers use some fields: where there, these have a type.
@@ -134,17 +167,6 @@ class Manifest(JsonModel):
     files: dict[FileName, FileEntry]
     rows_kept: dict[FileName, FileEntry] = Field({}, description="Files of tokens/, which stay where they were built.")
 
-    @model_validator(mode="after")
-    def _columns_are_units(self) -> Self:
-        n_units = sum(self.targets.values())
-        for name, entry in self.arrays.items():
-            groups = [group.name for group in entry.groups]
-            if groups != [group_name(name, part) for part in range(len(groups))]:
-                raise ValueError(f"arrays.{name}: has groups {groups}, which are not its own")
-            if self.targets and name.startswith(PER_UNIT) and entry.width != n_units:
-                raise ValueError(f"arrays.{name}: has {entry.width} columns, there are {n_units} units")
-        return self
-
     def detail(self, name: str) -> Any:
         """One of the details.
 
@@ -155,15 +177,6 @@ class Manifest(JsonModel):
             raise ArtifactError(f"{MANIFEST}: details.{name}: missing; build the artifact again")
         return self.details[name]
 
-    def needed(self) -> set[str]:
-        """Files that a reader may ask for."""
-        shards = range(ShardGrid(self.n_rows, self.shard_rows).n_shards)
-        groups = [group.name for entry in self.arrays.values() for group in entry.groups]
-        names = {chunk_file(group, k) for group in groups for k in shards}
-        names |= {scale_file(group) for group in groups}
-        names |= {row_file(k) for k in shards}
-        return names | {ROWS, *self.units, *self.moments}
-
 
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
@@ -173,13 +186,6 @@ class SumEntry(JsonModel):
 
     shape: tuple[int, ...]
     base64: str
-
-    @classmethod
-    def from_array(cls, array: NDArray[np.float64]) -> Self:
-        return cls(shape=array.shape, base64=b64encode(array.astype("<f8").tobytes()).decode())
-
-    def array(self) -> NDArray[np.float64]:
-        return np.frombuffer(b64decode(self.base64), dtype="<f8").astype(np.float64).reshape(self.shape)
 
 
 class ShardMark(JsonModel):
@@ -195,8 +201,8 @@ class BuildRecord(JsonModel):
     """Identity of a build in progress: a resumed build must agree in every field."""
 
     format_version: int = FORMAT_VERSION
-    n_rows: int
-    shard_rows: int
+    n_rows: int = Field(ge=1)
+    shard_rows: int = Field(ge=1)
     arrays: dict[str, dict[str, Any]]
     identity: dict[str, Any]
 
@@ -226,11 +232,24 @@ class BuiltShards(Store[ShardMark]):
         return f"{len(self.parts)} of {self.grid.n_shards} shards are finished"
 
 
-def _other_files(manifest: Manifest) -> str | None:
-    """What a manifest lists too much or too little."""
+def _contradiction(manifest: Manifest) -> str | None:
+    """What cannot be of arrays, units and files: a stranger may have signed it."""
+    grid, needed, n_units = ShardGrid(manifest.n_rows, manifest.shard_rows), set[str](), sum(manifest.targets.values())
     if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before the names of 1e18 shards are made
         return "lists no shards"
-    needed = manifest.needed()
+    for name, entry in manifest.arrays.items():
+        columns = [(group.start, group.stop) for group in entry.groups]
+        edges = [0, *(stop for _, stop in columns)]
+        if columns != list(pairwise(edges)) or edges[-1] != entry.width or edges != sorted(set(edges)):
+            return f"arrays.{name}: groups: {columns} are not columns 0 to {entry.width}"
+        groups = [group.name for group in entry.groups]
+        if groups != [name, *(f"{name}.{part}" for part in range(1, len(groups)))]:
+            return f"arrays.{name}: has groups {groups}, which are not its own"
+        if manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
+            return f"arrays.{name}: has {entry.width} columns, there are {n_units} units"
+        needed |= {SCALE.format(group) for group in groups}
+        needed |= {CHUNK.format(group, k) for group in groups for k in range(grid.n_shards)}
+    needed |= {ROWS, *manifest.units, *manifest.moments, *map(SHARD_ROWS.format, range(grid.n_shards))}
     if lost := needed - manifest.files.keys():
         return f"lists no {min(lost)}"
     idle = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - needed
@@ -245,17 +264,5 @@ SIGNED_MANIFEST = Signed(
     FORMAT_VERSION,
     "build the artifact again",
     none="no complete artifact here; make one with `grasp build --out {place}`, or see that the URL is right",
-    check=_other_files,
+    check=_contradiction,
 )
-
-
-def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The caller's share of the manifest, checked: only the fields of `PROVENANCE`, each a mapping."""
-    unknown = sorted(set(given) - set(PROVENANCE))
-    wrong = sorted(key for key, value in given.items() if not isinstance(value, Mapping))
-    if unknown or wrong:
-        raise ArtifactError(
-            f"manifest: unknown fields {unknown}, fields that are not mappings {wrong}; "
-            f"expected mappings among {list(PROVENANCE)}"
-        )
-    return {key: plain_json(value, f"manifest.{key}") for key, value in given.items()}

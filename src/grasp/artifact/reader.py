@@ -3,11 +3,10 @@
 import io
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,26 +14,24 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from grasp.artifact.layout import (
+from grasp.arrays import F32, I64, Integers
+from grasp.artifact.manifest import (
     BUILD,
-    FEATURES,
+    CHUNK,
     MANIFEST,
     MARKER,
     ROWS,
+    SCALE,
+    SHARD_FEATURES,
+    SHARD_ROWS,
+    SIGNED_MANIFEST,
     SUM,
     TOKENS,
-    ShardGrid,
-    chunk_file,
-    row_file,
-    scale_file,
-    spool_part,
-)
-from grasp.artifact.manifest import (
-    SIGNED_MANIFEST,
     BuildRecord,
     BuiltShards,
     ColumnGroup,
     Manifest,
+    ShardGrid,
 )
 from grasp.errors import ArtifactError
 from grasp.files import Reads, kind_of
@@ -67,7 +64,7 @@ SIGN_AND_REST = np.int32(-0x70002000)  # where the bits of a float16 lie in a fl
 BIAS = np.float32(2.0**112)  # between the exponents of both
 WIDEST = 2.0**15  # scales up to it, times BIAS, are finite
 AT_ONCE = 1 << 16  # numbers that stay in the cache until they are done
-Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
+Columns = Integers | Sequence[int] | slice | None
 
 
 class ArtifactReader:
@@ -81,6 +78,10 @@ class ArtifactReader:
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
         self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}  # by group: shard and array; a few blocks share it
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
+        self.n_rows = manifest.n_rows
+        self.targets = tuple(manifest.targets)
+        self.array_names = tuple(manifest.arrays)
+        self.feature_settings: Mapping[str, Any] = dict(manifest.settings.get("features", {}))  # empty: not recorded
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -126,23 +127,6 @@ class ArtifactReader:
             )
 
     @property
-    def n_rows(self) -> int:
-        return self.manifest.n_rows
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return tuple(self.manifest.targets)
-
-    @property
-    def array_names(self) -> tuple[str, ...]:
-        return tuple(self.manifest.arrays)
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """The settings.features of the build; empty where the builder did not record them."""
-        return dict(self.manifest.settings.get("features", {}))
-
-    @property
     def rows_path(self) -> Path:
         """rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
         return self._files.file(ROWS)
@@ -150,7 +134,7 @@ class ArtifactReader:
     @property
     def keeps_features(self) -> bool:
         """Whether the features of every shard were kept."""
-        return all(_features_of(k) in self.manifest.files for k in range(self.grid.n_shards))
+        return all(SHARD_FEATURES.format(k) in self.manifest.files for k in range(self.grid.n_shards))
 
     def features(self, k: int) -> dict[str, NDArray[Any]]:
         """Kept features of shard k: named arrays.
@@ -158,7 +142,7 @@ class ArtifactReader:
         Raises:
             ArtifactError: they were not kept, or are damaged.
         """
-        return read_tensors(self._files.file(_features_of(k)), VERIFY)
+        return read_tensors(self._files.file(SHARD_FEATURES.format(k)), VERIFY)
 
     @property
     def tokens_path(self) -> Path:
@@ -208,23 +192,31 @@ class ArtifactReader:
             )
         return name
 
-    def unit_columns(self, target: str) -> NDArray[np.int64]:
+    def unit_columns(self, target: str) -> I64:
         """Columns of the relevance arrays that are units of `target`."""
         if target not in self.manifest.targets:
             raise ArtifactError(f"{self.where}: has no target {target!r}; it has {list(self.targets)}")
         return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
 
-    def array_shape(self, name: str) -> tuple[int, int]:
-        """(N, width) of an array."""
-        return self.n_rows, self._entry(name).width
+    def array_scale(self, name: str) -> F32:
+        """What the stored numbers of each column are multiplied by, before the gain, (width,).
 
-    def array_scale(self, name: str) -> NDArray[np.float32]:
-        """What the stored numbers of each column are multiplied by, before the gain, (width,)."""
-        return np.concatenate([self._scale(group) for group in self._entry(name).groups])
+        Raises:
+            ArtifactError: no such array; its scales are damaged, or none that a build writes.
+        """
+        if name not in self.manifest.arrays:
+            raise ArtifactError(f"{self.where}: has no array {name!r}; it has {list(self.array_names)}")
+        scales = []
+        for group in self.manifest.arrays[name].groups:
+            path = self._files.file(SCALE.format(group.name))
+            scales.append(np.array(_array(path, (group.stop - group.start,), "float32")))
+            if not np.abs(scales[-1]).max() <= LARGEST:  # nan compares false
+                raise ArtifactError(f"{path}: holds a number that is not finite or over {LARGEST:g}; build it again")
+        return np.concatenate(scales)
 
     def array_blocks(
         self, name: str, *, columns: Columns = None, block_rows: int | None = None
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    ) -> Iterator[tuple[int, F32]]:
         """Rows of an array from first to last, in blocks: (start row, (n, columns) float32, scaled back).
 
         Args:
@@ -234,22 +226,22 @@ class ArtifactReader:
             ArtifactError: no such array or column; a chunk file is missing or cut.
         """
         picks, width = self._picks(name, columns)
-        size = self.grid.shard_rows if block_rows is None else block_rows
+        shard_rows = self.grid.shard_rows
+        size = shard_rows if block_rows is None else block_rows
         if size < 1:
             raise ArtifactError(f"block_rows: got {size}, expected at least 1")
-        return self._blocks(picks, width, size)
+        for start in range(0, self.n_rows, size):
+            stop, pieces = min(start + size, self.n_rows), []
+            for k in range(start // shard_rows, -(-stop // shard_rows)):
+                first, end = max(start, k * shard_rows), min(stop, (k + 1) * shard_rows)
+                in_shard = slice(first - k * shard_rows, end - k * shard_rows)
+                pieces.append((k, in_shard, slice(first - start, end - start)))
+            yield start, self._read(picks, (stop - start, width), pieces)
 
-    def array_rows(
-        self, name: str, row_index: NDArray[np.integer[Any]], *, columns: Columns = None
-    ) -> NDArray[np.float32]:
+    def array_rows(self, name: str, row_index: Integers, *, columns: Columns = None) -> F32:
         """Chosen rows of an array, in the order given: (len(row_index), columns) float32, scaled back."""
         picks, width = self._picks(name, columns)
-        rows = self._checked_rows(row_index)
-        out_NE = np.empty((len(rows), width), dtype=np.float32)
-        for k, where in self._by_shard(rows):
-            self._read(picks, k, rows[where] - k * self.grid.shard_rows, out_NE, where)
-        self._check_finite(out_NE, picks)
-        return out_NE
+        return self._read(picks, (len(row_index), width), self._by_shard(row_index))
 
     def row_batches(
         self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
@@ -261,124 +253,89 @@ class ArtifactReader:
                 raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
             yield from file.iter_batches(batch_size=batch_rows, columns=columns)
 
-    def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
+    def rows(self, row_index: Integers) -> pa.Table:
         """Chosen rows of the row table, in the order given, reading only the shards that hold them."""
-        rows = self._checked_rows(row_index)
         with readable(self.rows_path, VERIFY):
             schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
-        for k, where in self._by_shard(rows):
-            table = read_table(self._files.file(row_file(k)), VERIFY)
-            tables.append(table.take(rows[where] - k * self.grid.shard_rows))
+        for k, rows, where in self._by_shard(row_index):
+            tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
         return found.take(np.argsort(np.concatenate(places))).combine_chunks()
 
-    def _entry(self, name: str) -> Any:
-        try:
-            return self.manifest.arrays[name]
-        except KeyError as err:
-            raise ArtifactError(f"{self.where}: has no array {name!r}; it has {list(self.array_names)}") from err
+    def _by_shard(self, row_index: Integers) -> Iterator[tuple[int, I64, I64]]:
+        """The shards of some rows: which shard, which rows of it, and where in `row_index` these are."""
+        rows = np.asarray(row_index, dtype=np.int64)
+        outside = rows[(rows < 0) | (rows >= self.n_rows)]
+        if outside.size:
+            raise ArtifactError(f"row_index: got {int(outside[0])}, expected 0 to {self.n_rows - 1}")
+        order = np.argsort(rows, kind="stable")
+        shard = rows[order] // self.grid.shard_rows
+        for where in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
+            k = int(rows[where[0]]) // self.grid.shard_rows
+            yield k, rows[where] - k * self.grid.shard_rows, where
 
     def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
-        entry = self._entry(name)
-        every = np.arange(entry.width, dtype=np.int64)
+        """What is wanted of each group of columns, and how many columns there are in all."""
+        scale_E, entry = self.array_scale(name), self.manifest.arrays[name]
         if columns is None or isinstance(columns, slice):
-            chosen = every[columns or slice(None)]
+            chosen = np.arange(entry.width, dtype=np.int64)[columns or slice(None)]
         else:
             chosen = np.asarray(columns, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= entry.width)]
         if outside.size:
             raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {entry.width - 1}")
-        picks = [
-            _Pick(
-                group=group,
-                scale_E=self._scale(group)[chosen[here] - group.start] * np.float32(entry.gain),
-                source=_as_slice(chosen[here] - group.start),
-                goal=_as_slice(here),
-            )
-            for group in entry.groups
-            if len(here := np.flatnonzero((chosen >= group.start) & (chosen < group.stop)))
-        ]
+        picks = []
+        for group in entry.groups:
+            here = np.flatnonzero((chosen >= group.start) & (chosen < group.stop))
+            if len(here):
+                source, goal = (  # a run of neighbours as a slice, which NumPy reads without a copy
+                    slice(int(index[0]), int(index[-1]) + 1) if np.all(np.diff(index) == 1) else index
+                    for index in (chosen[here] - group.start, here)
+                )
+                picks.append(_Pick(group, scale_E[chosen[here]] * np.float32(entry.gain), source, goal))
         return picks, len(chosen)
 
-    def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
-        path = self._files.file(scale_file(group.name))
-        scale_E = np.array(_array(path, (group.stop - group.start,), "float32"))
-        if not np.abs(scale_E).max() <= LARGEST:  # nan compares false
-            raise ArtifactError(f"{path}: holds a number that is not finite or over {LARGEST:g}; build it again")
-        return scale_E
-
-    def _blocks(self, picks: list["_Pick"], width: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        for start in range(0, self.n_rows, size):
-            stop = min(start + size, self.n_rows)
-            out_NE = np.empty((stop - start, width), dtype=np.float32)
-            filled = 0
-            for k, begin, end in self.grid.overlaps(start, stop):
-                goal = slice(filled, filled + end - begin)
-                self._read(picks, k, slice(begin, end), out_NE, goal)
-                filled += end - begin
-            self._check_finite(out_NE, picks)
-            yield start, out_NE
-
     def _read(
-        self,
-        picks: list["_Pick"],
-        k: int,
-        rows: slice | NDArray[np.int64],
-        out_NE: NDArray[np.float32],
-        goal: slice | NDArray[np.int64],
-    ) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at by `_check_finite`
+        self, picks: list["_Pick"], shape: tuple[int, int], pieces: Iterable[tuple[int, slice | I64, slice | I64]]
+    ) -> F32:
+        """An array of pieces: of which shard, which of its rows, and which rows of the result they become."""
+        out_NE = np.empty(shape, dtype=np.float32)
+        for k, rows, goal in pieces:
+            start, stop = self.grid.bounds(k)
             for pick in picks:
-                stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
-                if isinstance(goal, slice) and isinstance(pick.goal, slice):
-                    _scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
-                else:
-                    rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
-                    out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
-
-    def _check_finite(self, out_NE: NDArray[np.float32], picks: Sequence["_Pick"]) -> None:
-        """Refuse what no build writes: signed by a stranger, it would rank rows by chance without a word."""
+                group = pick.group
+                shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
+                if chunk_NE is None or shard != k:
+                    path = self._files.file(CHUNK.format(group.name, k))
+                    chunk_NE = _array(path, (stop - start, group.stop - group.start), group.dtype)
+                    self._last_chunk[group.name] = k, chunk_NE
+                stored_NE = chunk_NE[rows][:, pick.source]
+                with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at below
+                    if isinstance(goal, slice) and isinstance(pick.goal, slice):
+                        _scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
+                    else:
+                        rows_goal, columns_goal = np.arange(shape[0])[goal], np.arange(shape[1])[pick.goal]
+                        out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
         with np.errstate(invalid="ignore"):
             ends = float(out_NE.max(initial=0.0)), float(out_NE.min(initial=0.0))
-        if not (ends[0] <= LARGEST and ends[1] >= -LARGEST):  # nan compares false
+        # What no build writes: signed by a stranger, it would rank rows by chance without a word. nan compares false.
+        if not (ends[0] <= LARGEST and ends[1] >= -LARGEST):
             raise ArtifactError(
                 f"{self.where}: {picks[0].group.name}: holds a number that is not finite or over {LARGEST:g}; build it "
                 "again"
             )
-
-    def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
-        shard, stored_NE = self._last_chunk.get(group.name, (-1, None))
-        if stored_NE is None or shard != k:
-            start, stop = self.grid.bounds(k)
-            shape = stop - start, group.stop - group.start
-            stored_NE = _array(self._files.file(chunk_file(group.name, k)), shape, group.dtype)
-            self._last_chunk[group.name] = k, stored_NE
-        return stored_NE
-
-    def _checked_rows(self, row_index: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        rows = np.asarray(row_index, dtype=np.int64)
-        outside = rows[(rows < 0) | (rows >= self.n_rows)]
-        if outside.size:
-            raise ArtifactError(f"row_index: got {int(outside[0])}, expected 0 to {self.n_rows - 1}")
-        return rows
-
-    def _by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        order = np.argsort(rows, kind="stable")
-        shard = rows[order] // self.grid.shard_rows
-        for where in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
-            yield int(rows[where[0]]) // self.grid.shard_rows, where
+        return out_NE
 
 
-@dataclass(frozen=True, slots=True)
-class _Pick:
+class _Pick(NamedTuple):
     """Columns wanted from one group: which of its columns, and which columns of the result they become."""
 
     group: ColumnGroup
-    scale_E: NDArray[np.float32]
-    source: slice | NDArray[np.int64]
-    goal: slice | NDArray[np.int64]
+    scale_E: F32
+    source: slice | I64
+    goal: slice | I64
 
 
 class MomentArrays(Mapping[str, NDArray[Any]]):
@@ -388,18 +345,15 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
     """
 
     def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
-        self._paths = list(paths)
         self._prefix = SUM if sums else ""
         self._found: dict[str, list[Path]] = {}
-        for path in self._paths:
+        for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
                         self._found.setdefault(key.removeprefix(self._prefix), []).append(path)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        if name not in self._found:
-            raise KeyError(name)
         parts = []
         for path in self._found[name]:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
@@ -411,13 +365,6 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._found)
-
-
-def _as_slice(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """A run of neighbours as a slice, which NumPy reads without a copy."""
-    if len(index) and np.all(np.diff(index) == 1):
-        return slice(int(index[0]), int(index[-1]) + 1)
-    return index
 
 
 def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -440,7 +387,7 @@ def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return buffer.getvalue()
 
 
-def _scaled_into(out_NE: NDArray[np.float32], stored_NE: NDArray[Any], scale_E: NDArray[np.float32]) -> None:
+def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     """stored_NE * scale_E in float32; of float16 bit for bit what NumPy makes of it, in a third of the time.
 
     NumPy widens one number at a time. Here the bits of all are moved to where float32 has sign, exponent and mantissa,
@@ -460,10 +407,6 @@ def _scaled_into(out_NE: NDArray[np.float32], stored_NE: NDArray[Any], scale_E: 
         wide_nE <<= 13
         wide_nE &= SIGN_AND_REST
         out_NE[rows] *= scale_E * BIAS
-
-
-def _features_of(k: int) -> str:
-    return f"{FEATURES}/{spool_part(k)}.safetensors"
 
 
 def why_not_open(path: Path) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import spool_part
 from grasp.store.contents import read_tensors, tensor_bytes
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
@@ -26,7 +25,7 @@ class FeatureSpool(Store[Mark]):
         Raises:
             ArtifactError: the disk is full (nothing of this shard is left).
         """
-        self.put(spool_part(k), {f"{spool_part(k)}.safetensors": tensor_bytes(arrays)})
+        self.put(f"shard-{k:05d}", {f"shard-{k:05d}.safetensors": tensor_bytes(arrays)})
 
     def read(self, k: int) -> dict[str, NDArray[Any]]:
         """The arrays of shard k.
@@ -34,8 +33,8 @@ class FeatureSpool(Store[Mark]):
         Raises:
             ArtifactError: shard k is not here, or damaged.
         """
-        return read_tensors(self.file(spool_part(k)), self.schema.again)
+        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.again)
 
     def has(self, k: int) -> bool:
         """Whether shard k is whole."""
-        return spool_part(k) in self.parts
+        return f"shard-{k:05d}" in self.parts

@@ -1,54 +1,147 @@
-"""Writing an artifact: created or resumed under a lock, shard by shard, the manifest last; or targets added to one.
+"""Writing an artifact: begun or resumed, shard by shard, the manifest last; or targets added to one.
 
 The columns of new targets are new arrays beside the old ones. Nothing that is there is written again, so the artifact
-stays readable as it was until the manifest is replaced.
+stays readable as it was until the manifest is replaced. A build is an extension of an artifact in which nothing is.
 """
 
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import (
+from grasp.arrays import F32, F64
+from grasp.artifact.manifest import (
     BUILD,
+    CHUNK,
     FEATURES,
     MANIFEST,
     MARKER,
     PER_UNIT,
+    PROVENANCE,
     ROWS,
+    SCALE,
+    SHARD_ROWS,
+    SIGNED_MANIFEST,
     SUM,
     TOKENS,
-    ShardGrid,
-    part_dir,
-    part_file,
-    row_file,
-)
-from grasp.artifact.manifest import (
-    SIGNED_MANIFEST,
+    ArrayDtype,
     ArrayEntry,
     BuildRecord,
+    BuiltShards,
+    ColumnGroup,
     Manifest,
-    provenance,
+    ShardGrid,
+    SumEntry,
+    of_part,
+    part_dir,
 )
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec, PartWriter
 from grasp.artifact.spool import FeatureSpool
-from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table
+from grasp.artifact.tables import ROW_COLUMNS, assemble_rows
 from grasp.errors import ArtifactError, ShapeError
-from grasp.files import FileEntry, checksum, entry_of, is_part, out_of_space, own_directory, write_whole
-from grasp.store.contents import parquet_bytes, tensor_bytes
-from grasp.store.locks import DirectoryLock
-from grasp.store.records import read_record
+from grasp.files import (
+    checksum,
+    entry_of,
+    is_part,
+    out_of_space,
+    own_directory,
+    remove_parts,
+    write_whole,
+)
+from grasp.store.contents import npy_bytes, parquet_bytes, tensor_bytes
+from grasp.store.directory import Content
+from grasp.store.locks import locked
+from grasp.store.records import plain_json, read_record
+
+UNIT_COLUMNS = ("unit_id", "target")
 
 
-class ArtifactWriter(PartWriter):
-    """One build being written: a shard is visible only when whole, the artifact only when complete."""
+@contextmanager
+def lock_artifact(path: Path) -> Iterator[None]:
+    """Make the directory `path` an artifact's, if it is new or empty, and keep other writers out of it.
 
-    DONE = "is complete; a finished artifact is not written again"
+    Raises:
+        ArtifactError: another process, or another writer of this one, is at work there.
+        SettingsError: something else lies there, of which nothing is touched.
+    """
+    own_directory(path, MARKER, _is_artifact)
+    with locked(path / MARKER):
+        yield
+
+
+def _is_artifact(path: Path) -> bool:
+    try:
+        return bool(SIGNED_MANIFEST.read(path))
+    except ArtifactError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of N rows: `width` columns, what a number means, and per column what it is divided by."""
+
+    width: int
+    unit: str
+    sign: str
+    scale_E: NDArray[Any] | None = None  # powers of two: any other factor would round; none: ones
+
+
+class ArtifactWriter(BuiltShards):
+    """A build, or new units of an artifact: a shard is visible only when whole, all of it only when complete.
+
+    Whoever writes holds `lock_artifact`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        part: int,
+        grid: ShardGrid,
+        arrays: Mapping[str, ArraySpec],
+        dtype: str,
+        identity: Mapping[str, Any],
+    ) -> None:
+        if dtype not in get_args(ArrayDtype):
+            raise ArtifactError(f"array_dtype: got {dtype!r}, expected one of {list(get_args(ArrayDtype))}")
+        super().__init__(root, part, grid)
+        self.complete = False  # nothing is left to write
+        self._part, self._dtype, self._arrays = part, cast(ArrayDtype, dtype), dict(arrays)
+        self._artifact: ArtifactReader | None = None  # that is extended
+        self._units: pa.Table | None = None  # that it is extended with
+        self._scales: dict[str, F32] = {}
+        for name, spec in arrays.items():
+            if spec.width < 1:
+                raise ArtifactError(f"{name}: got width {spec.width}, expected at least one column")
+            scale_E = np.ones(spec.width) if spec.scale_E is None else np.asarray(spec.scale_E, dtype=np.float64)
+            if scale_E.shape != (spec.width,):
+                raise ShapeError(f"scale: got shape {scale_E.shape}, expected ({spec.width},): one for each column")
+            mantissa, exponent = np.frexp(scale_E)
+            for column in np.flatnonzero((mantissa != 0.5) | (exponent < -125) | (exponent > 128))[:1]:
+                raise ArtifactError(f"scale: column {column}: got {scale_E[column]:g}, expected a power of two")
+            self._scales[name] = scale_E.astype(np.float32)
+        self.record = BuildRecord(
+            n_rows=grid.n_rows,
+            shard_rows=grid.shard_rows,
+            arrays={
+                name: {
+                    "width": spec.width,
+                    "unit": spec.unit,
+                    "sign": spec.sign,
+                    "dtype": dtype,
+                    "scale": checksum(self._scales[name].tobytes()),
+                }
+                for name, spec in sorted(arrays.items())
+            },
+            identity=plain_json(identity, "identity"),
+        )
 
     @classmethod
     def open(
@@ -60,166 +153,27 @@ class ArtifactWriter(PartWriter):
         shard_rows: int,
         arrays: Mapping[str, ArraySpec],
         dtype: str,
-        lock: DirectoryLock | None = None,
     ) -> Self:
-        """Create the artifact at `path`, or go on with the build that was begun there.
+        """Begin the artifact at `path`, or go on with the build that was begun there.
 
         Args:
             identity: all that decides what the numbers will be (fingerprints, settings); JSON.
             arrays: name -> spec. Arrays whose name begins with `relevance_` have one column for each unit.
             dtype: `float16` or `float32`, of every array.
-            lock: taken on `path` beforehand; none: taken here. `close` gives it back.
         Raises:
-            ArtifactError: locked by another writer; another identity than the build in progress, every
-                differing field named.
+            ArtifactError: another identity than the build in progress, every differing field named.
         """
-        path = Path(path)
-        writer = cls(path, 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
+        if n_rows < 1 or shard_rows < 1:
+            raise ArtifactError(f"shards: got n_rows={n_rows}, shard_rows={shard_rows}, expected positive numbers")
+        writer = cls(Path(path), 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
         widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
         if len(set(widths.values())) > 1:
             raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
-        try:
-            writer.claim(lock or lock_artifact(path))
-        except BaseException:
-            writer.close()
-            raise
+        writer._go_on()
         return writer
 
-    @property
-    def complete(self) -> bool:
-        """Whether the artifact was finished already: nothing is left to write."""
-        return (self.root / MANIFEST).exists()
-
-    def write_shard(
-        self,
-        k: int,
-        arrays: Mapping[str, NDArray[Any]],
-        rows: pa.Table,
-        sums: Mapping[str, NDArray[np.float64]],
-    ) -> None:
-        """Write shard k whole, in any order of k.
-
-        Args:
-            arrays: name -> (rows of the shard, width).
-            rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added here.
-            sums: name -> float64 totals over the rows of the shard; added up over shards in row order.
-        Raises:
-            ArtifactError: a number is not finite or does not fit the stored type (array, row and column
-                named); the disk is full (nothing of this shard is left); the shard is finished already.
-            ShapeError: an array or the row table does not have the rows of the shard.
-        """
-        self._require_writable()
-        start, stop = self.grid.bounds(k)
-        table = shard_table(rows, start, stop)
-        self._write(k, arrays, table, sums, lambda i: row_name(table, start, i))
-
-    def finish(
-        self,
-        *,
-        manifest: Mapping[str, Any],
-        moments: Mapping[str, NDArray[Any]],
-        units: pa.Table,
-        sums: Mapping[str, NDArray[np.float64]] | None = None,
-        gains: Mapping[str, float] | None = None,
-        rows_kept: bool = False,
-    ) -> None:
-        """Assemble what is left and write the manifest: from now on the artifact can be opened.
-
-        Args:
-            manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them.
-            moments: what `ArtifactReader.moments` gives back.
-            units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
-            sums: totals over all rows, where they are known better than from the shards; None: of the shards.
-            gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
-            rows_kept: tokens/ stays, and its checksums are taken.
-        Raises:
-            ArtifactError: shards are missing, units or gains do not fit, the disk is full.
-        """
-        self._require_writable()
-        given = provenance(manifest)
-        unknown = sorted((gains or {}).keys() - self.arrays)
-        wrong = {name: gain for name, gain in (gains or {}).items() if not 0 < gain < np.inf}
-        if unknown or wrong:
-            raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
-        check_units(units, next((spec.width for name, spec in self.arrays.items() if name.startswith(PER_UNIT)), None))
-        missing = sorted(set(range(self.grid.n_shards)) - self.finished)
-        if missing:
-            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
-        contents = moment_bytes(moments, self.sums() if sums is None else sums)
-        with out_of_space(f"{self.root}: not finished", self.progress):
-            assemble_rows([self.root / row_file(k) for k in range(self.grid.n_shards)], self.root / ROWS)
-            write_whole(self.root / part_file("units", ".parquet", 0), parquet_bytes(units))
-            write_whole(self.root / part_file("moments", ".safetensors", 0), contents)
-            SIGNED_MANIFEST.write(self.root, self._manifest(given, units, gains or {}, rows_kept))
-
-    def _manifest(
-        self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
-    ) -> Manifest:
-        kept = (self.root / TOKENS).iterdir() if rows_kept else ()
-        groups = self._groups({})
-        names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
-        files: dict[str, FileEntry] = {name: entry_of(self.root / name) for name in names}
-        files |= self._files()
-        kept_features = FeatureSpool(self.root / FEATURES).entries()
-        files |= {f"{FEATURES}/{name}": entry for name, entry in kept_features.items()}
-        return Manifest(
-            n_rows=self.grid.n_rows,
-            shard_rows=self.grid.shard_rows,
-            targets=dict(Counter(units["target"].to_pylist())),
-            arrays={
-                name: ArrayEntry(
-                    width=spec.width,
-                    unit=spec.unit,
-                    sign=spec.sign,
-                    gain=gains.get(name, 1.0),
-                    groups=(groups[name],),
-                )
-                for name, spec in self.arrays.items()
-            },
-            units=(part_file("units", ".parquet", 0),),
-            moments=(part_file("moments", ".safetensors", 0),),
-            files=files,
-            rows_kept={f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(kept) if not is_part(file)},
-            **given,
-        )
-
-
-def lock_artifact(path: Path) -> DirectoryLock:
-    """Make the directory `path` an artifact's, if it is new or empty, and keep other writers out of it.
-
-    Raises:
-        ArtifactError: another process, or another writer of this one, is at work there.
-        SettingsError: something else lies there, of which nothing is touched.
-    """
-    own_directory(path, MARKER, is_artifact)
-    return DirectoryLock(path, MARKER)
-
-
-def is_artifact(path: Path) -> bool:
-    """Whether a complete artifact lies there."""
-    try:
-        return bool(SIGNED_MANIFEST.read(path))
-    except ArtifactError:
-        return False
-
-
-def moment_bytes(moments: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> bytes:
-    """Moments and the totals over the rows as one safetensors file."""
-    clash = sorted(name for name in moments if name.startswith(SUM))
-    if clash:
-        raise ArtifactError(f"moments: {clash}: names beginning with {SUM!r} are kept for the sums over rows")
-    return tensor_bytes({**moments, **{SUM + name: value for name, value in sums.items()}})
-
-
-class ArtifactExtension(PartWriter):
-    """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
-
-    DONE = "these targets are in the artifact already"
-    _artifact: ArtifactReader
-    _units: pa.Table
-
     @classmethod
-    def open(
+    def extend(
         cls,
         path: Path | str,
         *,
@@ -227,9 +181,8 @@ class ArtifactExtension(PartWriter):
         units: pa.Table,
         arrays: Mapping[str, ArraySpec],
         dtype: str,
-        lock: DirectoryLock | None = None,
     ) -> Self:
-        """Begin to add `units`, or go on with the extension that was begun.
+        """Begin to add `units` to an artifact, or go on with the extension that was begun.
 
         Args:
             identity: all that decides what the numbers will be; JSON.
@@ -237,132 +190,296 @@ class ArtifactExtension(PartWriter):
             arrays: name of a relevance array -> spec of its new columns; all relevance arrays.
             dtype: of the new columns; need not be that of the old ones.
         Raises:
-            ArtifactError: as `ArtifactWriter.open`; also a target that is there already, and arrays that are
-                not the artifact's relevance arrays.
+            ArtifactError: as `open`; also a target that is there already, and arrays that are not the artifact's
+                relevance arrays, or mean something else.
         """
-        path = Path(path)
-        ArtifactReader.open(path)  # before the lock, which would make the directory
-        held = lock or lock_artifact(path)
-        try:
-            artifact = ArtifactReader.open(path)
-            check_units(units, _common_width(artifact, arrays))
-            names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
-            part, key = len(artifact.manifest.units), {**identity, "units": checksum(repr(names).encode())}
-            extension = cls(path, part, artifact.grid, arrays, dtype, key)
-            builds = {earlier: artifact.path / part_dir(earlier) / BUILD for earlier in range(1, part)}
-            done = next((k for k, at in builds.items() if read_record(at, BuildRecord) == extension.record), None)
-            if done is None:
-                if known := sorted(set(units["target"].to_pylist()) & set(artifact.targets)):
-                    raise ArtifactError(
-                        f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
-                        "or build a new artifact"
-                    )
-            else:
-                extension = cls(path, done, artifact.grid, arrays, dtype, key)
-            extension._artifact, extension._units = artifact, units
-            extension.claim(held)
-            return extension
-        except BaseException:
-            held.release()
-            raise
+        artifact = ArtifactReader.open(path)
+        wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
+        if sorted(wanted) != sorted(arrays):
+            raise ArtifactError(
+                f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; where an earlier "
+                "grasp built it, build it again with all targets"
+            )
+        if not wanted:
+            raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
+        widths = {spec.width for spec in arrays.values()}
+        if len(widths) > 1:
+            raise ArtifactError(f"arrays to extend: got widths {sorted(widths)}, expected one: a column for each unit")
+        for name, spec in arrays.items():
+            old = artifact.manifest.arrays[name]
+            if (spec.unit, spec.sign) != (old.unit, old.sign):
+                raise ArtifactError(
+                    f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
+                    f"and {old.sign!r}; columns of one array mean one thing"
+                )
+        _check_units(units, widths.pop())
+        names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
+        key = {**identity, "units": checksum(repr(names).encode())}
+        n_parts = len(artifact.manifest.units)
+        extension = cls(artifact.path, n_parts, artifact.grid, arrays, dtype, key)
+        for part in range(1, n_parts):
+            if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == extension.record:
+                extension = cls(artifact.path, part, artifact.grid, arrays, dtype, key)
+                extension.complete = True
+        known = sorted(set(units["target"].to_pylist()) & set(artifact.targets))
+        if known and not extension.complete:
+            raise ArtifactError(
+                f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
+                "or build a new artifact"
+            )
+        extension._artifact, extension._units = artifact, units
+        extension._go_on()
+        return extension
 
-    @property
-    def complete(self) -> bool:
-        """Whether these units are in the artifact already: nothing is left to write."""
-        return self._part < len(self._artifact.manifest.units)
+    def _go_on(self) -> None:
+        """Write what comes before the shards: the plan, then the scales."""
+        if self._artifact is None:
+            self.complete = (self.root / MANIFEST).exists()
+            if self.complete and not (self.root / BUILD).exists():
+                raise ArtifactError(
+                    f"{self.root}: damaged: a {MANIFEST} but no {BUILD}; delete {self.root} to start again"
+                )
+        self.begin(self.record.model_dump(mode="json"))
+        with out_of_space(f"{self.root}: nothing was written", self.progress):
+            for name, scale_E in self._scales.items():
+                path, content = self.root / SCALE.format(of_part(name, self._part)), npy_bytes(scale_E)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                remove_parts(path.parent)
+                if not path.exists() or path.read_bytes() != content:
+                    write_whole(path, content)
 
-    def write_shard(self, k: int, arrays: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> None:
-        """Write the new columns of shard k whole, in any order of k.
+    def write_shard(
+        self, k: int, arrays: Mapping[str, NDArray[Any]], rows: pa.Table | None, sums: Mapping[str, F64]
+    ) -> None:
+        """Write shard k, in any order of k: it is finished when this returns, and as if never begun when this raises.
 
         Args:
-            arrays: name -> (rows of the shard, new units).
-            sums: name -> float64 totals over the rows of the shard, joined on the last axis to the totals of
-                that name which the artifact has.
+            arrays: name -> (rows of the shard, width).
+            rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added here. None:
+                of an extension, which has those of its artifact.
+            sums: name -> float64 totals over the rows of the shard; added up over shards in row order. Those of an
+                extension are joined, on the last axis, to the totals of that name which the artifact has.
         Raises:
-            ArtifactError, ShapeError: as `ArtifactWriter.write_shard`.
+            ArtifactError: a number is not finite or does not fit the stored type (array, row and column
+                named); the disk is full (nothing of this shard is left); the shard is finished already.
+            ShapeError: an array or the row table does not have the rows of the shard.
         """
-        self._require_writable()
-        unknown = sorted(set(sums) - set(self._artifact.sums))
-        if unknown:
+        self._require_incomplete()
+        start, stop = self.grid.bounds(k)
+        if k in self.finished:
+            raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
+
+        def row_name(i: int) -> str:
+            if rows is None and self._artifact is not None:
+                name = self._artifact.rows(np.array([start + i]))["row_id"][0]
+            else:
+                assert rows is not None
+                name = rows["row_id"][i]
+            return f"row {start + i} (row_id {name.as_py()!r})"
+
+        table = None
+        if self._artifact is not None and (unknown := sorted(set(sums) - set(self._artifact.sums))):
             raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
-        start, _ = self.grid.bounds(k)
+        if rows is not None:
+            missing = [name for name in ROW_COLUMNS if name not in rows.column_names]
+            if missing or "row_index" in rows.column_names:
+                raise ArtifactError(
+                    f"row table: columns {rows.column_names}: missing {missing}; row_index is added here, give none"
+                )
+            if rows.num_rows != stop - start:
+                raise ShapeError(f"row table: got {rows.num_rows} rows, expected {stop - start} ({start} to {stop})")
+            loss_N = rows["loss"].to_numpy().astype(np.float64)  # a null becomes NaN
+            for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
+                raise ArtifactError(
+                    f"loss: {row_name(int(i))}: got {rows['loss'][int(i)].as_py()}, expected a finite "
+                    "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
+                )
+            labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
+            table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
+            table = table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
+        unexpected = sorted(arrays.keys() - self._arrays)
+        if (lacking := sorted(self._arrays.keys() - arrays)) or unexpected:
+            raise ArtifactError(f"arrays of a shard: missing {lacking}, unexpected {unexpected}")
+        files: dict[str, Content] = {}
+        for name, scale_E in self._scales.items():
+            shape = stop - start, len(scale_E)
+            stored = encode(name, arrays[name], shape=shape, scale_E=scale_E, dtype=self._dtype, row_name=row_name)
+            files[CHUNK.format(of_part(name, self._part), k)] = npy_bytes(stored)
+        if table is not None:
+            files[SHARD_ROWS.format(k)] = parquet_bytes(table)
+        totals = {}
+        for name, value in sums.items():
+            total = np.asarray(value, dtype="<f8")
+            if not np.isfinite(total).all():
+                raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
+            totals[name] = SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
+        self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
-        def name_of(i: int) -> str:
-            return f"row {start + i} (row_id {self._artifact.rows(np.array([start + i]))['row_id'][0].as_py()!r})"
-
-        self._write(k, arrays, None, sums, name_of)
+    def sums(self) -> dict[str, F64]:
+        """Totals over all shards, added in the order of the rows whatever order they were written in."""
+        if len(self.parts) < self.grid.n_shards:
+            raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
+        totals: dict[str, F64] = {}
+        for k in range(self.grid.n_shards):
+            part = {
+                name: np.frombuffer(b64decode(entry.base64), dtype="<f8").astype(np.float64).reshape(entry.shape)
+                for name, entry in sorted(self.mark(f"{k:05d}").sums.items())
+            }
+            shapes, before = ({name: value.shape for name, value in sums.items()} for sums in (part, totals))
+            if k > 0 and shapes != before:
+                raise ShapeError(f"{self.root}: sums: shard {k} has {shapes}, shard 0 has {before}")
+            totals = {name: totals[name] + value if k > 0 else value for name, value in part.items()}
+        return totals
 
     def finish(
-        self, *, manifest: Mapping[str, Any] | None = None, moments: Mapping[str, NDArray[Any]] | None = None
+        self,
+        *,
+        manifest: Mapping[str, Any],
+        moments: Mapping[str, NDArray[Any]],
+        units: pa.Table | None = None,
+        sums: Mapping[str, F64] | None = None,
+        gains: Mapping[str, float] | None = None,
+        rows_kept: bool = False,
     ) -> None:
-        """Replace the manifest: from now on the new targets are part of the artifact.
+        """Assemble what is left and write the manifest: from now on the artifact, or what was added, can be read.
 
         Args:
-            manifest: entries that replace those of the same name within `made_by`, `fingerprints`, `settings`,
-                `skipped` and `details`.
-            moments: further moments, under names that the artifact does not have yet.
+            manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them; those of an
+                extension replace entries of the same name.
+            moments: what `ArtifactReader.moments` gives back; of an extension, under names that are not there yet.
+            units: of a build: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
+            sums: totals over all rows, where they are known better than from the shards; None: of the shards.
+            gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
+            rows_kept: tokens/ stays, and its checksums are taken.
+        Raises:
+            ArtifactError: shards are missing, units or gains do not fit, the disk is full.
         """
-        self._require_writable()
-        given = provenance(manifest or {})
-        clash = sorted(set(moments or {}) & set(self._artifact.moments))
-        if clash:
-            raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
-        contents = moment_bytes(moments or {}, self.sums())
-        units, moment_file = (part_file(*names, self._part) for names in _TABLES)
-        with out_of_space(f"{self.root}: the targets were not added", self.progress):
-            write_whole(self.root / units, parquet_bytes(self._units))
-            write_whole(self.root / moment_file, contents)
-            SIGNED_MANIFEST.write(self.root, self._manifest(given, units, moment_file))
-        self._artifact = ArtifactReader.open(self.root)
-
-    def _manifest(self, given: Mapping[str, dict[str, Any]], units: str, moments: str) -> Manifest:
-        old = self._artifact.manifest
-        build = (part_dir(self._part) / BUILD).as_posix()
-        new_files: dict[str, FileEntry] = {name: entry_of(self.root / name) for name in (build, units, moments)}
-        groups = self._groups({name: entry.width for name, entry in old.arrays.items()})
-        widened = {
-            name: ArrayEntry(
-                width=group.stop,
-                unit=old.arrays[name].unit,
-                sign=old.arrays[name].sign,
-                gain=old.arrays[name].gain,
-                groups=(*old.arrays[name].groups, group),
-            )
-            for name, group in groups.items()
-        }
-        return old.model_copy(
-            update={
-                "targets": old.targets | dict(Counter(self._units["target"].to_pylist())),
-                "arrays": old.arrays | widened,
-                "units": (*old.units, units),
-                "moments": (*old.moments, moments),
-                "files": old.files | new_files | self._files(),
-                **{name: getattr(old, name) | entries for name, entries in given.items()},
-            }
-        )
-
-
-_TABLES = (("units", ".parquet"), ("moments", ".safetensors"))
-
-
-def _common_width(artifact: ArtifactReader, arrays: Mapping[str, ArraySpec]) -> int:
-    """Number of new columns, the same in all relevance arrays, which mean what the old columns mean."""
-    wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
-    if sorted(wanted) != sorted(arrays):
-        raise ArtifactError(
-            f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; where an earlier "
-            "grasp built it, build it again with all targets"
-        )
-    if not wanted:
-        raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
-    widths = {spec.width for spec in arrays.values()}
-    if len(widths) > 1:
-        raise ArtifactError(f"arrays to extend: got widths {sorted(widths)}, expected one: a column for each unit")
-    for name, spec in arrays.items():
-        old = artifact.manifest.arrays[name]
-        if (spec.unit, spec.sign) != (old.unit, old.sign):
+        self._require_incomplete()
+        gains = gains or {}
+        unknown = sorted(set(manifest) - set(PROVENANCE))
+        wrong = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
+        if unknown or wrong:
             raise ArtifactError(
-                f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
-                f"and {old.sign!r}; columns of one array mean one thing"
+                f"manifest: unknown fields {unknown}, fields that are not mappings {wrong}; "
+                f"expected mappings among {list(PROVENANCE)}"
             )
-    return widths.pop()
+        given = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
+        no_arrays = sorted(gains.keys() - self._arrays)
+        no_gains = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
+        if no_arrays or no_gains:
+            raise ArtifactError(f"gains: no such arrays {no_arrays}, not positive and finite {no_gains}")
+        if self._units is None:
+            assert units is not None
+            widths = [spec.width for name, spec in self._arrays.items() if name.startswith(PER_UNIT)]
+            _check_units(units, widths[0] if widths else None)
+        else:
+            units = self._units
+        if missing := sorted(set(range(self.grid.n_shards)) - self.finished):
+            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
+        if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
+            raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
+        if clash := sorted(name for name in moments if name.startswith(SUM)):
+            raise ArtifactError(f"moments: {clash}: names beginning with {SUM!r} are kept for the sums over rows")
+        totals = self.sums() if sums is None else sums
+        arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
+        unit_file, moment_file = of_part("units", self._part), of_part("moments", self._part)
+        names = [self.schema.plan, f"{unit_file}.parquet", f"{moment_file}.safetensors"]
+        if self._artifact is None:
+            n, size = self.grid.n_rows, self.grid.shard_rows
+            before = Manifest(n_rows=n, shard_rows=size, targets={}, arrays={}, units=(), moments=(), files={})
+        else:
+            before = self._artifact.manifest
+        what = "not finished" if self._artifact is None else "the targets were not added"
+        with out_of_space(f"{self.root}: {what}", self.progress):
+            if self._artifact is None:
+                assemble_rows([self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS)
+                names.insert(1, ROWS)
+            write_whole(self.root / names[-2], parquet_bytes(units))
+            write_whole(self.root / names[-1], tensor_bytes(arrays))
+            names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
+            files = {name: entry_of(self.root / name) for name in names} | self.entries()
+            if self._artifact is None:
+                features = FeatureSpool(self.root / FEATURES).entries()
+                files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
+            kept = (self.root / TOKENS).iterdir() if rows_kept else ()
+            tokens = {f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(kept) if not is_part(file)}
+            entries = {}
+            for name, spec in self._arrays.items():
+                old = before.arrays.get(name)
+                start, groups, gain = (old.width, old.groups, old.gain) if old else (0, (), gains.get(name, 1.0))
+                group = ColumnGroup(
+                    name=of_part(name, self._part), start=start, stop=start + spec.width, dtype=self._dtype
+                )
+                entries[name] = ArrayEntry(
+                    width=group.stop, unit=spec.unit, sign=spec.sign, gain=gain, groups=(*groups, group)
+                )
+            added = {
+                "targets": before.targets | dict(Counter(units["target"].to_pylist())),
+                "arrays": before.arrays | entries,
+                "units": (*before.units, f"{unit_file}.parquet"),
+                "moments": (*before.moments, f"{moment_file}.safetensors"),
+                "files": before.files | files,
+                "rows_kept": before.rows_kept | tokens,
+            }
+            told = {name: getattr(before, name) | entries for name, entries in given.items()}
+            SIGNED_MANIFEST.write(self.root, before.model_copy(update=added | told))
+        self.complete = True
+
+    def _require_incomplete(self) -> None:
+        if self.complete:
+            done = "is complete; a finished artifact is not written again"
+            added = "these targets are in the artifact already"
+            raise ArtifactError(f"{self.root}: {done if self._artifact is None else added}")
+
+
+def encode(
+    name: str,
+    values_NE: NDArray[Any],
+    *,
+    shape: tuple[int, int],
+    scale_E: F32,
+    dtype: str,
+    row_name: Callable[[int], str],
+) -> NDArray[Any]:
+    """Divide by the scale and round to the stored type, little-endian.
+
+    Raises:
+        ShapeError: not the shape of the shard.
+        ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
+    """
+    values_NE = np.asarray(values_NE)
+    if values_NE.shape != shape:
+        raise ShapeError(f"{name}: got shape {values_NE.shape}, expected {shape}: rows of the shard, columns")
+    for row, column in np.argwhere(~np.isfinite(values_NE))[:1]:
+        raise ArtifactError(
+            f"{name}: {row_name(int(row))}, column {column}: got {values_NE[row, column]}, expected a finite "
+            "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
+        )
+    with np.errstate(over="ignore", under="ignore"):
+        stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
+    for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
+        advice = "set array_dtype: float32 and build again" if dtype == "float16" else "rescale the column"
+        raise ArtifactError(
+            f"{name}: {row_name(int(row))}, column {column}: {values_NE[row, column]:g} at scale "
+            f"{scale_E[column]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
+        )
+    return stored_NE
+
+
+def _check_units(units: pa.Table, n_columns: int | None) -> None:
+    """Units have an id and a target, no (target, unit_id) comes twice, and there is one for each column."""
+    missing = [name for name in UNIT_COLUMNS if name not in units.column_names]
+    if missing:
+        raise ArtifactError(f"units: columns {units.column_names}: missing {missing}")
+    if n_columns is not None and units.num_rows != n_columns:
+        raise ShapeError(f"units: got {units.num_rows}, expected {n_columns}: one for each relevance column")
+    if not units.num_rows:
+        raise ArtifactError("units: got none, expected at least one")
+    counts = units.group_by(list(UNIT_COLUMNS)).aggregate([([], "count_all")])
+    twice = counts.filter(pc.greater(counts["count_all"], 1))
+    if twice.num_rows:
+        first = twice.slice(0, 1).to_pylist()[0]
+        raise ArtifactError(
+            f"units: {first['target']}/{first['unit_id']} comes {first['count_all']} times; ids must differ "
+            "within a target"
+        )

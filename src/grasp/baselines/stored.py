@@ -34,7 +34,7 @@ from grasp.methods.contract import Account, MethodInputs, MethodScores, RowMetho
 from grasp.settings import Settings
 from grasp.store.contents import npy_bytes
 from grasp.store.directory import Content, Schema, Store, write_content
-from grasp.store.locks import DirectoryLock
+from grasp.store.locks import locked
 from grasp.store.records import JsonModel, Mark, Signed
 from grasp.store.remote import open_store
 
@@ -131,7 +131,7 @@ class BlockMethod(RowMethod[S]):
                 raise SettingsError(
                     f"{cache}: scores cannot be kept here ({err.strerror}); name another place with --cache"
                 ) from err
-            with DirectoryLock(place, LOCK):
+            with locked(place / LOCK):
                 run = _Run(place, shared_of(cache, material, self.version), self, material)
                 if not (place / RECORD.name).exists():
                     run.finish(described)

@@ -41,7 +41,7 @@ from grasp.files import check_place, own_directory
 from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
-from grasp.store.locks import DirectoryLock
+from grasp.store.locks import locked
 from grasp.store.records import Mark
 from grasp.yaml_files import read_yaml
 
@@ -114,7 +114,7 @@ def apply(
     if isinstance(source, FileSource):
         files = [FileSource(source.fs, [file], source.root) for file in source.files]
     own_directory(out, MARKER, lambda _: False, reads)
-    with DirectoryLock(out, MARKER):
+    with locked(out / MARKER):
         copies = budget is not None and not _kept_already(out / KEPT, str(keep))
         store = Store(out, SCORED)
         store.begin(

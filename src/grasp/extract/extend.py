@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArtifactExtension, lock_artifact
+from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
 from grasp.extract.forecast import first_rows, forecast, pass_seconds
 from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
@@ -39,7 +39,7 @@ def add_target(
     """
     progress = progress or Silent()
     ArtifactReader.open(out)  # before the lock, which would make the directory
-    with lock_artifact(out) as lock:
+    with lock_artifact(out):
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, own)
         origin.require_corpus_here("--corpus")
@@ -47,39 +47,38 @@ def add_target(
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
         position_kernels, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
-        with ArtifactExtension.open(
+        extension = ArtifactWriter.extend(
             out,
             identity=identity(inputs),
             units=unit_table(inputs),
             arrays=relevance_specs(inputs, position_kernels, pooled),
             dtype=settings.array_dtype,
-            lock=lock,
-        ) as extension:
-            if extension.complete:
-                return "there already"
-            kept = artifact.keeps_features
-            if not kept:
-                rows = first_rows(inputs.store)
-                seconds = pass_seconds(
-                    inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, position_kernels
-                )
-                said = forecast(inputs.model, inputs.store, rows, seconds)
-                progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
-            left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
-            announce(progress, inputs.store, len(left))
-            for k in left:
-                if kept:
-                    shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)
-                    columns = {} if position_kernels is None else kept_relevance(position_kernels, shard, inputs.model)
-                else:
-                    rows = inputs.store.shard(k)
-                    shard = forward_shard(inputs.model, rows, inputs.settings.features, position_kernels)
-                    columns = shard.arrays
-                arrays = pooled.relevance(shard.pooled) | columns
-                extension.write_shard(k, arrays, column_sums(arrays))
-                progress.advance(len(shard.loss_N), 0)
-            added = "targets+" + "+".join(inputs.unit_set.targets)
-            extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
+        )
+        if extension.complete:
+            return "there already"
+        kept = artifact.keeps_features
+        if not kept:
+            rows = first_rows(inputs.store)
+            seconds = pass_seconds(
+                inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, position_kernels
+            )
+            said = forecast(inputs.model, inputs.store, rows, seconds)
+            progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
+        left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
+        announce(progress, inputs.store, len(left))
+        for k in left:
+            if kept:
+                shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)
+                columns = {} if position_kernels is None else kept_relevance(position_kernels, shard, inputs.model)
+            else:
+                rows = inputs.store.shard(k)
+                shard = forward_shard(inputs.model, rows, inputs.settings.features, position_kernels)
+                columns = shard.arrays
+            arrays = pooled.relevance(shard.pooled) | columns
+            extension.write_shard(k, arrays, None, column_sums(arrays))
+            progress.advance(len(shard.loss_N), 0)
+        added = "targets+" + "+".join(inputs.unit_set.targets)
+        extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}}, moments={})
         return "kept features" if kept else "pass"
 
 

@@ -20,13 +20,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import BUILD, FEATURES, MANIFEST, RUN
-from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.manifest import BUILD, FEATURES, MANIFEST, RUN, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
 from grasp.artifact.spool import FeatureSpool
 from grasp.artifact.tables import LOSS_TOKENS
-from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.cluster import ClusterSpec
@@ -91,7 +89,7 @@ def build_artifact(
     progress = progress or Silent()
     wall, cpu = time.perf_counter(), time.process_time()
     settings = decided(settings, in_memory)
-    with lock_artifact(out) as lock:
+    with lock_artifact(out):
         gone_on = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
@@ -147,7 +145,6 @@ def build_artifact(
                 shard_rows=settings.shard_rows,
                 arrays=sketches | relevance_specs(inputs, kernels, pooled_kernel),
                 dtype=settings.array_dtype,
-                lock=lock,
             )
             left = [k for k in range(writer.grid.n_shards) if k not in writer.finished]
             shards: Iterator[tuple[int, ShardForward]]

@@ -19,11 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
-from grasp.artifact.layout import PER_UNIT
+from grasp.artifact.manifest import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
 from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS, conform
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import SkipLog
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.local import sketch_gain
@@ -163,14 +162,15 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     }
     given = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
     stored = [_without_gains(part) for part in parts]
-    with ArtifactWriter.open(
-        out,
-        identity={"parts": given["details"]["parts"]},
-        n_rows=n_rows,
-        shard_rows=first.shard_rows,
-        arrays=arrays,
-        dtype="float16" if dtypes == {"float16"} else "float32",
-    ) as writer:
+    with lock_artifact(out):
+        writer = ArtifactWriter.open(
+            out,
+            identity={"parts": given["details"]["parts"]},
+            n_rows=n_rows,
+            shard_rows=first.shard_rows,
+            arrays=arrays,
+            dtype="float16" if dtypes == {"float16"} else "float32",
+        )
         progress.stage("merge", rows=n_rows, tokens=None)
         for k in range(writer.grid.n_shards):
             pieces = list(_pieces(stored, *writer.grid.bounds(k)))

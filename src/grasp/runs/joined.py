@@ -94,7 +94,7 @@ def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
 
     Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
     """
-    width = {name: artifact.array_shape(name)[1] for name in arrays if name in artifact.array_names}
+    width = {name: artifact.manifest.arrays[name].width for name in arrays if name in artifact.array_names}
     scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
     seconds = artifact.manifest.details.get("build_seconds") or {}
     return Cost(sum(width.values()) - scores, scores, seconds.get("wall"), seconds.get("cpu"))

@@ -1,7 +1,5 @@
-"""One writer at a time, and work that several processes share out.
-
-DirectoryLock, one_at_a_time   one writer; locks that the kernel releases when their holder dies
-Lease, acquire_lease, held     a part of the work is one process's, and a dead one's part is taken over
+"""One writer at a time (`locked`), and work that several processes share out: a part of it is one process's (`Lease`,
+`acquire_lease`, `held`), and a dead one's part is taken over.
 """
 
 import fcntl
@@ -13,78 +11,53 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from grasp.errors import ArtifactError
 
 TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
 
 
-class DirectoryLock:
-    """An exclusive `flock` on a file of a directory, held from the start; the file's text says who holds it."""
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold an exclusive `flock` on the file `path`, which the kernel releases when its holder dies.
 
-    def __init__(self, path: Path, name: str) -> None:
-        """Take the lock `name` of the directory `path`.
+    The file says who holds it, and stays: removing it would race.
 
-        Raises:
-            ArtifactError: another process (or another writer of this one) holds it, the message says which; the
-                file system cannot lock, or not be written to.
-        """
+    Args:
+        wait: until no other process or thread holds it; else that is an error.
+    Raises:
+        ArtifactError: another process (or another holder in this one) has it, the message says which; the file
+            system cannot lock, or not be written to.
+    """
+    place = path.parent
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as err:
+        raise ArtifactError(
+            f"{place}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+        ) from err
+    with open(descriptor, "rb+", buffering=0) as file:
         try:
-            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as err:
-            raise ArtifactError(
-                f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
-            ) from err
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as err:
-            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
+            holder = file.read(1000).decode(errors="replace").strip() or "another process"
             raise ArtifactError(
-                f"{path}: locked by {holder}; two writers cannot share one directory: wait for it or stop it"
+                f"{place}: locked by {holder}; two writers cannot share one directory: wait for it or stop it"
             ) from err
         except OSError as err:
-            os.close(descriptor)
             raise ArtifactError(
-                f"{path}: this file system cannot lock files ({err.strerror}); write to a local disk"
+                f"{place}: this file system cannot lock files ({err.strerror}); write to a local disk"
             ) from err
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
-        self._descriptor: int | None = descriptor
-
-    @property
-    def held(self) -> bool:
-        return self._descriptor is not None
-
-    def release(self) -> None:
-        """Give the lock back; a second call does nothing. The file stays: removing it would race."""
-        if self._descriptor is None:
-            return
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-        self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+        file.truncate(0)
+        file.write(f"{_this_process()}\n".encode())
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process or thread holds the lock at `path`, then hold it."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from grasp.files import (
     written_aside,
 )
 from grasp.store.directory import Files
-from grasp.store.locks import one_at_a_time
+from grasp.store.locks import locked
 from grasp.store.records import R, Signed
 
 CACHE_VARIABLE = "GRASP_CACHE"
@@ -73,7 +73,7 @@ class RemoteFiles(Files):
         """What is not here yet, or was damaged here, is fetched."""
         if fault(self.root, name, expected) is None:
             return
-        with one_at_a_time(self.root.with_suffix(LOCK)):
+        with locked(self.root.with_suffix(LOCK), wait=True):
             if fault(self.root, name, expected) is not None:  # another process may have fetched it
                 self._fetch(name, expected)
 
@@ -130,7 +130,7 @@ def open_store(place: Path | str, signed: Signed[R], again: str = "") -> tuple[R
     record = signed.parse(f"{url}/{signed.name}", data)
     cache = cache_directory("fetched", f"{url} {checksum(data)}")
     cache.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(cache.with_suffix(LOCK)):
+    with locked(cache.with_suffix(LOCK), wait=True):
         write_whole(cache / signed.name, data)
     files = cache, signed.files(record), again or signed.again, signed.mistake
     return record, RemoteFiles(url, filesystem, root, *files)

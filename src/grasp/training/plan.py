@@ -30,7 +30,7 @@ from grasp.runs.environment import (
 )
 from grasp.runs.evaluate import target_fingerprint
 from grasp.settings import ModelSettings, RetrainSettings
-from grasp.store.locks import one_at_a_time
+from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text
@@ -52,7 +52,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
     if settings.train_command is not None:
         command_words(settings.train_command)
     own_directory(out, MARKER, is_environment)
-    with one_at_a_time(out / MARKER):
+    with locked(out / MARKER, wait=True):
         if not settings.tokenizer:
             _train_tokenizer(settings, recipe, out, stage)
         tokenizer = tokenizer_of(settings, recipe, out)
