@@ -111,7 +111,7 @@ def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
     assert loss == LAST + END
     assert text.endswith(LAST + END)
     assert store.skipped.counts == {"cut_begin": 1}
-    assert store.skipped.ids == {"cut_begin": ("long",)}
+    assert store.skipped.ids == {"cut_begin": ["long"]}
     (snippet,) = store.table(0)["snippet"].to_pylist()
     assert ASKED not in snippet  # what is shown begins where the model reads
     assert snippet.endswith(LAST)
@@ -136,9 +136,9 @@ def test_what_carries_no_loss_is_left_out_counted_and_named(tmp_path):
     store = stored(tmp_path, records)
     assert [row["row_id"] for k in range(store.n_shards) for row in store.table(k).to_pylist()] == ["good", "again"]
     assert store.skipped.ids == {
-        "no_answer": ("asked", "none"),
-        "empty_answer": ("silent",),
-        "turn_order": ("backwards", "late"),
+        "no_answer": ["asked", "none"],
+        "empty_answer": ["silent"],
+        "turn_order": ["backwards", "late"],
     }
 
 
@@ -146,7 +146,7 @@ def test_a_pair_without_an_answer_is_left_out(tmp_path):
     records = [{"prompt": "Q", "completion": "", "row_id": "q"}, {"prompt": "Q", "completion": " a"}]
     store = stored(tmp_path, records)
     assert store.n_rows == 1
-    assert store.skipped.ids == {"no_loss": ("q",)}
+    assert store.skipped.ids == {"no_loss": ["q"]}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Every row knows its text: the rows of a document put together are the document, and the rows are those of a store."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.corpus import RowStore
-from grasp.corpus.store import Fingerprint, rows_with_texts
+from grasp.corpus import RowStore, read_documents
+from grasp.corpus.packing import pack, row_bytes
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from tests.corpus.world import Words, rows_of, settings_for, write_jsonl
 
@@ -26,6 +28,10 @@ def bytes_tokenizer() -> HfTokenizer:
     return HfTokenizer(train_tokenizer(["fire is hot, and so on"] * 4, vocab_size=270), vocab_size=270)
 
 
+def rows_with_texts(asked, tokenizer):
+    return list(pack(read_documents(asked), asked, tokenizer, with_texts=True))
+
+
 def write(directory, texts, **changes):
     lines = [{"text": text, "row_id": f"d{i}"} for i, text in enumerate(texts)]
     return settings_for(write_jsonl(directory / "c.jsonl", lines), **changes)
@@ -38,17 +44,18 @@ def test_rows_and_texts_are_those_of_the_store(packing, texts, bytes_tokenizer, 
     place = tmp_path_factory.mktemp("texts")
     asked = write(place, [*texts, "there is one at least"], packing=packing)
     store = RowStore.write(place / "rows", asked, bytes_tokenizer, shard_rows=5)
-    found, digest = list(rows_with_texts(asked, bytes_tokenizer)), Fingerprint()
+    found = rows_with_texts(asked, bytes_tokenizer)
+    digest = hashlib.blake2b(RowStore.seed, digest_size=16)
     for row in found:
-        digest.add(row)
+        digest.update(row_bytes(row.row_id, row.input_ids, row.labelled))
     assert [(row.row_id, row.input_ids.tolist()) for row in found] == [(r["row_id"], ids) for r, ids in rows_of(store)]
-    assert str(digest) == store.fingerprint
+    assert digest.hexdigest() == store.fingerprint
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bytes"])
 def test_the_rows_of_a_document_put_together_are_the_document(tokenizer, bytes_tokenizer, tmp_path):
     chosen = Words(eos_id=None) if tokenizer == "words" else bytes_tokenizer
-    found = list(rows_with_texts(write(tmp_path, TEXTS), chosen))
+    found = rows_with_texts(write(tmp_path, TEXTS), chosen)
     for i, text in enumerate(TEXTS):
         parts = [row for row in found if row.document == i]
         skipped = tokenizer == "words" and len(text.split()) < 2  # a row of one token is none
@@ -58,7 +65,7 @@ def test_the_rows_of_a_document_put_together_are_the_document(tokenizer, bytes_t
 
 def test_a_row_of_a_stream_holds_the_spans_of_its_documents(tmp_path):
     texts = ["one two three", "four five", "six seven eight nine ten"]
-    found = list(rows_with_texts(write(tmp_path, texts, packing="concat", max_length=5), Words()))
+    found = rows_with_texts(write(tmp_path, texts, packing="concat", max_length=5), Words())
     assert [row.text for row in found] == ["one two three\n\nfour", " five\n\nsix seven eight", " nine ten"]
 
 

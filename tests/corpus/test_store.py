@@ -352,7 +352,7 @@ def test_what_is_skipped_is_counted_and_listed(tmp_path):
     for shard_rows in (1, 2, 5):
         store = write(tmp_path / f"{shard_rows}", path, shard_rows, tokenizer=Words(eos_id=None))
         assert store.skipped.counts == {"empty": 2, "whitespace": 1, "one_token": 1}
-        assert store.skipped.ids == {"empty": ("r1", "r2"), "whitespace": ("r3",), "one_token": ("r4",)}
+        assert store.skipped.ids == {"empty": ["r1", "r2"], "whitespace": ["r3"], "one_token": ["r4"]}
         assert [row["row_id"] for row, _ in rows_of(store)] == ["r0", "r5"]
         assert store.n_documents == 6
 

@@ -11,6 +11,7 @@ Shape letters: N rows, M documents of the corpus.
 
 import datetime
 import decimal
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
-from grasp.corpus.documents import Tokenizer
-from grasp.corpus.packing import Row
+from grasp.corpus.documents import Tokenizer, read_documents
+from grasp.corpus.packing import Row, pack, row_bytes
 from grasp.corpus.sources import JsonRecord, open_source
-from grasp.corpus.store import Fingerprint, rows_with_texts
+from grasp.corpus.store import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import require_here
 from grasp.extras import require
@@ -101,23 +102,23 @@ def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: T
     Raises:
         CorpusError: the corpus is not the one that was built from, or was cut into rows by another tokenizer.
     """
-    found = Fingerprint()
+    digest = hashlib.blake2b(RowStore.seed, digest_size=16)
     remedy = "it is not the corpus that was built from: say with `corpus` where that lies"
     names = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
-    rows = rows_with_texts(settings, tokenizer)
+    rows = pack(read_documents(settings), settings, tokenizer, with_texts=True)
     for name in names:
         row = next(rows, None)
         if row is None or row.row_id != name:
             here = "ends" if row is None else f"has {row.row_id!r}"
             raise CorpusError(f"{settings.path}: {here} where {artifact.where} has row {name!r}; {remedy}")
-        found.add(row)
+        digest.update(row_bytes(row.row_id, row.input_ids, row.labelled))
         yield row
     extra = next(rows, None)
     if extra is not None:
         raise CorpusError(
             f"{settings.path}: has {extra.row_id!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
         )
-    if str(found) != artifact.manifest.fingerprints.get("corpus"):
+    if digest.hexdigest() != artifact.manifest.fingerprints.get("corpus"):
         raise CorpusError(
             f"{settings.path}: its rows have the names of {artifact.where} and other tokens; {remedy}, or restore the "
             "tokenizer"

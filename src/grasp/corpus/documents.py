@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, Span, form_of
 from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
 from grasp.corpus.sources import ArrowChunk, JsonRecord, Source, open_source
@@ -179,12 +179,22 @@ class Document:
     doc_id: str
     row_id: str | None
     text: str | None
-    input_ids: NDArray[np.int32] | None
+    input_ids: I32 | None
     labels: Mapping[str, Label]
     answers: tuple[Span, ...] | None = None  # what of the text carries loss; none: all of it
     conversation: Conversation | None = None
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
+
+    @property
+    def name(self) -> str:
+        """What its rows are named after."""
+        return self.doc_id if self.row_id is None else self.row_id
+
+    @property
+    def is_tokenised(self) -> bool:
+        """Whether a tokenizer reads it: it comes as text, and there is some."""
+        return self.input_ids is None and bool(self.text) and not str(self.text).isspace()
 
 
 def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:

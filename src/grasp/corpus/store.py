@@ -1,31 +1,395 @@
-"""The rows of a text corpus on disk: token ids, shard by shard; see `shard_files` for how they are kept."""
+"""Rows on disk, shard by shard, so that a kill costs at most one of them.
+
+`plan.json` says what is being written, `shard-00000.parquet` holds rows, its mark `shard-00000.json` says where the
+next shard begins, `store.json` that the store is complete. What rows are made of is the kind of store's: token ids in a
+`RowStore`, pictures in another room's.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from pyarrow.dataset import dataset
+from pydantic import ConfigDict, Field
 
-from grasp.corpus.documents import Document, Tokenizer, column_roles, documents_of
-from grasp.corpus.labels import IDS_COLUMN, LABELLED_COLUMN
-from grasp.corpus.packing import Cursor, Packer, Row, SkipLog
-from grasp.corpus.shard_files import RowStream, ShardStore
+from grasp.arrays import I32, I64, Bool
+from grasp.corpus.documents import Tokenizer, column_roles, documents_of
+from grasp.corpus.labels import (
+    ARROW_TYPE,
+    DOCUMENT_COLUMN,
+    IDS_COLUMN,
+    LABELLED_COLUMN,
+    Kind,
+    column_of,
+    kind_of_all,
+    widest,
+)
+from grasp.corpus.packing import (
+    ENCODE_DOCUMENTS,
+    START,
+    Cursor,
+    Row,
+    Skipped,
+    StoredRow,
+    pack,
+    row_bytes,
+    written_out,
+)
 from grasp.corpus.sources import Source, open_source
-from grasp.errors import CorpusError, ModelError
+from grasp.errors import CorpusError
+from grasp.files import UNSIGNED, FileEntry, discard, is_part, temporary_path
 from grasp.settings import CorpusSettings
+from grasp.store.contents import parquet_bytes, read_table
+from grasp.store.directory import Files, Schema, Store
+from grasp.store.records import FileName, JsonModel, Mark, Signed
 
-ENCODE_DOCUMENTS: Final = 256
-ENCODE_CHARS: Final = 4_000_000  # long documents make smaller batches: memory is a shard and a batch
+FORMAT: Final = 1
+PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
+SUMMARY: Final = "store.json"
+AGAIN: Final = "delete its directory and build again"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
 LONGEST: Final = 2_048  # tokens of a row, where neither a setting nor the model's context says less
+
+
+class RowsMark(Mark):
+    """What is known of a shard, and where the next one begins."""
+
+    n_rows: int
+    n_tokens: int
+    cursor: Cursor
+    labels: list[tuple[str, Kind]]
+    ignored_columns: list[str]
+    skipped: Skipped
+
+
+class StoreSummary(JsonModel):
+    """store.json. Of a store that an earlier version wrote, `files` is empty: the artifact's manifest has them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    holds: str = "tokens"
+    format_version: int = FORMAT
+    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    n_rows: int
+    n_tokens: int
+    n_shards: int
+    shard_rows: int
+    n_documents: int
+    fingerprint: str
+    labels: list[tuple[str, Kind]]
+    ignored_columns: list[str]
+    skipped: Skipped
+    details: dict[str, Any] = Field({})
+    files: dict[FileName, FileEntry] = Field({})
+
+
+ROWS = Schema(
+    mark=RowsMark,
+    marks="shard-*.json",
+    plan="plan.json",
+    ours=("shard-*.parquet", SUMMARY),
+    again=AGAIN,
+    mistake=CorpusError,
+)
+
+
+def summary_of(holds: str) -> Signed[StoreSummary]:
+    """The summary of a store whose rows are made of tokens, or of something else."""
+    what, none = f"a store of {holds}", "an unfinished row store; run the build again to go on"
+    return Signed(SUMMARY, StoreSummary, what, holds, FORMAT, AGAIN, CorpusError, none=none, unsigned=True, key="holds")
+
+
+class Numbered(Protocol):
+    """A document or a picture of a corpus."""
+
+    @property
+    def index(self) -> int:
+        """Position in the corpus."""
+
+    @property
+    def where(self) -> str:
+        """File and line or row, for messages."""
+
+
+class Shard(Protocol):
+    """Some rows of a store, with the table of what is known of them."""
+
+    def __len__(self) -> int: ...
+    def take(self, index: I64, /) -> Self:
+        """Rows by position in the shard, in the order given."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], /) -> Self:
+        """Rows of all parts, one after the other."""
+
+
+D = TypeVar("D", bound=Numbered)
+R = TypeVar("R", bound=StoredRow)
+S = TypeVar("S", bound=Shard)
+
+
+class ShardStore(ABC, Generic[S, R]):
+    """A complete store on disk; opens without reading its rows."""
+
+    signed: ClassVar[Signed[StoreSummary]]
+    content: ClassVar[tuple[str, ...]]  # the columns that hold what rows are made of
+    seed: ClassVar[bytes]  # of the fingerprint
+
+    def __init__(self, directory: Path, summary: StoreSummary) -> None:
+        self._directory = directory
+        self._files = Files(directory, summary.files, AGAIN, CorpusError)
+        self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
+        self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
+        self.details, self.skipped = summary.details, summary.skipped
+        self._kinds = dict(summary.labels)
+        self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Open a complete store.
+
+        Raises:
+            CorpusError: not there, not complete, of another format version, or of rows of another sort.
+        """
+        if not directory.exists():
+            raise CorpusError(f"{directory}: no such row store")
+        return cls(directory, cls.signed.read(directory))
+
+    @classmethod
+    def _write(
+        cls,
+        directory: Path,
+        source: Source,
+        settings: CorpusSettings,
+        documents: Callable[[int], Iterator[D]],
+        rows: Callable[[Iterator[D], Cursor, Skipped], Iterator[R]],
+        progress: Callable[[int], None] | None,
+        *,
+        shard_rows: int,
+        replace: bool,
+        reader: Mapping[str, Any],
+        details: Mapping[str, Any],
+    ) -> Self:
+        """Every shard from the first that is missing on, then the end of the store; open what is complete.
+
+        Args:
+            documents: those of the source from a position on.
+            rows: made of documents, from a cursor on; what is left out is told to the account.
+            reader: what else than settings and corpus makes this store this store.
+        """
+        plan = {  # the path is not in it: a corpus may move
+            "format": FORMAT,
+            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
+            **reader,
+            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
+        }
+        foreign = directory.exists() and not (directory / ROWS.plan).exists()
+        if foreign and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
+            raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
+        store = Store(directory, ROWS)
+        store.begin(plan, replace=replace)
+        if (directory / SUMMARY).exists():
+            return cls.open(directory)
+
+        # What is whole stays, up to the first gap.
+        whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
+        for name in list(store.parts)[whole:]:
+            store.drop(name)
+        marks = [store.mark(name) for name in store.parts]
+        cursor = marks[-1].cursor if marks else START
+        n_documents, untold = cursor.document, sum(mark.n_rows for mark in marks)
+
+        def counted() -> Iterator[D]:
+            nonlocal n_documents
+            for document in documents(cursor.document):
+                n_documents = document.index + 1
+                yield document
+
+        # The shards.
+        skipped = Skipped()
+        label_of: dict[str, str] = {}  # by its name in small letters
+        for label in (name for mark in marks for name, _ in mark.labels):
+            label_of[label.casefold()] = label
+        stream = rows(counted(), cursor, skipped)
+        while shard := list(islice(stream, shard_rows)):
+            labels = dict.fromkeys(name for row in shard for name in row.labels)
+            for label in labels:  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
+                if (other := label_of.setdefault(label.casefold(), label)) != label:
+                    raise CorpusError(
+                        f"labels {other!r} and {label!r} differ only in case, and an expression cannot tell them "
+                        "apart; rename or drop one of the columns"
+                    )
+            values = {label: [row.labels.get(label) for row in shard] for label in labels}
+            kinds = {label: kind_of_all(column) for label, column in values.items()}
+            table = pa.table(
+                {
+                    "row_id": pa.array([row.row_id for row in shard], pa.string()),
+                    "doc_id": pa.array([row.doc_id for row in shard], pa.string()),
+                    "n_tokens": pa.array([row.n_tokens for row in shard], pa.int32()),
+                    "snippet": pa.array([row.snippet for row in shard], pa.string()),
+                    DOCUMENT_COLUMN: pa.array([row.document for row in shard], pa.int64()),
+                    **cls._columns(shard),
+                    **{label: column_of(column, kinds[label]) for label, column in values.items()},
+                }
+            )
+            name = f"shard-{len(marks):05d}"
+            mark = store.put(
+                name,
+                {f"{name}.parquet": parquet_bytes(table)},
+                n_rows=len(shard),
+                n_tokens=sum(row.n_tokens for row in shard),
+                # A short shard is the last one: what came after its last row has been read and counted as well.
+                cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
+                labels=list(kinds.items()),
+                ignored_columns=sorted({name for row in shard for name in row.ignored}),
+                skipped=skipped.drain(),
+            )
+            marks.append(mark)
+            if progress is not None:
+                progress(untold + len(shard))
+            untold = 0
+
+        # The end: it is a corpus, and its names are names.
+        total = Skipped()
+        for part in (*(mark.skipped for mark in marks), skipped):
+            total.extend(part.counts, part.ids)
+        if not marks:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in total.counts.items())
+            raise CorpusError(
+                f"{settings.path}: none of its {n_documents} records gives a row "
+                f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
+            )
+        if (twice := _named_twice(store)) is not None:
+            row_id, *places = twice
+            shown = " and ".join(next(documents(place)).where for place in places)
+            raise CorpusError(
+                f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
+                'of names with --id-column, or have names made with --id-column ""'
+            )
+        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content, in order; shards do not enter
+        for name in store.parts:
+            for row in cls._hashed(read_table(store.file(name), AGAIN, CorpusError, ["row_id", *cls.content])):
+                digest.update(row)
+        kinds_of: dict[str, list[Kind]] = {}
+        for label, kind in (pair for mark in marks for pair in mark.labels):
+            kinds_of.setdefault(label, []).append(kind)
+        summary = StoreSummary(
+            holds=cls.signed.format,
+            n_rows=sum(mark.n_rows for mark in marks),
+            n_tokens=sum(mark.n_tokens for mark in marks),
+            n_shards=len(marks),
+            shard_rows=shard_rows,
+            n_documents=n_documents,
+            fingerprint=digest.hexdigest(),
+            labels=[(label, widest(kinds)) for label, kinds in kinds_of.items()],
+            ignored_columns=sorted({name for mark in marks for name in mark.ignored_columns}),
+            skipped=total,
+            details=dict(details),
+            files={name: entry for mark in marks for name, entry in mark.files.items()},
+        )
+        cls.signed.write(directory, summary)
+        return cls.open(directory)
+
+    @staticmethod
+    @abstractmethod
+    def _columns(rows: Sequence[R]) -> Mapping[str, pa.Array]:
+        """Columns of a shard that hold what its rows are made of."""
+
+    @staticmethod
+    @abstractmethod
+    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+        """What of each row of a shard's table enters the fingerprint."""
+
+    @abstractmethod
+    def shard(self, k: int) -> S:
+        """Shard k, from 0.
+
+        Raises:
+            CorpusError: no such shard, or its file is damaged.
+        """
+
+    def table(self, k: int) -> pa.Table:
+        """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
+        return self._public(self._read(k, [*PUBLIC_COLUMNS, *self._kinds]))
+
+    def lengths(self) -> I64:
+        """Tokens of every row, (N,); nothing else is read."""
+        shards = [self._read(k, ["n_tokens"]) for k in range(self.n_shards)]
+        return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
+
+    def supervised(self) -> I64:
+        """Positions of every row that carry loss, (N,)."""
+        return self.lengths()
+
+    @cached_property
+    def n_supervised(self) -> int:
+        """Positions that carry loss."""
+        return int(self.supervised().sum())
+
+    def rows(self, row_index: I64) -> S:
+        """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.
+
+        Raises:
+            CorpusError: a position outside 0 to n_rows - 1.
+        """
+        row_index = np.asarray(row_index, dtype=np.int64)
+        outside = row_index[(row_index < 0) | (row_index >= self.n_rows)]
+        if outside.size:
+            raise CorpusError(f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}")
+        shard_of = row_index // self.shard_rows
+        touched = np.unique(shard_of) if row_index.size else np.zeros(1, np.int64)
+        parts = [self.shard(int(k)).take(row_index[shard_of == k] - k * self.shard_rows) for k in touched]
+        # `parts` has the rows shard by shard; back to the order asked for
+        back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
+        return type(parts[0]).joined(parts).take(back)
+
+    def _read(self, k: int, columns: list[str] | None = None) -> pa.Table:
+        """The table of a shard, or those of the columns that it has; it is the one that was written."""
+        if not 0 <= k < self.n_shards:
+            raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
+        name = f"shard-{k:05d}.parquet"
+        path = self._files.file(name) if self._files.entries else self._directory / name
+        return read_table(path, AGAIN, CorpusError, columns)
+
+    def _public(self, whole: pa.Table) -> pa.Table:
+        """The table that callers see: labels of the whole corpus, in one order and of one type."""
+        columns = {name: whole.column(name) for name in PUBLIC_COLUMNS}
+        for name, kind in self._kinds.items():
+            found = name in whole.column_names
+            column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), ARROW_TYPE[kind])])
+            if column.type != ARROW_TYPE[kind]:
+                column = pa.chunked_array([column_of(column.to_pylist(), kind)])
+            columns[name] = column
+        return pa.table(columns)
+
+
+def _named_twice(store: Store[RowsMark]) -> tuple[str, int, int] | None:
+    """A row_id that occurs twice, with the first and the last document of that name."""
+    spill = temporary_path(store.root / "spill")  # DuckDB counts the names: memory does not grow with the corpus
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": str(spill),
+        "memory_limit": "512MB",
+        "threads": 2,
+    }
+    files = dataset([str(store.file(name)) for name in store.parts], format="parquet")
+    with duckdb.connect(config=config) as connection:
+        connection.register("names", files)
+        twice: tuple[str, int, int] | None = connection.execute(
+            f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
+            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
+        ).fetchone()
+    discard(spill)
+    return twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +397,16 @@ class RowShard:
     """Rows and their token ids, ragged: row i is flat_ids[offsets[i]:offsets[i + 1]]."""
 
     start: int  # row_index of the first row; -1 for rows picked one by one
-    flat_ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]  # (n + 1,)
+    flat_ids: I32
+    offsets: I64  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
-    labelled: NDArray[np.bool_] | None = None  # tokens that carry loss, beside flat_ids; None: all but a row's first
+    labelled: Bool | None = None  # tokens that carry loss, beside flat_ids; None: all but a row's first
 
-    def ids(self, i: int) -> NDArray[np.int32]:
+    def ids(self, i: int) -> I32:
         """Token ids of row i of this shard."""
         return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
 
-    def mask(self, i: int) -> NDArray[np.bool_] | None:
+    def mask(self, i: int) -> Bool | None:
         """Which of them carry loss; None: all but the first."""
         return None if self.labelled is None else self.labelled[self.offsets[i] : self.offsets[i + 1]]
 
@@ -54,11 +418,11 @@ class RowShard:
         """Tokens of all its rows."""
         return len(self.flat_ids)
 
-    def tokens_of(self, index: NDArray[np.int64]) -> int:
+    def tokens_of(self, index: I64) -> int:
         """Tokens of some rows."""
         return int(np.diff(self.offsets)[index].sum())
 
-    def take(self, index: NDArray[np.int64]) -> "RowShard":
+    def take(self, index: I64) -> "RowShard":
         """Rows by position in the shard, in the order given."""
         lengths = np.diff(self.offsets)[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -80,19 +444,19 @@ class RowShard:
         return cls(-1, flat, offsets, pa.concat_tables([part.table for part in parts]), labelled)
 
 
-def _all_but_the_first(offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _all_but_the_first(offsets: I64) -> Bool:
     """The mask of rows of which every token is predicted."""
     labelled = np.ones(offsets[-1], dtype=np.bool_)
     labelled[offsets[:-1]] = False
     return labelled
 
 
-class RowStore(ShardStore[RowShard]):
-    """The rows of a corpus, complete and on disk; opens without reading them."""
+class RowStore(ShardStore[RowShard, Row]):
+    """The rows of a text corpus, as token ids."""
 
-    holds: ClassVar[str] = "tokens"
-    seed: ClassVar[bytes] = b"grasp rows 1"
+    signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
     content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LABELLED_COLUMN)
+    seed: ClassVar[bytes] = b"grasp rows 1"
 
     @classmethod
     def write(
@@ -119,78 +483,35 @@ class RowStore(ShardStore[RowShard]):
             CorpusError: the corpus is empty or malformed, names a row twice, or is not the one that
                 `directory` was begun with.
         """
-        source = source or open_source(settings.path, settings.split)
-        documents = documents_of(source, settings)
-        first = [_written_out(document, tokenizer, settings) for document in islice(documents, ENCODE_DOCUMENTS)]
+        corpus = source or open_source(settings.path, settings.split)
+        documents = islice(documents_of(corpus, settings), ENCODE_DOCUMENTS)
+        first = [written_out(document, tokenizer, settings) for document in documents]
         if settings.max_length is None:  # what the model reads, at most `LONGEST`, or rows of ids that are longer
             longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
-        stream, reader = TextRows(source, settings, tokenizer), {"tokenizer": _identity(tokenizer, first)}
-        details = {"max_length": settings.max_length, "columns": column_roles(source, settings)}
+        eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+        if eos_id is not None and not 0 <= eos_id < vocab_size:
+            raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
+        # A tokenizer is told by what it makes of the first texts: two that differ seldom agree on them.
+        probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
+        encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
+        encoded += [document.answers for document in probes if document.answers is not None]
+        encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
         return cls._write(
-            directory, source, stream, reader, progress, shard_rows=shard_rows, replace=replace, details=details
+            directory,
+            corpus,
+            settings,
+            lambda start: documents_of(corpus, settings, start=start),
+            lambda documents, cursor, skipped: pack(documents, settings, tokenizer, cursor, skipped),
+            progress,
+            shard_rows=shard_rows,
+            replace=replace,
+            reader={"tokenizer": {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}},
+            details={"max_length": settings.max_length, "columns": column_roles(corpus, settings)},
         )
 
-    def _shard(self, start: int, whole: pa.Table) -> RowShard:
-        ids = whole.column(IDS_COLUMN).combine_chunks()
-        offsets = ids.offsets.to_numpy().astype(np.int64)
-        return RowShard(start, ids.values.to_numpy(), offsets, self._public(whole), _mask_of(whole))
-
-    @cached_property
-    def masked(self) -> bool:
-        """Whether of some rows only a part carries loss, as of conversations."""
-        return any(_mask_of(self._read(k, [LABELLED_COLUMN])) is not None for k in range(self.n_shards))
-
-    def supervised(self) -> NDArray[np.int64]:
-        return np.concatenate([self.supervised_of(k) for k in range(self.n_shards)])
-
-    def supervised_of(self, k: int) -> NDArray[np.int64]:
-        """The same of one shard."""
-        table = self._read(k, ["n_tokens", LABELLED_COLUMN])
-        labelled = _mask_of(table)
-        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        return lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts)
-
     @staticmethod
-    def _hashed(whole: pa.Table) -> Iterator[bytes]:
-        ids = whole.column(IDS_COLUMN).combine_chunks()
-        flat, offsets, labelled = ids.values.to_numpy(), ids.offsets.to_numpy(), _mask_of(whole)
-        for i, name in enumerate(whole.column("row_id").to_pylist()):
-            row = slice(offsets[i], offsets[i + 1])
-            yield _row_bytes(name, flat[row], None if labelled is None else labelled[row])
-
-
-class TextRows(RowStream[Row]):
-    """Documents, tokenised a batch at a time and packed; none is packed before it is due.
-
-    Args:
-        with_texts: each row has the span of text that it holds.
-    """
-
-    def __init__(
-        self, source: Source, settings: CorpusSettings, tokenizer: Tokenizer, *, with_texts: bool = False
-    ) -> None:
-        super().__init__(settings)
-        self._source, self._tokenizer, self._with_texts = source, tokenizer, with_texts
-
-    def rows(self, cursor: Cursor, log: SkipLog) -> Iterator[Row]:
-        packer = Packer(self.settings, self._tokenizer, cursor, log)
-        documents = documents_of(self._source, self.settings, start=cursor.document)
-        for batch in _batches(_written_out(document, self._tokenizer, self.settings) for document in documents):
-            as_text = [document for document in batch if _is_tokenised(document)]
-            texts = [str(document.text) for document in as_text]
-            encoded: Iterator[tuple[list[int], list[int] | None]]
-            if self._with_texts or any(document.answers is not None for document in as_text):
-                encoded = iter(self._tokenizer.encode_with_ends(texts))
-            else:
-                encoded = ((ids, None) for ids in self._tokenizer.encode(texts))
-            for document in batch:
-                self.next_document = document.index + 1
-                yield from packer.feed(document, *(next(encoded) if _is_tokenised(document) else (None, None)))
-        yield from packer.finish()
-
-    def payload(self, rows: Sequence[Row]) -> dict[str, pa.Array]:
+    def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
         ids = {IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))}
         if all(row.labelled is None for row in rows):
@@ -200,93 +521,39 @@ class TextRows(RowStream[Row]):
         ]
         return ids | {LABELLED_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
 
-    def where(self, document: int) -> str:
-        return next(documents_of(self._source, self.settings, start=document)).where
+    @staticmethod
+    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+        ids = whole.column(IDS_COLUMN).combine_chunks()
+        flat, offsets, labelled = ids.values.to_numpy(), ids.offsets.to_numpy(), _mask_of(whole)
+        for i, name in enumerate(whole.column("row_id").to_pylist()):
+            row = slice(offsets[i], offsets[i + 1])
+            yield row_bytes(name, flat[row], None if labelled is None else labelled[row])
+
+    def shard(self, k: int) -> RowShard:
+        whole = self._read(k)
+        ids = whole.column(IDS_COLUMN).combine_chunks()
+        offsets = ids.offsets.to_numpy().astype(np.int64)
+        return RowShard(k * self.shard_rows, ids.values.to_numpy(), offsets, self._public(whole), _mask_of(whole))
+
+    @property
+    def masked(self) -> bool:
+        """Whether of some rows only a part carries loss, as of conversations."""
+        return self.n_supervised < self.n_tokens - self.n_rows
+
+    def supervised(self) -> I64:
+        return np.concatenate([self.supervised_of(k) for k in range(self.n_shards)])
+
+    def supervised_of(self, k: int) -> I64:
+        """The same of one shard."""
+        table = self._read(k, ["n_tokens", LABELLED_COLUMN])
+        labelled = _mask_of(table)
+        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        return lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts)
 
 
-def rows_with_texts(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows of a corpus as a store has them, each with its text, streamed; nothing is written.
-
-    Raises:
-        CorpusError: the corpus is malformed.
-    """
-    source = open_source(settings.path, settings.split)
-    return TextRows(source, settings, tokenizer, with_texts=True).rows(Cursor(), SkipLog())
-
-
-def _written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
-    """A conversation as the text that the model reads, and what of a text carries loss."""
-    text, answers, loss_on = document.text, document.answers, settings.loss_on
-    if document.conversation is not None:
-        if document.conversation.fault is not None:
-            return document
-        try:
-            text, spans = tokenizer.chat(document.conversation, last_only=loss_on == "completion")
-            answers = tuple(spans)
-        except ModelError as err:
-            raise CorpusError(f"{document.where}: {err}") from err
-    if answers is None or text is None:
-        if loss_on in ("assistant", "completion"):
-            raise CorpusError(
-                f"{document.where}: has no answer that could carry loss; corpus.loss_on: got {loss_on}, expected all"
-            )
-        return document
-    chosen = {"all": ((0, len(text)),), "completion": answers[-1:]}.get(loss_on or "", answers)
-    return replace(document, text=text, answers=chosen)
-
-
-def _is_tokenised(document: Document) -> bool:
-    return document.input_ids is None and bool(document.text) and not str(document.text).isspace()
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    chars = 0
-    for document in documents:
-        batch.append(document)
-        chars += len(document.text or "")
-        if len(batch) == ENCODE_DOCUMENTS or chars >= ENCODE_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-def _identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
-    """What tells a tokenizer, its hash of the first texts among it: two that differ seldom agree on them."""
-    eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
-    if eos_id is not None and not 0 <= eos_id < vocab_size:
-        raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
-    probes = list(islice((document for document in first if _is_tokenised(document)), PROBE_TEXTS))
-    encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
-    encoded += [document.answers for document in probes if document.answers is not None]
-    encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
-    return {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}
-
-
-class Fingerprint:
-    """Hash over row_id, input_ids and tokens that carry loss, in row order; that of a store of these rows."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(RowStore.seed, digest_size=16)
-
-    def add(self, row: Row) -> None:
-        """The next row."""
-        self._digest.update(_row_bytes(row.row_id, row.input_ids, row.labelled))
-
-    def __str__(self) -> str:
-        return self._digest.hexdigest()
-
-
-def _mask_of(whole: pa.Table) -> NDArray[np.bool_] | None:
+def _mask_of(whole: pa.Table) -> Bool | None:
     if LABELLED_COLUMN not in whole.column_names:
         return None
-    labelled: NDArray[np.bool_] = whole.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+    labelled: Bool = whole.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
     return labelled
-
-
-def _row_bytes(row_id: str, input_ids: NDArray[np.int32], labelled: NDArray[np.bool_] | None) -> bytes:
-    name = row_id.encode()
-    sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
-    mask = b"" if labelled is None or labelled[1:].all() else b"labelled" + np.packbits(labelled).tobytes()
-    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask

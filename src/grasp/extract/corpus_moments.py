@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.spool import FeatureSpool
-from grasp.corpus.shard_files import ShardStore
-from grasp.corpus.store import RowStore
+from grasp.corpus.store import RowStore, ShardStore
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
 from grasp.extract.forward import PositionSums, ShardForward, Workers, forward_shard, position_sums
@@ -25,7 +24,7 @@ from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, P
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
-Store = RowStore | ShardStore[Any]
+Store = RowStore | ShardStore[Any, Any]
 
 PART_ROWS, GRADIENT_ROWS = 256, 64  # of a sample that go through the model at once
 SEEN_BYTES = 2**30  # of what the model gave for the moments, kept for the pass that follows

@@ -23,7 +23,7 @@ from grasp.artifact.manifest import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS, conform
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
-from grasp.corpus.packing import SkipLog
+from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.local import sketch_gain
 from grasp.extract.progress import Progress, Silent
@@ -231,11 +231,11 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
 
 
 def _skipped(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    log = SkipLog()
+    log = Skipped()
     for rows in (skipped.get("rows", {}) for skipped in known):
-        log.extend(rows.get("counts", {}), {reason: list(ids) for reason, ids in rows.get("ids", {}).items()})
+        log.extend(rows.get("counts", {}), rows.get("ids", {}))
     columns = dict.fromkeys(name for skipped in known for name in skipped.get("columns", ()))
-    return {"rows": {"counts": dict(log.counts), "ids": log.ids}, "columns": list(columns)}
+    return {"rows": {"counts": log.counts, "ids": log.ids}, "columns": list(columns)}
 
 
 def _seconds(known: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:

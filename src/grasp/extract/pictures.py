@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.shard_files import ShardStore
+from grasp.corpus.store import ShardStore
 from grasp.results import Result
 from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets.units import UnitSet
@@ -45,10 +45,10 @@ class Vision(Protocol):
 
     def read(
         self, settings: BuildSettings, model: Any, tokens: Path, *, replace: bool, progress: Callable[[int], None]
-    ) -> tuple[UnitSet, Any, ShardStore[Any]]:
+    ) -> tuple[UnitSet, Any, ShardStore[Any, Any]]:
         """Units, their pictures in the same order, and the store of rows in the directory `tokens`."""
 
-    def open_rows(self, directory: Path) -> ShardStore[Any]:
+    def open_rows(self, directory: Path) -> ShardStore[Any, Any]:
         """The store of rows, complete and on disk."""
 
     def explain(self, artifact: ArtifactReader, target: str | None, rows: Sequence[str], **how: Any) -> list[Pictured]:

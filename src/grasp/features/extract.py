@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.corpus.shard_files import Shard
-from grasp.corpus.store import RowShard
+from grasp.corpus.store import RowShard, Shard
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.head import OutputHead

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.corpus.store import rows_with_texts
+from grasp.corpus.documents import read_documents
+from grasp.corpus.packing import pack
 from grasp.errors import ModelError, SettingsError
 from grasp.files import discard, written_aside
 from grasp.models.causal_lm import ReferenceModel
@@ -63,7 +64,7 @@ EXAMPLE = "'python train.py --data {corpus} --seed {seed} --out {checkpoint}'"
 def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
     """Write every row of the corpus with its text and labels, in order; subsets are copied out of it."""
     with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        for row in rows_with_texts(settings, tokenizer):
+        for row in pack(read_documents(settings), settings, tokenizer, with_texts=True):
             text = tokenizer.decode([row.input_ids.tolist()])[0] if row.text is None else row.text
             labels = {f"{name}_" if name in OWN else name: value for name, value in row.labels.items()}
             file.write(json_text({"text": text, "row_id": row.row_id, **labels}, None, only_ascii=False) + "\n")

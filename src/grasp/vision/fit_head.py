@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.corpus.labels import Label
-from grasp.corpus.packing import SkipLog, Skipped
+from grasp.corpus.packing import Skipped
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
@@ -69,7 +69,7 @@ def fit_head(
     return HeadFit(
         classes=classes,
         n_images=len(class_N),
-        left_out=left_out.frozen(),
+        left_out=left_out,
         accuracy=float((logits_NV.argmax(axis=1) == class_N).mean()),
         loss=float(np.mean(np.logaddexp.reduce(logits_NV, axis=1) - logits_NV[np.arange(len(class_N)), class_N])),
     )
@@ -77,11 +77,11 @@ def fit_head(
 
 def _features(
     model: ImageClassifier, corpus: CorpusSettings, progress: Progress
-) -> tuple[NDArray[np.float32], list[Label], SkipLog]:
+) -> tuple[NDArray[np.float32], list[Label], Skipped]:
     """What the output layer reads of every image that can be used, their classes as given, and what cannot."""
     parts: list[NDArray[np.float32]] = []
     values: list[Label] = []
-    log = SkipLog()
+    log = Skipped()
     progress.stage("features", rows=None, tokens=None)
     records = (record for record, _ in usable(read_images(corpus), log))
     while group := list(islice(records, model.batch_images)):
@@ -92,8 +92,8 @@ def _features(
     if not parts:
         counts = ", ".join(f"{count} {reason}" for reason, count in log.counts.items())
         raise CorpusError(
-            f"{corpus.path}: none of its {log.counts.total()} images can be used ({counts or 'empty'}), expected at "
-            "least one"
+            f"{corpus.path}: none of its {sum(log.counts.values())} images can be used "
+            f"({counts or 'empty'}), expected at least one"
         )
     return np.concatenate(parts), values, log
 

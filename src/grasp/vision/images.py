@@ -2,7 +2,7 @@
 
 Images come from Parquet or a `datasets` table (bytes, or paths, or the struct of both that `datasets` writes), from
 JSONL with paths, or from a directory with one folder a class. Each has encoded bytes, a class, a stable name, and
-labels; a store keeps them shard by shard, see `shard_files`.
+labels; a store keeps them shard by shard, see `grasp.corpus.store`.
 """
 
 import hashlib
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from grasp.corpus.documents import read_records
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL, Label, is_text
-from grasp.corpus.packing import Cursor, SkipLog, StoredRow
-from grasp.corpus.shard_files import RowStream, ShardStore
+from grasp.corpus.packing import Cursor, Skipped, StoredRow
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
+from grasp.corpus.store import ShardStore, StoreSummary, summary_of
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings
+from grasp.store.records import Signed
 
 IMAGE_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
@@ -202,7 +203,7 @@ def decode_image(encoded: bytes) -> Any | None:
         return None
 
 
-def usable(records: Iterable[ImageRecord], log: SkipLog) -> Iterator[tuple[ImageRecord, Any]]:
+def usable(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tuple[ImageRecord, Any]]:
     """Records with a class and their decoded images; what has no class or cannot be decoded goes to the log."""
     for record in records:
         name = record.row_id or record.given_id or record.where
@@ -301,10 +302,10 @@ class ImageShard:
         return cls(-1, tuple(row.encoded for row in rows), np.array([row.class_index for row in rows], np.int64), table)
 
 
-class ImageStore(ShardStore[ImageShard]):
+class ImageStore(ShardStore[ImageShard, ImageRow]):
     """The images of a corpus, complete and on disk; opens without reading them."""
 
-    holds: ClassVar[str] = "images"
+    signed: ClassVar[Signed[StoreSummary]] = summary_of("images")
     seed: ClassVar[bytes] = b"grasp images 1"
     content: ClassVar[tuple[str, ...]] = (INDEX_COLUMN, BYTES_COLUMN)
 
@@ -333,16 +334,25 @@ class ImageStore(ShardStore[ImageShard]):
                 corpus than the one that `directory` was begun with.
         """
         source = open_images(settings.path, settings.split)
-        stream = ImageRows(source, settings, classes, n_classes)
-        reader = {"classes": {"names": ", ".join(classes), "count": n_classes}}
         return cls._write(
-            directory, source, stream, reader, progress, shard_rows=shard_rows, replace=replace, details={}
+            directory,
+            source,
+            settings,
+            lambda start: images_of(source, settings, start=start),
+            lambda records, _, skipped: image_rows(records, classes, n_classes, skipped),
+            progress,
+            shard_rows=shard_rows,
+            replace=replace,
+            reader={"classes": {"names": ", ".join(classes), "count": n_classes}},
+            details={},
         )
 
-    def _shard(self, start: int, whole: pa.Table) -> ImageShard:
-        encoded = tuple(whole.column(BYTES_COLUMN).to_pylist())
-        classes = whole.column(INDEX_COLUMN).to_numpy().astype(np.int64)
-        return ImageShard(start, encoded, classes, self._public(whole))
+    @staticmethod
+    def _columns(rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
+        return {
+            BYTES_COLUMN: pa.array([row.encoded for row in rows], pa.binary()),
+            INDEX_COLUMN: pa.array([row.class_index for row in rows], pa.int32()),
+        }
 
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
@@ -351,34 +361,15 @@ class ImageStore(ShardStore[ImageShard]):
             sizes = (len(name), line[INDEX_COLUMN], len(content))
             yield b"".join(size.to_bytes(8, "little") for size in sizes) + name + content
 
-
-class ImageRows(RowStream[ImageRow]):
-    """The images of a source that can be used."""
-
-    def __init__(self, source: Source, settings: CorpusSettings, classes: Sequence[str], n_classes: int) -> None:
-        super().__init__(settings)
-        self._source, self._classes, self._n_classes = source, classes, n_classes
-
-    def rows(self, cursor: Cursor, log: SkipLog) -> Iterator[ImageRow]:
-        return image_rows(self._records(cursor), self._classes, self._n_classes, log)
-
-    def _records(self, cursor: Cursor) -> Iterator[ImageRecord]:
-        for record in images_of(self._source, self.settings, start=cursor.document):
-            self.next_document = record.index + 1
-            yield record
-
-    def payload(self, rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
-        return {
-            BYTES_COLUMN: pa.array([row.encoded for row in rows], pa.binary()),
-            INDEX_COLUMN: pa.array([row.class_index for row in rows], pa.int32()),
-        }
-
-    def where(self, document: int) -> str:
-        return next(images_of(self._source, self.settings, start=document)).where
+    def shard(self, k: int) -> ImageShard:
+        whole = self._read(k)
+        encoded = tuple(whole.column(BYTES_COLUMN).to_pylist())
+        classes = whole.column(INDEX_COLUMN).to_numpy().astype(np.int64)
+        return ImageShard(k * self.shard_rows, encoded, classes, self._public(whole))
 
 
 def image_rows(
-    records: Iterator[ImageRecord], classes: Sequence[str], n_classes: int, log: SkipLog
+    records: Iterator[ImageRecord], classes: Sequence[str], n_classes: int, log: Skipped
 ) -> Iterator[ImageRow]:
     """The records that can be used; what cannot goes to the log.
 

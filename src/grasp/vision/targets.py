@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from grasp.corpus.labels import HASH_LABEL
-from grasp.corpus.packing import SkipLog
+from grasp.corpus.packing import Skipped
 from grasp.errors import TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import draw
@@ -46,7 +46,7 @@ def load_image_units(
 
 
 def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
-    log = SkipLog()
+    log = Skipped()
     here = corpus.model_copy(update={"path": path, "limit": None})
     rows = list(image_rows(read_images(here), classes, n_classes, log))
     bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
