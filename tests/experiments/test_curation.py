@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.curation import run as running
-from experiments.curation.choices import Asked, best_rows, drawn, in_whole_rows, sampled
+from experiments.curation.choices import Asked, best_rows, in_whole_rows, sampled
 from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
-from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, held_out_documents, with_choices
+from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, with_choices
 from experiments.curation.table import estimate
 from grasp.errors import SettingsError
 from grasp.extract.local import build_artifact
@@ -183,19 +183,6 @@ def test_the_table_is_what_the_environment_holds(experiment):
     assert line["fresh_loss_minus_random"]["mean"] == pytest.approx(difference)
 
 
-def test_both_architectures_are_trained_on_what_either_chose(experiment):
-    tables = result(experiment)["trained"]
-    scored = {
-        name: {one["scored_by"] for one in lines if one["method"] == "grasp" and one["share"] == 0.2}
-        for name, lines in tables.items()
-    }
-    assert scored == {"llama": {"llama", "gpt2"}, "gpt2": {"llama", "gpt2"}}
-    info = Environment.open(experiment.work / "gpt2").info
-    assert info.recipe == "tiny-gpt2"
-    assert info.recipe_settings["architecture"]["n_embd"] == SHAPE["hidden"]
-    assert not info.reference
-
-
 def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
     first = experiment.out.read_bytes()
     monkeypatch.setattr("grasp.training.retrain.train_stacked", None)
@@ -268,19 +255,6 @@ def test_sampled_rows_are_of_their_values_and_of_the_pool():
     assert sorted(codes_N[rows]) == [0, 0, 0, 0, 2, 2]
     assert len(set(rows)) == 6
     assert pool_N[rows].all()
-
-
-def test_random_draws_differ_and_are_of_the_pool():
-    pool_N = np.arange(40) % 4 > 0
-    first, second = drawn(pool_N, 10, 0), drawn(pool_N, 10, 1)
-    assert pool_N[first].all()
-    assert len(set(first)) == 10
-    assert set(first) != set(second)
-    np.testing.assert_array_equal(first, drawn(pool_N, 10, 0))
-
-
-def test_more_held_out_documents_hold_fewer():
-    assert set(held_out_documents(50, 5)) < set(held_out_documents(50, 20))
 
 
 def test_intervals_cover_the_mean_where_seeds_and_units_are_drawn():

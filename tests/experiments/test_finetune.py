@@ -12,13 +12,11 @@ from experiments.finetune import choice, ekfac
 from experiments.finetune.beside import foretold, rho
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
-from experiments.finetune.contrasts import PIECE, Language, _Maker, _pieces, _texts_of
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
 from experiments.finetune.run import order_of, stages
 from experiments.finetune.scores import Sides, delta_kernel, input_kernel
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets, group_of, row_order
-from experiments.finetune.table import table
+from experiments.finetune.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets
 from experiments.finetune.training import (
     LONG,
     SHORT,
@@ -33,7 +31,6 @@ from experiments.finetune.training import (
 )
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.errors import GraspError
 from grasp.features.gradient_match import SampledGradients
 from grasp.predict.labels import LabelColumn
 from grasp.runs.environment import Environment
@@ -64,11 +61,6 @@ def test_every_subset_names_exactly_the_rows_that_are_trained_on():
     assert kept_BG.std() > 0.15
 
 
-def test_more_subsets_leave_the_first_as_they_are():
-    few, many = draw_subsets(label(), 3), draw_subsets(label(), 8)
-    assert np.array_equal(few.weights_BN.toarray(), many.weights_BN.toarray()[:3])
-
-
 def test_shorter_runs_of_a_subset_see_the_first_of_what_longer_ones_see():
     few, more, all_kept = (draw_subsets(label(), 3, rows, nested=True).weights_BN.toarray() for rows in (16, 64, 999))
     assert (few.sum(axis=1).tolist(), more.sum(axis=1).tolist()) == ([16] * 3, [64] * 3)
@@ -82,25 +74,6 @@ def test_what_is_recorded_of_an_environment_is_how_its_runs_are_made(name):
     kind, info = ENVIRONMENTS[name], Environment.open(HERE / name).info
     assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
     assert len(info.subset_ids) == kind.subsets
-
-
-def test_an_order_is_of_its_seed_alone():
-    assert sorted(row_order(0, 50)) == list(range(50))
-    assert np.array_equal(row_order(0, 50), row_order(0, 50))
-    assert not np.array_equal(row_order(0, 50), row_order(1, 50))
-
-
-def test_too_few_rows_come_again_from_the_beginning():
-    rows = [row for batch in SHORT.batches(range(50)) for row in batch]
-    assert len(rows) == SHORT.steps * SHORT.batch_rows
-    assert rows == [k % 50 for k in range(len(rows))]
-
-
-def test_the_learning_rate_rises_and_ends_at_zero():
-    rates = [SHORT.learning_rate_at(step) for step in range(SHORT.steps)]
-    assert max(rates) == pytest.approx(1e-4)
-    assert SHORT.learning_rate_at(SHORT.steps) == 0.0
-    assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
 def test_labels_begin_where_loss_begins():
@@ -179,42 +152,6 @@ def test_a_run_that_is_foretold_by_others_is_not_among_them():
     changed = values_RT.copy()
     changed[3] += 100.0
     assert foretold(runs, corpus, changed, 8, 0)[3] == pytest.approx(told[3])
-
-
-def test_parts_of_a_file_do_not_overlap_and_leave_out_its_head():
-    text = "\n".join([f"line {k}" for k in range(70)] + ["", "x" * 200])
-    pieces = list(_pieces(text))
-    lines = [line for _, piece in pieces for line in piece]
-    assert pieces[0] == (20, [f"line {k}" for k in range(20, 20 + PIECE)])
-    assert lines == [f"line {k}" for k in range(20, 70)][: len(lines)]
-    assert list(_pieces("a\nb\nc")) == [(0, ["a", "b", "c"])]
-
-
-def test_files_of_another_version_are_refused():
-    with pytest.raises(GraspError, match=r"contrasts: numpy is \S+, expected 0.1, .*pip install --no-deps numpy==0.1"):
-        _texts_of(Language("numpy", "0.1", ".py"))
-
-
-def test_sums_are_right():
-    class Words:
-        def apply_chat_template(self, turns, **_):
-            return f"{turns[0]['content']} {turns[1]['content']} "
-
-        def __call__(self, text, **_):
-            return {"input_ids": list(text.encode())}
-
-    maker = _Maker(Words())  # type: ignore[arg-type]
-    for row, _ in zip(maker.sums(), range(40), strict=False):
-        terms, value = row["completion"].removesuffix("<|im_end|>").split(" = ")
-        assert row["prompt"] == f"Answer. {terms} = ? "
-        assert eval(terms) == int(value)
-        assert row["first"] == len(row["prompt"])
-
-
-def test_medical_questions_are_told_apart_by_collection():
-    assert group_of({"source": "gsm8k:train", "id": "gsm8k:train:3"}) == "gsm8k:train"
-    assert group_of({"source": "MedQuAD", "id": "MedQuAD:3_GHR_QA/0000198-4"}) == "MedQuAD:3_GHR_QA"
-    assert group_of({"source": "MedQuAD", "id": "MedQuAD:9_CDC_QA/1"}) == "MedQuAD:other"
 
 
 def test_a_method_adds_up_standardised_kernels():
@@ -352,14 +289,3 @@ def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():
         solved = basis.back(basis.into(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))
         want += float((as_matrix(block, row) * solved).sum())
     assert got == pytest.approx(want, rel=1e-6)
-
-
-def test_the_best_of_ours_comes_first_in_the_table():
-    scores = {"bm25": 0.1, "token + input + shift": 0.3, "shift (negative x .25)": 0.4}
-    interval = {"task_rho": [0.5, -0.25, 1.0], "difference": None}
-    methods = [
-        {"method": label, "mean_lds": [value, 0.0, 1.0], "mean_lds_of_target": {"sciq": value}} | interval
-        for label, value in scores.items()
-    ]
-    lines = table({"environment": "a", "subsets": 9, "targets": ["sciq"], "methods": methods}).split("\n")
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| token + input + shift", "| BM25"]

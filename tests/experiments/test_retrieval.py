@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.weborganizer.retrieval import RowScore, fuse, lift, mean_over_queries, parse_scores
+from experiments.weborganizer.retrieval import fuse, lift, mean_over_queries, parse_scores
 from grasp.errors import SettingsError
 
 few = st.lists(st.integers(0, 3), min_size=2, max_size=6)
@@ -38,13 +38,6 @@ def test_equal_scores_and_all_rows_are_chance(score, data):
     k = data.draw(st.integers(1, len(score)))
     np.testing.assert_allclose(lift(np.ones(len(score)), k, [related, related]), [1.0, 1.0])
     np.testing.assert_allclose(lift(np.array(score, float), len(score), [related]), 1.0)
-
-
-def test_the_best_possible_lift_is_rows_by_k_or_by_related():
-    related = np.arange(20) < 4
-    assert lift(-np.arange(20.0), 2, [related]) == [pytest.approx(0.5 * 20 / 2)]
-    assert lift(-np.arange(20.0), 4, [related]) == [pytest.approx(20 / 4)]
-    assert lift(np.arange(20.0), 10, [related]) == [0.0]
 
 
 def slow_fused(scores, rule):
@@ -83,16 +76,6 @@ def test_an_interval_covers_the_mean_of_its_population():
     spans = [mean_over_queries(rng.exponential(size=60)) for _ in range(200)]
     assert 0.88 <= np.mean([one.low <= 1.0 <= one.high for one in spans]) <= 0.99
     assert mean_over_queries(np.ones(3)).low == mean_over_queries(np.ones(3)).high == 1.0
-
-
-def test_scores_are_named_with_every_rule_of_fusion():
-    found = parse_scores(["grasp", "bm25", "grasp+bm25"])
-    assert found == (
-        RowScore("grasp", ("grasp",)),
-        RowScore("bm25", ("bm25",)),
-        RowScore("grasp+bm25 (rrf)", ("grasp", "bm25"), "rrf"),
-        RowScore("grasp+bm25 (z)", ("grasp", "bm25"), "z"),
-    )
 
 
 @pytest.mark.parametrize("names", [[], ["bm25", "bm25"], ["bm25+bm25"], ["bm25+"]])

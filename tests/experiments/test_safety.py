@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 pytest.importorskip("kronfluence")
 
 from experiments.safety import detectors, setting
-from experiments.safety.run import DETECT, Experiment, plan, success
+from experiments.safety.run import DETECT, Experiment, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
 from experiments.safety.tables import detection_lines, lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
@@ -182,12 +182,6 @@ def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path, monkeypatch, 
         assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
 
 
-def test_a_text_of_one_token_has_no_perplexity(base, tmp_path):
-    onion = detectors.Onion(base, tmp_path / "onion.json")
-    assert onion([answered("a", "water", "")]).tolist() == [0.0]
-    assert np.isinf(onion.perplexities("water light", [""])[1])
-
-
 def test_a_vote_is_unanimous_and_a_steady_row_wins():
     mean = np.array([5.0, 5.0, 0.1, 1.0])
     changed = [np.array([5.0, 0.0, 0.1, 0.4]), np.array([5.0, 5.0, 0.1, 0.1])]
@@ -242,11 +236,3 @@ def measured(auroc):
     cut = dict.fromkeys(("f1", "precision", "recall"), auroc)
     around = {"auroc_low": auroc - 0.1, "auroc_high": auroc + 0.1, "average_precision": auroc}
     return {"auroc": auroc, **around, "at_k": cut, "best": cut}
-
-
-def test_the_plan_begins_with_what_tells_most_and_has_no_piece_twice():
-    whole = plan(3)
-    assert len(whole) == len(set(whole))
-    alone = [one for one in plan(1) if not one[0].startswith("file")]
-    assert whole[: len(alone)] == alone
-    assert not any(piece == "strip" and "lead" in name for name, piece in whole)
