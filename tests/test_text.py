@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp import text as ascii_text
-from grasp.report.texts import interval, number, signed
+from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, text_table
 from tests.report.world import HOSTILE, LINE, write_artifact

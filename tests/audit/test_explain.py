@@ -24,7 +24,7 @@ from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.rows import row_index
-from grasp.report.shades import _words
+from grasp.report.rows import _shaded_words
 from grasp.text import visible
 from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, run, succeed
@@ -339,7 +339,7 @@ def test_white_space_that_counts_is_seen():
     assert f"[[{BREAK}]" in shown
     assert "\ufffd" not in shown + found._repr_html_()
     assert f"{BREAK}\n</span>" in found._repr_html_()  # where the line breaks it goes on breaking
-    in_report = list(_words(tokens, np.array(adds)))
+    in_report = list(_shaded_words(tokens, np.array(adds)))
     assert "".join(word for word, _ in in_report) == f"def f:{BREAK}\n{TAB}{TAB}x{SPACE}\t\n"
 
 

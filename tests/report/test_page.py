@@ -8,9 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -186,13 +188,11 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     found = findings(artifact, chosen, ReportRequest(by=("topic",), environment=environment))
     slices = found.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
-    told = payload.payload(found)
+    halved = [SimpleNamespace(value=name, now=1.0, proposed=0.5) for name in slices.names]
+    told = payload.payload(replace(found, mixture=SimpleNamespace(label="topic", slices=halved)))
     percent_BG = np.full((40, len(slices.names)), 100)
     percent_BG[np.arange(40), np.random.default_rng(1).integers(len(slices.names), size=40)] = np.arange(0, 400, 10)
-    percent_BG[-1] = 50
-    told["labels"][0]["presets"] = [{"percent": percent_BG[-1].tolist()}]
-    told["labels"][0]["expected"] = payload._expected(found, slices, [percent_BG[-1].tolist()])
-    told["labels"][0] |= payload._priced(found.labels[0], [percent_BG[-1].tolist()])
+    percent_BG[-1] = 50  # the preset
     script = Path(payload.__file__).with_name("templates") / "whatif.js"
     law = "".join(part.split("\n", 1)[1] for part in re.split(r"// -{60,}", script.read_text())[1:3])
     program = (

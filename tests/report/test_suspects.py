@@ -8,7 +8,8 @@ import pytest
 
 from grasp.audit.detect import RECORD, detect
 from grasp.errors import GraspError
-from grasp.report.suspects import SHOWN, read_suspects, suspects_view
+from grasp.report.suspects import SHOWN, read_suspects
+from grasp.report.views import suspects as suspects_view
 from tests.cli.grasp_command import succeed
 from tests.report.test_page import Page
 from tests.report.world import HOSTILE, write_artifact

@@ -104,6 +104,6 @@ def test_a_report_and_a_server_show_them(art, tmp_path):
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)
     assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)
-    answer = Ask(art).explain(row="train-4")
+    answer = Ask(art).answer("explain", row="train-4")
     assert len(answer["pictures"]) == 9
     assert answer["columns"] == ["unit_id", "image_class", "contribution"]

@@ -4,7 +4,7 @@ Shape letters: N rows of the sample, B subsets, D sketch width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,22 +114,65 @@ def check(
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
-    subject = Subject.from_artifact(artifact, index, weight_BN, own)
+    origin = _or_error(lambda: reopened(artifact, own))
+    features = _or_error(lambda: sample_features(artifact, index, origin))
+    subject = Subject(artifact, index, weight_BN, origin, features)
     chosen = as_protocol(protocol)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
-    features = subject.features
-    checks = [*_tails(artifact, weighed), _draw(subject, chosen, seed)]
+
+    checks = []
+    for kernel in weighed:  # over all rows
+        share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
+        middle, most = float(np.median(share_E)), int(share_E.argmax())
+        worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
+        checks.append(
+            judged(
+                f"tail, {kernel}",
+                f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
+                f"{share_E[most]:.0%} of {worst}",
+                SPREAD,
+                middle <= 0.2,
+                f"a ranking by {kernel} hangs on single rows: look at the best row of a unit, give a target more "
+                "units, or weigh less by how rarely a token was seen (features.alpha: 0.5)",
+                {"median": middle, "most": float(share_E[most])},
+            )
+        )
+    checks.append(_draw(subject, chosen, seed))
     if isinstance(features, GraspError):
         checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
     else:
-        checks.append(_outside(measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]))
+        share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
+        checks.append(
+            judged(
+                "residual beyond top-k",
+                f"{share:.1%} of its absolute mass",
+                SMALL_TAIL,
+                share <= 0.2,
+                f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
+                {"share": share},
+            )
+        )
     checks.append(_batches(subject))
     if environment is None:
         checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
-        checks += _stability(artifact, environment, chosen)
+        for points in agreement(artifact, environment, chosen).points:
+            found = measures.stability(points.predicted_B, points.realized_B)
+            checks.append(
+                judged(
+                    f"ranking stability, {points.target}",
+                    f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
+                    f"{found.certain:.0%}",
+                    ENVIRONMENT,
+                    found.accuracy >= 0.7,
+                    "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell "
+                    "noise from error",
+                    asdict(found),
+                )
+            )
     if chosen.interacts or "pooled" in weighed:
         checks += geometry().checks(subject, chosen)
+
     counts = Counter(one.verdict for one in checks)
     table = pa.table(
         {
@@ -158,13 +201,6 @@ class Subject:
     origin: BuildSource | GraspError
     features: SampleFeatures | GraspError
 
-    @classmethod
-    def from_artifact(
-        cls, artifact: ArtifactReader, index: NDArray[np.int64], weight_BN: F64, own: Mapping[str, Any] | None
-    ) -> "Subject":
-        origin = _or_error(lambda: reopened(artifact, own))
-        return cls(artifact, index, weight_BN, origin, _or_error(lambda: sample_features(artifact, index, origin)))
-
     def array(self, name: str) -> F64:
         """One array of the sample, (n, width)."""
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
@@ -175,17 +211,6 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
         return get()
     except GraspError as err:
         return err
-
-
-def _outside(share: float, top_k: int) -> Check:
-    return judged(
-        "residual beyond top-k",
-        f"{share:.1%} of its absolute mass",
-        SMALL_TAIL,
-        share <= 0.2,
-        f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
-        {"share": share},
-    )
 
 
 def _batches(subject: Subject) -> Check:
@@ -213,24 +238,6 @@ def _batches(subject: Subject) -> Check:
     )
 
 
-def _tails(artifact: ArtifactReader, kernels: Iterable[str]) -> Iterator[Check]:
-    """Of every kernel that the protocol counts, over all rows."""
-    for kernel in kernels:
-        share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
-        middle, most = float(np.median(share_E)), int(share_E.argmax())
-        worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
-        yield judged(
-            f"tail, {kernel}",
-            f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
-            f"{share_E[most]:.0%} of {worst}",
-            SPREAD,
-            middle <= 0.2,
-            f"a ranking by {kernel} hangs on single rows: look at the best row of a unit, give a target more units, or "
-            "weigh less by how rarely a token was seen (features.alpha: 0.5)",
-            {"median": middle, "most": float(share_E[most])},
-        )
-
-
 def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     """The moments drawn again, twice."""
     name = "moments drawn again"
@@ -253,18 +260,3 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
         "another draw would rank otherwise: raise features.moment_positions, or take a larger corpus",
         {"ranks": agreed[worst]} | agreed,
     )
-
-
-def _stability(artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol) -> Iterator[Check]:
-    for points in agreement(artifact, environment, protocol).points:
-        found = measures.stability(points.predicted_B, points.realized_B)
-        yield judged(
-            f"ranking stability, {points.target}",
-            f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
-            f"{found.certain:.0%}",
-            ENVIRONMENT,
-            found.accuracy >= 0.7,
-            "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell noise "
-            "from error",
-            asdict(found),
-        )

@@ -5,9 +5,9 @@ Shape letters: N rows, E units.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64, Bool
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
-from grasp.audit.copies import Pair, exact_copies
 from grasp.audit.detection import (
     Detection,
     Threshold,
@@ -27,9 +26,11 @@ from grasp.audit.detection import (
     threshold_of_checked,
 )
 from grasp.audit.neighbours import COMPARED, disagreement
-from grasp.corpus.labels import CLASS_LABEL
-from grasp.errors import ArtifactError, SettingsError
+from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.extract.reopen import BuildSource
 from grasp.predict.predictor import RowMoments
 from grasp.predict.rows import label_column, only_target
 from grasp.results import Result
@@ -40,6 +41,8 @@ NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
 LISTED = 10
 LEAST_ROWS = 10  # fewer have no distribution to speak of
+SNIPPET = 240  # characters, where the artifact does not say how many it keeps
+Pair = tuple[int, int]  # unit, counted within the target; row
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,23 +145,48 @@ def detect(
     right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
     truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
     progress = progress or Silent()
+
     copies, not_compared = exact_copies(artifact, target)
     if copies:
+        first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
+        names = artifact.rows(first)["row_id"].to_pylist()
+        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
+        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
+        more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
         raise ArtifactError(
-            f"{artifact.where}: {_named(artifact, target, copies)}; take them out of one of the two and build again"
+            f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
+            f"of the corpus: {listed}{more}; take them out of one of the two and build again"
         )
     notes = [] if not_compared is None else [not_compared]
+
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
     scores = {"relevance": relevance_N}
     if label is not None:
-        geometry_N, said = _geometry(artifact, label, neighbours or NEIGHBOURS, progress)
-        notes += said
-        if geometry_N is not None:
-            scores |= {"geometry": geometry_N, "fused": mean_ranks([relevance_N, geometry_N])}
-    ranking = list(scores)[-1]
-    ranking_N = scores[ranking]
+        column = label_column(artifact, label)
+        code_N = column.codes_N.astype(np.int64)
+        if None in column.values:  # rows without a label are each alone
+            none_N = np.flatnonzero(code_N == column.values.index(None))
+            code_N[none_N] = len(column.values) + np.arange(len(none_N))
+        _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
+        k_nearest = neighbours or NEIGHBOURS
+        near = disagreement(sketch_ND, code_N, k_nearest, progress)
+        alone = int(near.alone_N.sum())
+        if near.share_N.min() == near.share_N.max():  # it tells no row from another
+            why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
+            notes.append(f"{why}: geometry says nothing, rows are ranked by relevance alone")
+        else:
+            scores |= {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}
+            if alone:
+                notes.append(f"{alone} rows are alone with their {label}: geometry says nothing of them")
+            if near.found < 1:
+                notes.append(
+                    f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.found:.0%} of "
+                    f"the {k_nearest} nearest were found"
+                )
+
+    ranking, ranking_N = list(scores.items())[-1]
     if right_N is not None:
         try:
             cut = threshold_of_checked(ranking_N, right_N, false_positives)
@@ -168,10 +196,14 @@ def detect(
         cut = threshold(relevance_N, false_positives)
         if ranking != "relevance":
             cut = threshold_like(ranking_N, cut)
+    expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
+    headline = f"{cut.n_flagged:,} suspects by {ranking}; chance would flag {expected}."
+    if not cut.beyond_chance:
+        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than chance flags ({expected})."
     record = DetectionRecord(
         target=target,
         ranking=ranking,
-        headline=_headline(ranking, cut, artifact.n_rows),
+        headline=headline,
         corpus=artifact.manifest.fingerprints.get("corpus", ""),
         made_from=made_from(artifact, target),
         rows=artifact.n_rows,
@@ -180,46 +212,30 @@ def detect(
         notes=(*notes, "scores speak against a row: the higher, the more suspicious", *cut.notes),
     )
     order_N = np.argsort(-ranking_N, kind="stable")
+    row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
     table = pa.table(
         {
             "rank": np.arange(1, artifact.n_rows + 1),
-            "row_id": _column(artifact, "row_id").take(pa.array(order_N)),
+            "row_id": row_ids.take(pa.array(order_N)),
             "flagged": (ranking_N > cut.value)[order_N],
             **{name: score_N[order_N] for name, score_N in scores.items()},
         }
     )
+
+    # the first rows as people read them
+    head, rows = table.slice(0, top), artifact.rows(order_N[:top])
+    yes = "yes" if cut.beyond_chance else "by chance?"
+    shown = {name: head[name] for name in ("rank", ranking)}
+    shown |= {"flagged": [yes if flag else "no" for flag in head["flagged"].to_pylist()], "row_id": head["row_id"]}
+    shown |= {} if label is None else {label: rows[label]}
     return Suspects(
         table.replace_schema_metadata({RECORD: json_text(asdict(record), indent=None)}),
         record.headline,
         record.notes,
         record=record,
-        shown=_shown(artifact, table.slice(0, top), order_N[:top], ranking, label, cut.beyond_chance),
+        shown=pa.table(shown | {"text": rows["snippet"]}),
         scores=scores,
     )
-
-
-def _geometry(
-    artifact: ArtifactReader, label: str, neighbours: int, progress: Progress
-) -> tuple[F64 | None, list[str]]:
-    """Disagreement with the neighbours, and what is to be said of it; none where it tells no row from another."""
-    column = label_column(artifact, label)
-    code_N = column.codes_N.astype(np.int64)
-    if None in column.values:  # rows without a label are each alone
-        none_N = np.flatnonzero(code_N == column.values.index(None))
-        code_N[none_N] = len(column.values) + np.arange(len(none_N))
-    _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-    found = disagreement(sketch_ND, code_N, neighbours, progress)
-    alone = int(found.alone_N.sum())
-    if found.share_N.min() == found.share_N.max():
-        why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
-        return None, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
-    notes = [f"{alone} rows are alone with their {label}: geometry says nothing of them"] if alone else []
-    if found.found < 1:
-        notes.append(
-            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {found.found:.0%} of the "
-            f"{neighbours} nearest were found"
-        )
-    return found.share_N, notes
 
 
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
@@ -246,30 +262,6 @@ def standardised_blocks(
         progress.advance(len(block), 0)
 
 
-def _headline(ranking: str, cut: Threshold, n_rows: int) -> str:
-    """The answer; flags that are no more than chance expects are no suspects."""
-    expected = f"about {cut.expected_false:,.0f} of {n_rows:,} rows"
-    if not cut.beyond_chance:
-        return f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than chance flags ({expected})."
-    return f"{cut.n_flagged:,} suspects by {ranking}; chance would flag {expected}."
-
-
-def _shown(
-    artifact: ArtifactReader,
-    table: pa.Table,
-    order_N: NDArray[np.int64],
-    ranking: str,
-    label: str | None,
-    believed: bool,
-) -> pa.Table:
-    """Some rows of the table as people read them."""
-    rows = artifact.rows(order_N)
-    extra = {} if label is None else {label: rows[label]}
-    flagged = [("yes" if believed else "by chance?") if flag else "no" for flag in table["flagged"].to_pylist()]
-    named = {name: table[name] for name in ("rank", ranking)} | {"flagged": flagged, "row_id": table["row_id"]}
-    return pa.table(named | extra | {"text": rows["snippet"]})
-
-
 def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
     """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
     digest = hashlib.blake2b(digest_size=16)
@@ -284,28 +276,91 @@ def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
     }
 
 
-def _named(artifact: ArtifactReader, target: str, copies: Sequence[Pair]) -> str:
-    """The copies, the first ten by name."""
-    shown = copies[:LISTED]
-    names = artifact.rows(np.array([row for _, row in shown], dtype=np.int64))["row_id"].to_pylist()
-    units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
-    listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(shown, names, strict=True))
-    more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
-    count = len({unit for unit, _ in copies})
-    return f"{count} of {len(units)} trusted units of {target} are rows of the corpus: {listed}{more}"
+# --------------------------------------------------------------- rows that are a trusted unit, to the letter
 
 
-def _column(artifact: ArtifactReader, name: str) -> pa.ChunkedArray:
-    """A column of the row table."""
-    return pa.chunked_array([batch.column(0) for batch in artifact.row_batches([name])])
+def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str | None]:
+    """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
+
+    Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
+
+    Returns:
+        The pairs, by unit, then row; and what could not be compared, in words.
+    Raises:
+        ArtifactError: no such target; an artifact of images whose units have no hash.
+    """
+    units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
+    if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
+        if units[0].get(HASH_LABEL) is None:
+            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; build it again with this version")
+        hashes = [unit[HASH_LABEL] for unit in units]
+        return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
+    limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
+    n_cut = 0
+
+    def whole() -> Iterator[list[str]]:
+        nonlocal n_cut
+        for text in _values(artifact, "snippet"):
+            is_whole = text is not None and len(text) < limit
+            n_cut += not is_whole
+            yield [text] if is_whole else []
+
+    found = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
+    note = None
+    try:
+        found |= _by_tokens(BuildSource(artifact), units)
+    except GraspError as err:
+        if n_cut:
+            note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
+    return sorted(found), note
+
+
+def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
+    """A unit's tokens as one text, and as prompt and completion apart."""
+    rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
+    assert isinstance(rows, RowStore)
+    prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
+    joined = encode([unit["prompt"] + unit["completion"] for unit in units])
+    apart = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    keys = [_pieces(ids, eos_id) for ids in (*joined, *apart)]
+    single = [own[0] if len(own) == 1 else b"" for own in keys]
+    shards = (rows.shard(k) for k in range(rows.n_shards))
+    row_keys = (_pieces(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
+    return {(unit % len(units), row) for unit, row in _pairs(single, row_keys)}
+
+
+def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
+    """What stands between end-of-text tokens: documents that were packed into one row come apart."""
+    ids_L = np.asarray(ids, dtype=np.int32)
+    ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
+    inside_L = np.delete(ids_L, ends)
+    return [piece.tobytes() for piece in np.split(inside_L, ends - np.arange(len(ends))) if len(piece)]
+
+
+def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
+    """(unit, row) of every row of which a key is a unit's; empty keys are nobody's."""
+    places: dict[Any, list[int]] = {}
+    for unit, key in enumerate(unit_keys):
+        if key:
+            places.setdefault(key, []).append(unit)
+    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
+
+
+# --------------------------------------------------------------------------------- columns of the row table
+
+
+def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
+    """Of every row, some at a time."""
+    for batch in artifact.row_batches([name]):
+        yield from batch.column(0).to_pylist()
 
 
 def _yes_or_no(artifact: ArtifactReader, name: str, argument: str) -> Bool:
     """A column of true and false, or 1 and 0, in every row."""
-    values = _column(artifact, name).to_pylist()
+    values = list(_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            row = _column(artifact, "row_id")[i].as_py()
+            row = artifact.rows(np.array([i]))["row_id"][0].as_py()
             raise SettingsError(
                 f"{argument} {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
                 "false, or 1 or 0, in every row; fill the column in and build again"

@@ -65,16 +65,22 @@ def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
     k = count if k is None else k
     if not 1 <= k <= n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
-    low, high = _interval(score_N, planted_N)
+    # the AUROC, and its interval. Source: DeLong, DeLong and Clarke-Pearson 1988
+    planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
+    above, below = placement(planted, clean), placement(clean, planted)
+    value, reach = (
+        float(above.mean()),
+        ndtri(0.975) * sqrt(float(above.var() / len(planted) + below.var() / len(clean))),
+    )
     hits_N = np.cumsum(planted_N[np.argsort(-score_N, kind="stable")], dtype=np.int64)
     rank_N = np.arange(1, n_rows + 1)
     best = int(np.argmax(2 * hits_N / (rank_N + count)))
     return Detection(
         n_rows=n_rows,
         n_planted=count,
-        auroc=auroc(score_N, planted_N),
-        auroc_low=low,
-        auroc_high=high,
+        auroc=value,
+        auroc_low=max(value - reach, 0.0),
+        auroc_high=min(value + reach, 1.0),
         average_precision=average_precision(score_N, planted_N),
         at_k=_cut(hits_N, count, k),
         best=_cut(hits_N, count, best + 1),
@@ -98,14 +104,6 @@ def average_precision(score_N: F64, planted_N: Bool) -> float:
     last_N = np.append(np.flatnonzero(np.diff(score_N[order])), len(order) - 1)  # of each run of equal scores
     precision, recall = hits_N[last_N] / (last_N + 1), hits_N[last_N] / hits_N[-1]
     return float((np.diff(recall, prepend=0.0) * precision).sum())
-
-
-def _interval(score_N: F64, planted_N: Bool) -> tuple[float, float]:
-    """95 % interval of the AUROC. Source: DeLong, DeLong and Clarke-Pearson 1988."""
-    planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
-    variance = placement(planted, clean).var() / len(planted) + placement(clean, planted).var() / len(clean)
-    value, reach = auroc(score_N, planted_N), ndtri(0.975) * sqrt(float(variance))
-    return max(value - reach, 0.0), min(value + reach, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,11 +190,13 @@ def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     return joined, np.array(starts, dtype=np.int64)
 
 
-def by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
-    """Words, and what each adds; NaN where no token of it carries loss."""
-    joined, starts = joined_words(tokens)
-    known = np.add.reduceat(~np.isnan(adds), starts, dtype=np.int64)
-    return joined, np.where(known > 0, np.add.reduceat(np.nan_to_num(adds), starts), np.nan)
+def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float], list[float]]:
+    """Words, what each adds, and that over the most that any does; NaN and 0 where no token of it carries loss."""
+    words, starts = joined_words(tokens)
+    known_W = np.add.reduceat(~np.isnan(adds_L), starts, dtype=np.int64) > 0
+    adds_W = np.add.reduceat(np.nan_to_num(adds_L), starts)
+    share_W = adds_W / (np.abs(adds_W).max(initial=0.0) or 1.0)
+    return words, np.where(known_W, adds_W, np.nan).tolist(), share_W.tolist()
 
 
 def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
@@ -211,31 +213,26 @@ def _numbers(column: pa.ChunkedArray) -> F64:
     return np.asarray(column.to_pandas(), dtype=np.float64)
 
 
-def _shades(tokens: Sequence[str], adds: F64) -> list[tuple[str, float]]:
+def _shades(tokens: Sequence[str], adds_L: F64) -> list[tuple[str, float]]:
     """Words with the share of the strongest that each adds; white space with a share to speak of is made visible."""
-    joined, adds = by_word(tokens, adds)
-    shares = _shares(adds).tolist()
-    return [
-        (visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(joined, shares, strict=True)
-    ]
+    words, _, shares = by_word(tokens, adds_L)
+    return [(visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(words, shares, strict=True)]
 
 
-def _shares(adds: F64) -> F64:
-    """By the largest; 0 where there is nothing."""
-    known = np.nan_to_num(adds)
-    return np.asarray(known / (np.abs(known).max(initial=0.0) or 1.0))
-
-
-def _paragraph(tokens: Sequence[str], adds: F64, mark: Callable[[str, float, float], str]) -> list[str]:
+def _paragraph(tokens: Sequence[str], adds_L: F64, mark: Callable[[str, float, float], str]) -> list[str]:
     """Lines of text with marked words; of a long one the part that adds most, either way.
 
     Args:
         mark: how a word is shown, by what it adds, and by that over the most that any adds.
     """
-    joined, adds = by_word(tokens, adds)
-    start, stop = _window(np.abs(np.nan_to_num(adds)), SHOWN_WORDS)
+    words, adds_W, shares = by_word(tokens, adds_L)
+    start, stop = 0, len(words)
+    if stop > SHOWN_WORDS:
+        total = np.concatenate([[0.0], np.cumsum(np.abs(np.nan_to_num(adds_W)))])
+        start = int(np.argmax(total[SHOWN_WORDS:] - total[:-SHOWN_WORDS]))
+        stop = start + SHOWN_WORDS
     lines, line, used = [], "", 0
-    for word, add, share in list(zip(joined, adds, _shares(adds), strict=True))[start:stop]:
+    for word, add, share in list(zip(words, adds_W, shares, strict=True))[start:stop]:
         shown = visible(word).strip() if word.isspace() and abs(share) >= STRONG else re.sub(r"\s+", " ", word)
         shown = printable(shown)
         width = len(shown) + (ROOM if abs(share) >= STRONG else 0)
@@ -244,19 +241,10 @@ def _paragraph(tokens: Sequence[str], adds: F64, mark: Callable[[str, float, flo
             line, used, shown = "", 0, shown.lstrip(" ")
         line, used = line + mark(shown, add, share), used + width
     lines.append(line)
-    for where, part in (("before", adds[:start]), ("after", adds[stop:])):
-        if len(part):
+    for where, part in (("before", adds_W[:start]), ("after", adds_W[stop:])):
+        if part:
             lines.append(f"... {len(part):,} words {where} this add {signed(float(np.nansum(part)))}")
     return lines
-
-
-def _window(strength_L: F64, size: int) -> tuple[int, int]:
-    """The stretch of so many tokens that adds most."""
-    if len(strength_L) <= size:
-        return 0, len(strength_L)
-    total = np.concatenate([[0.0], np.cumsum(strength_L)])
-    start = int(np.argmax(total[size:] - total[:-size]))
-    return start, start + size
 
 
 def _in_context(tokens: Sequence[str], place: int, word: str) -> str:

@@ -4,7 +4,7 @@ And how far a ranking hangs on the rows whose moments whiten it: moments of two 
 Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary, T targets, E units.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
-from grasp.arrays import F32, F64
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.measures import rank_agreement
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
@@ -23,13 +23,11 @@ from grasp.extract.forward import (
     PositionKernels,
     Positions,
     ShardForward,
-    UnitFeatures,
     forward_shard,
     forward_units,
     position_sums,
 )
 from grasp.extract.reopen import BuildSource
-from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
 from grasp.hub import fetched_before
 from grasp.models.checkpoint import REPOSITORY
@@ -107,26 +105,19 @@ def sample_features(
         GraspError: there are none, and the model cannot be run again (`origin` says why).
     """
     if artifact.keeps_features:
+        source: Literal["kept features", "the model"] = "kept features"
         size, vocab = artifact.grid.shard_rows, int(artifact.manifest.detail("vocab_size"))
-        shards = [int(k) for k in np.unique(row_index // size)]
         parts = [
-            (ShardForward.unspool(artifact.features(k), vocab), row_index[row_index // size == k] - k * size)
-            for k in shards
+            (ShardForward.unspool(artifact.features(int(k)), vocab), row_index[row_index // size == k] - k * size)
+            for k in np.unique(row_index // size)
         ]
-        return _together(row_index, parts, "kept features")
-    if isinstance(origin, GraspError):
+    elif isinstance(origin, GraspError):
         raise origin
-    rows = origin.rows.rows(row_index)
-    forward = forward_shard(origin.model, rows, origin.settings.features, None, keep_positions=True)
-    return _together(row_index, [(forward, np.arange(len(row_index)))], "the model")
-
-
-def _together(
-    row_index: NDArray[np.int64],
-    parts: Sequence[tuple[ShardForward, NDArray[np.int64]]],
-    source: Literal["kept features", "the model"],
-) -> SampleFeatures:
-    """Some rows of each part, ascending, one part after the other."""
+    else:
+        source, rows = "the model", origin.rows.rows(row_index)
+        forward = forward_shard(origin.model, rows, origin.settings.features, None, keep_positions=True)
+        parts = [(forward, np.arange(len(row_index)))]
+    # some rows of each part, ascending, one part after the other
     positions, done = [], 0
     for shard, here in parts:
         if (at := shard.positions) is not None:
@@ -202,28 +193,42 @@ def redrawn(
         ArtifactError: the protocol ranks by a kernel without token moments, rows are images, or nothing can be ranked.
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
-    kernels = list(kernel_weights(fitted))
-    if "pooled" in kernels or origin.has_images or features.positions is None:
-        raise ArtifactError("measured for texts, and kernels that look at positions: all but pooled")
-    samples = _two_samples(origin.rows.supervised(), origin.settings.features.moment_positions, seed)
+    kernels = kernel_weights(fitted)
+    if {"pooled", "gradient"} & set(kernels) or origin.has_images or features.positions is None:
+        raise ArtifactError("measured for texts, and kernels that look at positions: all but pooled and gradient")
+    # two samples of moments, and the kernels that the protocol counts, whatever the loss over these would choose
+    settings, model = origin.settings.features, origin.model
+    samples = _two_samples(origin.rows.supervised(), settings.moment_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
-    names = [unit.unit_id for unit in origin.units.units]
-    units = forward_units(origin.model, origin.unit_tokens, names, origin.settings.features)
-    drawn = [_moments(origin, sample) for sample in samples]
+    moments = []
+    for sample in samples:
+        rows = origin.rows.rows(sample)
+        moments.append(position_sums(model, rows, settings, max(1, rows.n_tokens // STATES)).moments())
+    units = forward_units(model, origin.unit_tokens, [unit.unit_id for unit in origin.units.units], settings)
+    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
+    settings = settings.model_copy(update={**chosen, "product_width": 0})
+    # score of every row for every target: kernels in units of their own spread, added with their weights
+    columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings = []
-    for moments in drawn:
-        kernel = _kernel(origin, units, moments, kernels)
-        batches = features.positions.batches(len(features.row_index), origin.model.device)
-        parts = [kernel.apply(batch) for batch in batches]
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        rankings.append(_ranking(artifact, arrays, fitted))
-    pairs = zip(artifact.targets, *(ranking_NT.T for ranking_NT in rankings), strict=True)
-    agreement = {target: rank_agreement(first_N, second_N) for target, first_N, second_N in pairs}
+    for drawn in moments:
+        prepared = PositionKernels.prepare(units, drawn, settings, model)
+        batches = features.positions.batches(len(features.row_index), model.device)
+        parts = [prepared.apply(batch) for batch in batches]
+        total_NT = np.zeros((len(features.row_index), len(columns.targets)))
+        for kernel, weight in kernels.items():
+            relevance_NE = np.concatenate([part[f"relevance_{kernel}"] for part in parts])[:, columns.columns_E]
+            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel)))
+            total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
+        rankings.append(total_NT.T)
+    agreement = {
+        target: rank_agreement(first_N, second_N)
+        for target, first_N, second_N in zip(artifact.targets, *rankings, strict=True)
+    }
     known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
     if not known:
         raise ArtifactError("measured where rows differ in relevance; here every target has one score for all")
-    return known, min(moments.token.count for moments in drawn)
+    return known, min(drawn.token.count for drawn in moments)
 
 
 def _two_samples(
@@ -236,29 +241,3 @@ def _two_samples(
     first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # a long row must leave the other sample one
     second = max(int(np.searchsorted(reached, reached[first] + wanted)), first + 1)
     return np.sort(order[:first]), np.sort(order[first:second])
-
-
-def _moments(origin: BuildSource, row_index: NDArray[np.int64]) -> PositionMoments:
-    rows = origin.rows.rows(row_index)
-    every = max(1, rows.n_tokens // STATES)
-    return position_sums(origin.model, rows, origin.settings.features, every).moments()
-
-
-def _kernel(
-    origin: BuildSource, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]
-) -> PositionKernels:
-    """Those kernels that the protocol counts, whatever the loss over this sample would choose."""
-    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
-    settings = origin.settings.features.model_copy(update={**chosen, "product_width": 0})
-    return PositionKernels.prepare(units, moments, settings, origin.model)
-
-
-def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringProtocol) -> F64:
-    """Score of every row for every target, (N, T): kernels in units of their own spread, added with their weights."""
-    units = UnitSelection.from_targets(artifact, artifact.targets)
-    total_NT = np.zeros((len(next(iter(arrays.values()))), len(units.targets)))
-    for kernel, weight in kernel_weights(fitted).items():
-        relevance_NE = arrays[f"relevance_{kernel}"][:, units.columns_E]
-        score_NT = units.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel)))
-        total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
-    return total_NT

@@ -5,5 +5,3 @@ In: an artifact, perhaps runs, a selection, a mixture, suspects. Out: one HTML f
 wherever they stand, and a content-security-policy with the checksums of our own scripts keeps anything else from
 running.
 """
-
-EXPLAINED = 8  # best rows of each target whose words are shaded, where the model is at hand

@@ -2,7 +2,7 @@
 
 Two rows lie near each other where their mean sketches are alike: the coordinates are the first two principal axes of
 the hidden and the residual sketch side by side.
-Shape letters: N rows, D sketch width, T targets.
+Shape letters: N rows, D sketch width.
 """
 
 import shlex
@@ -13,17 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grasp.arrays import F32, F64
+from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import own_directory, written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.runs.learning import measures
-
-MARKER = ".grasp-atlas"
-FILE = "rows.parquet"
-X, Y, TEXT = "projection_x", "projection_y", "text"
 
 
 def write_atlas(
@@ -49,16 +45,21 @@ def write_atlas(
             f"{artifact.where}: keeps no sketches, which place rows on a map; build it with features.hidden_width and "
             "features.residual_width above 0"
         )
-    own_directory(directory, MARKER, lambda _: False, artifact.reads)
+    own_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)
     predictor = Predictor.from_artifact(artifact, protocol, targets)
     place_N2 = _projected(artifact, names)
-    path, start = directory / FILE, 0
+    path, start = directory / "rows.parquet", 0
     try:
         with written_aside(path) as part:
             writer = None
             for batch in artifact.row_batches():
+                table = pa.Table.from_batches([batch]).drop_columns(["row_index"])
+                table = table.rename_columns(["text" if name == "snippet" else name for name in table.column_names])
                 rows = slice(start, start + batch.num_rows)
-                table = _table(batch, predictor.effect_NT[rows], predictor.targets, place_N2[rows])
+                for target, effect_N in zip(predictor.targets, predictor.effect_NT[rows].T, strict=True):
+                    table = table.append_column(f"relevance_{target}", pa.array(effect_N, pa.float32()))
+                for axis, along_N in zip("xy", place_N2[rows].T, strict=True):
+                    table = table.append_column(f"projection_{axis}", pa.array(along_N, pa.float32()))
                 writer = writer or pq.ParquetWriter(part, table.schema, compression="zstd")
                 writer.write_table(table)
                 start = rows.stop
@@ -66,17 +67,7 @@ def write_atlas(
                 writer.close()
     except OSError as err:
         raise SettingsError(f"--atlas: got {directory}, which cannot be written ({err.strerror})") from err
-    return f"embedding-atlas {shlex.quote(str(path))} --text {TEXT} --x {X} --y {Y}"
-
-
-def _table(batch: pa.RecordBatch, effect_nT: F32, targets: Sequence[str], place_n2: F64) -> pa.Table:
-    table = pa.Table.from_batches([batch]).drop_columns(["row_index"])
-    table = table.rename_columns([TEXT if name == "snippet" else name for name in table.column_names])
-    for t, target in enumerate(targets):
-        table = table.append_column(f"relevance_{target}", pa.array(effect_nT[:, t], pa.float32()))
-    for name, column in zip((X, Y), place_n2.T, strict=True):
-        table = table.append_column(name, pa.array(column, pa.float32()))
-    return table
+    return f"embedding-atlas {shlex.quote(str(path))} --text text --x projection_x --y projection_y"
 
 
 def _projected(artifact: ArtifactReader, names: Sequence[str]) -> F64:

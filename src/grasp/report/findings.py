@@ -2,7 +2,7 @@
 predictions agree with retraining, and what was decided. A part that is missing says why, and how to get it.
 
 Texts are as the corpus has them: whoever shows them must treat them as data.
-Shape letters: G slices, T targets, P places of a grid.
+Shape letters: G slices, T targets, B subsets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import SHORT, best, checked_targets, label_column, length_column, row_tokens
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.report.rows import HeldRows, by_column, crossed, held_rows
-from grasp.report.shades import Pictures, Shades, pictured, shaded
+from grasp.report.rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.environment import Environment
 from grasp.runs.learning import LearningCurve, OutcomePredictor, learn, learning_curve, measures
+from grasp.text import LONGEST_CELL, different
 from grasp.verbs.evaluate import Agreement, agreement
 from grasp.yaml_files import read_yaml, yaml_text
 
@@ -49,19 +49,6 @@ class Missing:
 
     reason: str
     remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What was built, and from what."""
-
-    name: str
-    n_rows: int
-    n_tokens: int
-    targets: Mapping[str, int]  # units
-    facts: tuple[tuple[str, str], ...]
-    skipped: Mapping[str, int]
-    settings: str  # YAML that `grasp build --config` replays
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +70,24 @@ class LabelFindings:
     """One label: its slices, how each target changes without them, and all that is needed to play with them."""
 
     slices: LabelSlices
+    names: list[str]  # of the slices, as a page shows them
     dropped: Change  # in the unit of the findings; a slice that helps is a loss
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
     mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
     cosine_GG: F64 | None  # of the slices' sketches; None: the artifact keeps none
     price: SliceFormula | Predictor  # of weights of the slices: a formula, or who prices them one by one
+
+    def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
+        """What helps (1) and what hurts (-1) some targets, (G, T), and whether only relevance says so.
+
+        By runs where they are sure of any slice. A single slice often moves a model less than the noise of the runs:
+        then by relevance, whose intervals tell whether other questions would say the same.
+        """
+        sign_GT = -self.dropped.sign_GT[:, targets]
+        if sign_GT.any():
+            return sign_GT, False
+        sign_GT = -self.by_relevance.sign_GT[:, targets]
+        return sign_GT, bool(sign_GT.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +98,6 @@ class BestRows:
     kept: Change  # (1, T)
     units: tuple[str, ...]
     outside: tuple[str, ...]  # in which way it lies beyond the runs
-
-
-@dataclass(frozen=True, slots=True)
-class Retraining:
-    """Predictions beside retraining."""
-
-    agreement: Agreement
-    role: str
-    settings: str  # YAML that `grasp retrain --config` replays; empty where the environment keeps none
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,27 +121,34 @@ class ReportRequest:
 class Findings:
     """All of it."""
 
-    built: Built
     request: ReportRequest = field(repr=False)
     artifact_path: str
+    name: str
+    n_rows: int
+    n_tokens: int
     targets: tuple[str, ...]
+    units: Mapping[str, int]  # of each target, how many
+    facts: tuple[tuple[str, str], ...]  # what was built, and from what
+    skipped: Mapping[str, int]
+    settings: str  # YAML that `grasp build --config` replays
     unit: str  # of the changes: nats where all targets have runs
     plain_unit: str  # of what the formulas of the slices give
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
     parts: LabelFindings | None  # of the first two labels crossed
-    nats: OutcomePredictor | Missing
     best: BestRows
     rows: HeldRows
     shades: Shades
     pictures: Pictures
-    lacking: tuple[Missing, ...]
+    nats: OutcomePredictor | Missing
     trends: tuple[LabelTrend, ...] | Missing
-    retraining: Retraining | Missing
+    agreement: Agreement | Missing  # of predictions with retraining
+    runs_settings: str  # YAML that `grasp retrain --config` replays; empty where there is none
     curve: LearningCurve | None
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
     suspects: ShownSuspects | Missing
+    lacking: tuple[Missing, ...]
 
 
 def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: ReportRequest) -> Findings:
@@ -164,7 +162,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         SubsetError: no such label, or one with a single value.
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
-    targets = checked_targets(artifact, request.targets)
+    targets, environment = checked_targets(artifact, request.targets), request.environment
     kept, mixed = request.selection, request.mixture
     selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
@@ -172,52 +170,84 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     # nobody having asked by name, that of the mixture comes first, for the page opens on the first
     first = () if isinstance(mixture, Missing) else (mixture.label,)
     names = tuple(request.by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
-    retraining = _retraining(artifact, protocol, targets, request)
+
+    # how far predictions agree with retraining, and what runs say of changes: finished development ones, enough of them
+    agreed: Agreement | Missing = NO_RUNS
+    if environment is not None:
+        agreed = agreement(artifact, environment, protocol, targets=targets, partial=request.partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    nats = _nats(predictor, artifact, request)
+    nats: OutcomePredictor | Missing = NO_RUNS
+    if environment is not None and request.partial and environment.pending():
+        nats = Missing("No intervals in nats: the runs are unfinished.", "They come with the last of them.")
+    elif environment is not None:
+        try:
+            nats = learn(predictor, artifact, environment)
+        except (ProtocolLeakError, EnvironmentDataError) as err:
+            nats = Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
     covering = nats if isinstance(nats, OutcomePredictor) and set(nats.columns) == set(targets) else None
+
+    # slices, rows
     labels = [_label(artifact, predictor, one, covering) for one in columns]
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = row_tokens(artifact, length_column(artifact)) >= SHORT
     if not long_N.any():
         long_N[:] = True
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
-    shades, unshaded = shaded(artifact, protocol, targets, rows, request.explain) if request.explain else ({}, "")
-    pictures = pictured(artifact, protocol, targets, rows, request.explain) if request.explain else {}
+    count = request.explain
+    shades, pictures, unshaded = explained(artifact, protocol, targets, rows, count) if count else ({}, {}, "")
     trends = label_trends([*request.previous, artifact], columns, targets) if request.previous else NO_TRENDS
     suspects = NO_SUSPECTS if request.suspects is None else read_suspects(request.suspects, artifact, names)
-    optional = (trends, retraining, selection, mixture, suspects)
-    lacking = [Missing(unshaded, "")] if unshaded else []  # what is not there, and how to get it
+
+    # what is not there, and how to get it
+    lacking = [Missing(unshaded, "")] if unshaded else []
     if not labels:
         lacking.append(NO_LABELS)
     if not any(row["snippet"] for row in rows.rows):
         lacking.append(NO_TEXT)
     if labels and labels[0].cosine_GG is None:
         lacking.append(NO_SKETCHES)
-    lacking += [part for part in optional if isinstance(part, Missing)]
+    lacking += [part for part in (trends, agreed, selection, mixture, suspects) if isinstance(part, Missing)]
+
+    manifest, there = artifact.manifest, info(artifact.where)
+    facts = (
+        ("corpus", str(manifest.settings.get("corpus", {}).get("path", "unknown"))),
+        ("reference model", str(manifest.settings.get("model", {}).get("path", "unknown"))),
+        *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
+        ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
+        ("arrays", ", ".join(f"{one.name} {one.shape[0]:,} x {one.shape[1]}" for one in there.arrays)),
+        ("bytes on disk", f"{there.bytes_total:,} ({there.bytes_per_row:,.0f} a row)"),
+    )
+    run = None if environment is None else environment.path / "run.yaml"
     return Findings(
-        built=_built(artifact, targets, int(tokens_N.sum())),
         request=request,
         artifact_path=artifact.where,
+        name=Path(artifact.where).resolve().name,
+        n_rows=artifact.n_rows,
+        n_tokens=int(tokens_N.sum()),
         targets=targets,
+        units={target: manifest.targets[target] for target in targets},
+        facts=facts,
+        skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
+        settings=yaml_text(manifest.settings),
         unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
         plain_unit=predictor.unit,
         scored_by=predictor.provenance,
         labels=tuple(labels),
         parts=parts,
-        nats=nats,
         best=_best(predictor, nats),
         rows=rows,
         shades=shades,
         pictures=pictures,
-        lacking=tuple(lacking),
+        nats=nats,
         trends=trends,
-        retraining=retraining,
+        agreement=agreed,
+        runs_settings=yaml_text(read_yaml(run)) if run is not None and run.exists() else "",
         curve=learning_curve(nats) if isinstance(nats, OutcomePredictor) else None,
         selection=selection,
         mixture=mixture,
         suspects=suspects,
+        lacking=tuple(lacking),
     )
 
 
@@ -253,34 +283,6 @@ NO_SKETCHES = Missing(
 )
 
 
-# ----------------------------------------------------------------------------------------- what was built
-
-
-def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> Built:
-    manifest, found = artifact.manifest, info(artifact.where)
-    settings = manifest.settings
-    facts = [
-        ("corpus", str(settings.get("corpus", {}).get("path", "unknown"))),
-        ("reference model", str(settings.get("model", {}).get("path", "unknown"))),
-        *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
-        ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
-        ("arrays", ", ".join(f"{one.name} {one.shape[0]:,} x {one.shape[1]}" for one in found.arrays)),
-        ("bytes on disk", f"{found.bytes_total:,} ({found.bytes_per_row:,.0f} a row)"),
-    ]
-    return Built(
-        name=Path(artifact.where).resolve().name,
-        n_rows=artifact.n_rows,
-        n_tokens=n_tokens,
-        targets={target: manifest.targets[target] for target in targets},
-        facts=tuple(facts),
-        skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
-        settings=yaml_text(settings),
-    )
-
-
-# ------------------------------------------------------------------------------------------------ labels
-
-
 def _label(
     artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: OutcomePredictor | None
 ) -> LabelFindings:
@@ -292,19 +294,8 @@ def _label(
         learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
     price = SliceFormula.from_predictor(predictor, effects.sums) or predictor
-    return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
-
-
-def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> OutcomePredictor | Missing:
-    """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
-    if request.environment is None:
-        return NO_RUNS
-    if request.partial and request.environment.pending():
-        return Missing("No intervals in nats: the runs are unfinished.", "They come with the last of them.")
-    try:
-        return learn(predictor, artifact, request.environment)
-    except (ProtocolLeakError, EnvironmentDataError) as err:
-        return Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
+    names = different(slices.names, LONGEST_CELL)
+    return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
 
 
 def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
@@ -328,20 +319,3 @@ def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
         outside = tuple(text for table in tables for text in table.outside)
     kept = Change(value_T[None], low_T[None], high_T[None])
     return BestRows(count / predictor.n_rows, kept, tuple(units), outside)
-
-
-# -------------------------------------------------------------------------------------------- retraining
-
-
-def _retraining(
-    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], request: ReportRequest
-) -> Retraining | Missing:
-    environment = request.environment
-    if environment is None:
-        return NO_RUNS
-    run = environment.path / "run.yaml"
-    return Retraining(
-        agreement(artifact, environment, protocol, targets=targets, partial=request.partial),
-        environment.role,
-        yaml_text(read_yaml(run)) if run.exists() else "",
-    )

@@ -8,8 +8,6 @@ import numpy as np
 
 from grasp.predict.label_slices import LabelSlices, SliceFormula
 from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
-from grasp.predict.weights import Weights
-from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 
@@ -21,25 +19,92 @@ PLACES = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))  #
 
 def payload(found: Findings) -> dict[str, Any]:
     """Plain JSON."""
+    nats, held = found.nats, found.rows
+    codes = [label.slices.codes_N[held.index] for label in found.labels]
+    rows = [
+        {
+            "id": name(row["row_id"]),
+            "tokens": row["n_tokens"],
+            "text": plain(row["snippet"] or "", LONGEST_TEXT),
+            "at": [int(code_K[k]) for code_K in codes],
+            "effect": _short(held.effect_KT[k]),
+            "rank": held.rank_KT[k].tolist(),
+        }
+        | ({"shades": found.shades[k]} if k in found.shades else {})
+        | ({"pictures": found.pictures[k]} if k in found.pictures else {})
+        for k, row in enumerate(held.rows)
+    ]
+    place = {int(index): k for k, index in enumerate(held.index)}
+    questions = [
+        {
+            "target": one.target,
+            "id": name(one.unit_id),
+            "prompt": ending(one.prompt),
+            "answer": plain(one.completion, 100),
+            "rows": [
+                [place[row], value]
+                for row, value in zip(one.rows.tolist(), _short(one.effects), strict=True)
+                if row in place
+            ],
+        }
+        for one in held.questions
+    ]
     return {
         "targets": different(found.targets, LONGEST_CELL),
         "plainUnit": found.plain_unit,
-        "runsUnit": "" if isinstance(found.nats, Missing) else found.nats.unit,
-        "title": "" if isinstance(found.nats, Missing) else plain(found.nats.title, 400).partition(": ")[2],
+        "runsUnit": "" if isinstance(nats, Missing) else nats.unit,
+        "title": "" if isinstance(nats, Missing) else plain(nats.title, 400).partition(": ")[2],
         "labels": [_label(found, label) for label in found.labels],
         "map": None if found.parts is None else _parts(found, found.parts),
-        "rows": _rows(found),
+        "rows": {"rows": rows, "n": held.n_ranked, "questions": questions},
     }
 
 
 def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
-    slices, presets = label.slices, _presets(found, label)
-    percents = [preset["percent"] for preset in presets]
+    """The slices of a label, settings of their sliders, and what those, and any others, are worth."""
+    slices, n_slices = label.slices, len(label.slices.slices)
+
+    # settings: the mixture that was given, and the corpus without what costs more targets than not
+    presets: list[dict[str, Any]] = []
+    mixture = found.mixture
+    if not isinstance(mixture, Missing) and mixture.label == slices.label:
+        times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
+        given = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in slices.names]
+        cut = f", cut at {MOST_TIMES:.0%}" if max(times.values()) > MOST_TIMES else ""
+        presets.append({"name": f"The mixture of grasp mix{cut}", "percent": given, "given": True})
+    votes_G = label.signs(range(len(found.targets)))[0].sum(axis=1)
+    if (votes_G < 0).any() and (votes_G >= 0).any():
+        percent = np.where(votes_G < 0, 0, 100).tolist()
+        presets.append({"name": "Without what costs", "percent": percent, "given": False})
+
+    # all of them, behind those with one slider moved, at PLACES
+    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
+    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
+    weights = slices.weights(np.concatenate([moved_BG, *([preset["percent"]] for preset in presets)]) / 100)
+
+    # what a change is computed with; where rows bear on one another, the changes themselves
+    price = label.price
+    if isinstance(price, SliceFormula):
+        law = {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
+        priced: dict[str, Any] = {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
+    else:
+        priced = {"priced": _placed(slices, [{"change": _short(change_T)} for change_T in price.change(weights)])}
+
+    # what runs expect: the change by target, half of its interval, and in which way it lies beyond the runs
+    expected = None
+    if not isinstance(found.nats, Missing):
+        table = found.nats.predict(weights)
+        half_BT = table.high_BT - table.nats_BT
+        values = [
+            {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
+            for value_T, half_T, beyond in zip(table.nats_BT, half_BT, table.outside, strict=True)
+        ]
+        expected = _placed(slices, values)
+
     # flags that make the command line say what the page says
-    targets = None if found.request.targets is None else ",".join(found.targets)
-    runs = None if isinstance(found.nats, Missing) or found.request.environment is None else found.request.environment
+    runs = None if isinstance(found.nats, Missing) else found.request.environment
     asked = {
-        "--target": targets,
+        "--target": None if found.request.targets is None else ",".join(found.targets),
         "--protocol": found.request.protocol_path,
         "--runs": None if runs is None else runs.path,
     }
@@ -47,72 +112,23 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "label": slices.label,
         "title": plain(slices.label, 40),
         "slices": [
-            {"name": one_name, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
-            for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
+            {"name": shown, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
+            for shown, one in zip(label.names, slices.slices, strict=True)
         ],
         "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
         "presets": presets,
-        "expected": _expected(found, slices, percents),
-        **_priced(label, percents),
+        "expected": expected,
+        **priced,
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
         "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
     }
 
 
-def _priced(label: LabelFindings, presets: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What a change is computed with; where rows bear on one another, the changes themselves, as of `_expected`."""
-    price = label.price
-    if isinstance(price, SliceFormula):
-        law = {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
-        return {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
-    change_BT = price.change(_settings(label.slices, presets))
-    return {"priced": _placed(label.slices, [{"change": _short(change_T)} for change_T in change_BT])}
-
-
-def _settings(slices: LabelSlices, presets: Sequence[Sequence[float]]) -> Weights:
-    """Weights with one slider moved, at PLACES, then those of the presets."""
-    n_slices = len(slices.slices)
-    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
-    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
-    return slices.weights(np.concatenate([moved_BG, *([percent] for percent in presets)]) / 100)
-
-
 def _placed(slices: LabelSlices, values: Sequence[Any]) -> dict[str, Any]:
-    """One value for each of the `_settings`, by where they stand."""
+    """One value for each setting: those with one slider moved, by slider, and those of the presets."""
     moved = len(slices.slices) * len(PLACES)
     alone = [values[at : at + len(PLACES)] for at in range(0, moved, len(PLACES))]
     return {"places": PLACES, "alone": alone, "presets": values[moved:]}
-
-
-def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """What runs expect where one slider is moved, at PLACES, and at the presets; None without runs.
-
-    Each is the change by target, half of its interval, and in which way it lies beyond the runs.
-    """
-    if isinstance(found.nats, Missing):
-        return None
-    table = found.nats.predict(_settings(slices, presets))
-    values = [
-        {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
-        for value_T, half_T, beyond in zip(table.nats_BT, table.high_BT - table.nats_BT, table.outside, strict=True)
-    ]
-    return _placed(slices, values)
-
-
-def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
-    """Settings of the sliders: the mixture that was given, and the corpus without what costs more targets than not."""
-    presets: list[dict[str, Any]] = []
-    mixture = found.mixture
-    if not isinstance(mixture, Missing) and mixture.label == label.slices.label:
-        times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
-        percent = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in label.slices.names]
-        cut = f", cut at {MOST_TIMES:.0%}" if max(times.values()) > MOST_TIMES else ""
-        presets.append({"name": f"The mixture of grasp mix{cut}", "percent": percent, "given": True})
-    votes_G = signs(label, list(range(len(found.targets))))[0].sum(axis=1)
-    if (votes_G < 0).any() and (votes_G >= 0).any():
-        percent = np.where(votes_G < 0, 0, 100).tolist()
-        presets.append({"name": "Without what costs", "percent": percent, "given": False})
-    return presets
 
 
 def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:
@@ -129,42 +145,6 @@ def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:
         }
         for cell in range(n_parts)
     ]
-
-
-def _rows(found: Findings) -> dict[str, Any]:
-    held = found.rows
-    place = {int(index): k for k, index in enumerate(held.index)}
-    codes = [one.slices.codes_N[held.index] for one in found.labels]
-    return {
-        "rows": [
-            {
-                "id": name(row["row_id"]),
-                "tokens": row["n_tokens"],
-                "text": plain(row["snippet"] or "", LONGEST_TEXT),
-                "at": [int(code_K[k]) for code_K in codes],
-                "effect": _short(held.effect_KT[k]),
-                "rank": held.rank_KT[k].tolist(),
-            }
-            | ({"shades": found.shades[k]} if k in found.shades else {})
-            | ({"pictures": found.pictures[k]} if k in found.pictures else {})
-            for k, row in enumerate(held.rows)
-        ],
-        "n": held.n_ranked,
-        "questions": [
-            {
-                "target": one.target,
-                "id": name(one.unit_id),
-                "prompt": ending(one.prompt),
-                "answer": plain(one.completion, 100),
-                "rows": [
-                    [place[row], value]
-                    for row, value in zip(one.rows.tolist(), _short(one.effects), strict=True)
-                    if row in place
-                ],
-            }
-            for one in held.questions
-        ],
-    }
 
 
 def _short(values: Any) -> list[float | None]:

@@ -10,7 +10,7 @@ import functools
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +61,7 @@ QUESTIONS = {  # verbs, where they are declared, and what may be given: nothing 
 
 
 class Ask:
-    """An artifact, and its runs if there are any, that answers questions. Every method may raise a GraspError."""
+    """An artifact, and its runs if there are any, that answers questions."""
 
     def __init__(
         self, artifact: ArtifactReader, runs: Environment | RunTable | None = None, model: Path | str | None = None
@@ -69,45 +69,42 @@ class Ask:
         self.artifact = artifact
         self._runs = runs
         self._explainer = Explainer(artifact, None if model is None else {"model": {"path": str(model)}})
-        self.lock = threading.RLock()  # who asks holds it: a model and its caches are for one thread
+        self._lock = threading.RLock()  # a model and its caches are for one thread
 
-    def predict(self, **asked: Any) -> Answer:
-        """What the verb predicts."""
-        return _table(predict(self.artifact, runs=self._runs, **asked))
+    def answer(self, verb: str, **asked: Any) -> Answer:
+        """What a verb says: headline, notes, columns and lines, and how many `more` lines are left off.
 
-    def score(self, **asked: Any) -> Answer:
-        """The rows that the verb ranks."""
-        return _table(score(self.artifact, **{"top": TOP, **asked}))
-
-    def explain(self, *, row: str, target: str | None = None, unit: str | None = None) -> Answer:
-        """What each word of a row adds, as shades, and the questions or pairs that the verb tells."""
-        found = self._explainer.explain(target, row, unit=unit)
-        if isinstance(found, Pictured):
-            return _table(found, pictures=found.nearest)
-        lines = found.questions if found.pairs is None else found.pairs
-        said = {} if found.answer is None else {"answer": found.answer_shades}
-        return _table(Result(lines, found.headline, found.notes), shades=found.shades, **said)
-
-    def select(self, **asked: Any) -> Answer:
-        """The rows that the verb chooses."""
-        return _table(select(self.artifact, runs=self._runs, **asked))
-
-
-def _table(result: Result, **more: Any) -> Answer:
-    """A result as headline, notes, columns and lines, and what else there is; `more` lines are left off."""
-    names = result.table.column_names
-    lines: Sequence[Any] = result.table.slice(0, MOST_LINES).to_pylist()
-    answer: Answer = _clean(
-        {
-            "headline": result.headline,
-            "notes": list(result.notes),
-            "columns": names,
-            "rows": [[line[name] for name in names] for line in lines],
-            "more": max(0, result.table.num_rows - MOST_LINES),
-        }
-        | more
-    )
-    return answer
+        Of `explain` also the words of the row as shades, or its pictures.
+        """
+        given = {name: one for name, one in asked.items() if one is not None}
+        result: Result
+        beside: Answer = {}
+        with self._lock:
+            if verb == "explain":
+                found = self._explainer.explain(given.pop("target", None), given.pop("row"), **given)
+                if isinstance(found, Pictured):
+                    result, beside = found, {"pictures": found.nearest}
+                else:
+                    lines = found.questions if found.pairs is None else found.pairs
+                    result, beside = Result(lines, found.headline, found.notes), {"shades": found.shades}
+                    beside |= {} if found.answer is None else {"answer": found.answer_shades}
+            elif verb == "score":
+                result = score(self.artifact, **{"top": TOP, **given})
+            else:
+                result = (predict if verb == "predict" else select)(self.artifact, runs=self._runs, **given)
+        names = result.table.column_names
+        rows = result.table.slice(0, MOST_LINES).to_pylist()
+        answer: Answer = _clean(
+            {
+                "headline": result.headline,
+                "notes": list(result.notes),
+                "columns": names,
+                "rows": [[row[name] for name in names] for row in rows],
+                "more": max(0, result.table.num_rows - MOST_LINES),
+            }
+            | beside
+        )
+        return answer
 
 
 def _clean(value: Any) -> Any:
@@ -159,7 +156,15 @@ def serve(
     """
     uvicorn = require("uvicorn", extra=EXTRA, feature="grasp serve")
     app = web(artifact, runs=runs, model=model)
-    with _socket(port) as place:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as place:  # bound before anything is promised
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind((HOST, port))
+            place.listen()  # who asks early waits
+        except OSError as err:
+            raise SettingsError(
+                f"--port: {port} on {HOST}: {err.strerror}; choose another, or 0 for any that is free"
+            ) from err
         if tell is not None:
             tell(f"http://{HOST}:{place.getsockname()[1]}/")
         # A question over h11's own 64 KB would be refused by us or by h11, depending on how it arrives: ours says why.
@@ -183,18 +188,24 @@ def serve_mcp(
         MissingExtraError: the extra `serve` is not installed.
     """
     mcpserver = require("mcp.server.mcpserver", extra=EXTRA, feature="grasp serve --mcp")
+    exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
     ask = Ask(artifact, None if runs is None else runs_beside(artifact, runs), model)
     targets = ", ".join(f"{name} ({units} units)" for name, units in artifact.manifest.targets.items())
     labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
     server = mcpserver.MCPServer("grasp", instructions=plain(about), version=grasp.__version__, log_level="WARNING")
     for verb in QUESTIONS:
-        server.add_tool(_tool(ask, verb), annotations={"readOnlyHint": True})
+        # its mistakes are told to the agent; what else goes wrong is not
+        server.add_tool(_question(ask, verb, exceptions.ToolError), annotations={"readOnlyHint": True})
     server.run("stdio")
 
 
-def _question(ask: Ask, verb: str) -> Callable[..., Answer]:
-    """A verb as a function of what may be given, which says of itself what the verb declares."""
+def _question(ask: Ask, verb: str, error: type[Exception] = GraspError) -> Callable[..., Answer]:
+    """A verb as a function of what may be given, which says of itself what the verb declares.
+
+    Args:
+        error: what a mistake raises.
+    """
     module, names = QUESTIONS[verb]
     declaration = declared(module, verb)
     parameters, texts = {}, []
@@ -206,28 +217,14 @@ def _question(ask: Ask, verb: str) -> Callable[..., Answer]:
         texts.append(f"    {name}: {argument.about}")
 
     def asked(**arguments: Any) -> Answer:
-        with ask.lock:
-            answer: Answer = getattr(ask, verb)(**{name: one for name, one in arguments.items() if one is not None})
-            return answer
+        try:
+            return ask.answer(verb, **arguments)
+        except GraspError as err:
+            raise error(plain(err)) from None
 
     signed(asked, parameters, "\n".join([declaration.about, "", "Args:", *texts]), Answer)
     asked.__name__ = verb
     return asked
-
-
-def _tool(ask: Ask, verb: str) -> Callable[..., Answer]:
-    """A verb whose mistakes are told to the agent; what else goes wrong is not."""
-    exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
-    question = _question(ask, verb)
-
-    @functools.wraps(question)
-    def tool(**arguments: Any) -> Answer:
-        try:
-            return question(**arguments)
-        except GraspError as err:
-            raise exceptions.ToolError(plain(err)) from None
-
-    return tool
 
 
 def web(
@@ -248,6 +245,16 @@ def web(
     environment = None if runs is None else runs_beside(artifact, runs)
     ask = Ask(artifact, environment, model)
 
+    def own_site(endpoint: "Endpoint") -> "Endpoint":
+        """Refuse what a page of another site asks for."""
+
+        def checked(request: "Request") -> "Response":
+            if request.headers.get("sec-fetch-site", "none") not in OWN_SITE:
+                return PlainTextResponse("error: asked by another site", 403, headers=HEADERS)
+            return endpoint(request)
+
+        return checked
+
     @functools.cache
     def page() -> str:
         shown = environment if isinstance(environment, Environment) else None
@@ -261,26 +268,19 @@ def web(
             return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
 
     def api(request: "Request") -> "Response":
-        answer, status = answered(ask, request.path_params["verb"], _arguments(request))
+        query = request.query_params  # one that is empty says nothing
+        given = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
+        arguments = {name: values if name in LISTS else values[-1] for name, values in given.items() if values}
+        answer, status = answered(ask, request.path_params["verb"], arguments)
         return Response(json_text(answer, None), status, headers=HEADERS, media_type="application/json")
 
-    routes = {"/": report, "/api/{verb}": api}
     return Starlette(
-        routes=[Route(path, _own_site(endpoint), methods=["GET"]) for path, endpoint in routes.items()],
+        routes=[
+            Route("/", own_site(report), methods=["GET"]),
+            Route("/api/{verb}", own_site(api), methods=["GET"]),
+        ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)],
     )
-
-
-def _own_site(endpoint: "Endpoint") -> "Endpoint":
-    """Refuse what a page of another site asks for."""
-    from starlette.responses import PlainTextResponse  # noqa: PLC0415 - an extra
-
-    def checked(request: "Request") -> "Response":
-        if request.headers.get("sec-fetch-site", "none") not in OWN_SITE:
-            return PlainTextResponse("error: asked by another site", 403, headers=HEADERS)
-        return endpoint(request)
-
-    return checked
 
 
 def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer, int]:
@@ -297,29 +297,3 @@ def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer,
         return {"error": plain(f"{verb}: {wrong}")}, 400
     except GraspError as err:
         return {"error": plain(err)}, 400
-
-
-def _arguments(request: "Request") -> dict[str, Any]:
-    """Arguments of a verb from a query; one that is empty says nothing."""
-    query = request.query_params
-    given = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
-    return {name: values if name in LISTS else values[-1] for name, values in given.items() if values}
-
-
-def _socket(port: int) -> socket.socket:
-    """A socket of this machine alone, bound before anything is promised.
-
-    Raises:
-        SettingsError: the port is taken, or not for us.
-    """
-    place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        place.bind((HOST, port))
-        place.listen()  # who asks early waits
-    except OSError as err:
-        place.close()
-        raise SettingsError(
-            f"--port: {port} on {HOST}: {err.strerror}; choose another, or 0 for any that is free"
-        ) from err
-    return place

@@ -43,56 +43,39 @@ def label_trends(
     """
     last = artifacts[-1]
     for artifact in artifacts[:-1]:
-        _check_belongs(artifact, last, targets)
-    kernel = _common_kernel(artifacts)
-    names = checkpoint_names(artifacts)
+        own, expected = (one.manifest.fingerprints.get("corpus", "none") for one in (artifact, last))
+        if own != expected:
+            raise ArtifactError(
+                f"--previous {artifact.path}: was built on another corpus ({own}) than {last.path} ({expected}); "
+                "expected an earlier checkpoint on the same rows"
+            )
+        if missing := [name for name in targets if name not in artifact.targets]:
+            raise ArtifactError(
+                f"--previous {artifact.path}: has no target {', '.join(missing)}; add it with grasp build "
+                "--add-target, or name the common ones with --targets"
+            )
+    in_common = set.intersection(*(set(one.array_names) for one in artifacts))
+    kernel = next((kernel for kernel in ("token", "pooled") if f"relevance_{kernel}" in in_common), None)
+    if kernel is None:
+        built = {str(one.path): [n for n in one.array_names if n.startswith("relevance_")] for one in artifacts}
+        raise ArtifactError(
+            f"--previous: the artifacts have no kernel in common: {built}; build them with the same match"
+        )
+    # names that tell the artifacts apart: those of their models' directories, else their own paths
+    models = [Path(str(one.manifest.settings.get("model", {}).get("path", ""))).name for one in artifacts]
+    paths = [one.path for one in artifacts]
+    numbered = [f"{path} ({place})" for place, path in enumerate(paths, start=1)]
+    choices = models, [path.name for path in paths], [str(path) for path in paths], numbered
+    names = next(choice for choice in choices if len(set(choice)) == len(choice))
     relevance = [
         Kernel.for_tasks(one, kernel, UnitSelection.from_targets(one, targets), 1.0, 1.0).held for one in artifacts
     ]
     trends = []
     for label in labels:
         mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]
-        trends.append(LabelTrend(label.label, kernel, names, mean_CGT, _shares(mean_CGT)))
+        positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
+        up, down = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
+        share_CGT = np.divide(positive, up, out=np.zeros_like(positive), where=up > 0)
+        share_CGT += np.divide(negative, down, out=np.zeros_like(negative), where=down > 0)
+        trends.append(LabelTrend(label.label, kernel, tuple(names), mean_CGT, share_CGT))
     return tuple(trends)
-
-
-def checkpoint_names(artifacts: Sequence[ArtifactReader]) -> tuple[str, ...]:
-    """Names that tell the artifacts apart: those of their models' directories, else their own paths."""
-    models = [str(artifact.manifest.settings.get("model", {}).get("path", "")) for artifact in artifacts]
-    paths = [artifact.path for artifact in artifacts]
-    for names in (tuple(Path(model).name for model in models), tuple(p.name for p in paths), tuple(map(str, paths))):
-        if len(set(names)) == len(names):
-            return names
-    return tuple(f"{artifact.path} ({place + 1})" for place, artifact in enumerate(artifacts))
-
-
-def _check_belongs(artifact: ArtifactReader, last: ArtifactReader, targets: Sequence[str]) -> None:
-    own, expected = (one.manifest.fingerprints.get("corpus", "none") for one in (artifact, last))
-    if own != expected:
-        raise ArtifactError(
-            f"--previous {artifact.path}: was built on another corpus ({own}) than {last.path} ({expected}); expected "
-            "an earlier checkpoint on the same rows"
-        )
-    missing = [name for name in targets if name not in artifact.targets]
-    if missing:
-        raise ArtifactError(
-            f"--previous {artifact.path}: has no target {', '.join(missing)}; add it with grasp build --add-target, or "
-            "name the common ones with --targets"
-        )
-
-
-def _common_kernel(artifacts: Sequence[ArtifactReader]) -> str:
-    for kernel in ("token", "pooled"):
-        if all(f"relevance_{kernel}" in artifact.array_names for artifact in artifacts):
-            return kernel
-    built = {
-        str(artifact.path): [n for n in artifact.array_names if n.startswith("relevance_")] for artifact in artifacts
-    }
-    raise ArtifactError(f"--previous: the artifacts have no kernel in common: {built}; build them with the same match")
-
-
-def _shares(mean_CGT: F64) -> F64:
-    positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
-    up, down = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
-    share = np.divide(positive, up, out=np.zeros_like(positive), where=up > 0)
-    return np.asarray(share + np.divide(negative, down, out=np.zeros_like(negative), where=down > 0))

@@ -2,21 +2,21 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import Reads, check_outputs
+from grasp.files import Reads, check_outputs, written_aside
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.report import EXPLAINED
 from grasp.report.findings import ReportRequest, findings
-from grasp.report.page import write_report
+from grasp.report.page import render
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import listed
+
+EXPLAINED = 8  # best rows of each target whose words are shaded, where the model is at hand
 
 
 def report(
@@ -66,50 +66,43 @@ def report(
     place, environment = Path(out), None if runs is None else runs_beside(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
-    earlier = [_reader(one) for one in previous]
+    earlier: list[ArtifactReader] = [
+        ArtifactReader.open(one) if isinstance(one, Path | str) else getattr(one, "files", one) for one in previous
+    ]
     reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"holds the runs": None if environment is None else environment.path}
     reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
     own = Path(protocol) if isinstance(protocol, Path | str) else None
     check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": own})
+    flags = {  # of the command line that writes the page, which is printed on it
+        "--by": ",".join(by) or None,
+        "--target": None if targets is None else ",".join(targets),
+        "--runs": None if environment is None else environment.path,
+        "--protocol": own,
+        "--selection": paths["selection"],
+        "--mixture": paths["mixture"],
+        "--detect": paths["suspects"],
+        "--explain": None if explain == EXPLAINED else explain,
+    }
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    given += ["--partial"] if partial else []
+    given += [part for one in earlier for part in ("--previous", one.where)]
+    command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
     request = ReportRequest(
         targets=targets,
         by=by,
         previous=earlier,
         environment=environment,
         partial=partial,
-        selection=paths["selection"],
-        mixture=paths["mixture"],
-        suspects=paths["suspects"],
+        **paths,
         protocol_path=own,
         explain=explain,
+        command=command,
     )
-    request = replace(request, command=_command(artifact, place, request))
-    write_report(findings(artifact, as_protocol(protocol), request), place)
+    page = render(findings(artifact, as_protocol(protocol), request))
+    try:
+        with written_aside(place) as part:
+            part.write_bytes(page.encode())
+    except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
+        raise SettingsError(f"--out: got {place}, which cannot be written ({err.strerror}); name a file") from err
     return place
-
-
-def _reader(artifact: Any) -> ArtifactReader:
-    """The files of an artifact: of one in the hand, or by its place."""
-    if isinstance(artifact, Path | str):
-        return ArtifactReader.open(artifact)
-    files: ArtifactReader = getattr(artifact, "files", artifact)
-    return files
-
-
-def _command(artifact: ArtifactReader, out: Path, request: ReportRequest) -> str:
-    """The command line that writes the page; it is printed on it."""
-    flags = {
-        "--by": ",".join(request.by) or None,
-        "--target": None if request.targets is None else ",".join(request.targets),
-        "--runs": None if request.environment is None else request.environment.path,
-        "--protocol": request.protocol_path,
-        "--selection": request.selection,
-        "--mixture": request.mixture,
-        "--detect": request.suspects,
-        "--explain": None if request.explain == EXPLAINED else request.explain,
-    }
-    given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
-    given += ["--partial"] if request.partial else []
-    given += [part for earlier in request.previous for part in ("--previous", earlier.where)]
-    return shlex.join(["grasp", "report", artifact.where, *given, "--out", str(out)])
