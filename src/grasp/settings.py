@@ -318,45 +318,34 @@ class FeatureSettings(Settings):
     @model_validator(mode="after")
     def _shift_and_tilt_are_whitened_as_input(self) -> Self:
         given = [name for name in ("shift_match", "tilt_match") if getattr(self, name)]
-        if given and not self.input:
+        if given and "input" not in self.kernels:
             raise ValueError(
                 f"{', '.join(given)}: got true without the input kernel; set input_match: true and match: all"
             )
         return self
 
     @property
-    def pooled(self) -> bool:
-        return self.match != "token"
-
-    @property
-    def token(self) -> bool:
-        return self.match != "pooled"
-
-    @property
-    def input(self) -> bool:
-        return self.token and self.input_match
-
-    @property
-    def neighbour(self) -> bool:
-        return self.token and self.neighbour_match is not False
-
-    @property
-    def shift(self) -> bool:
-        return self.input and self.shift_match is not False
-
-    @property
-    def tilt(self) -> bool:
-        return self.input and self.tilt_match is not False
-
-    @property
-    def gradient(self) -> bool:
-        return self.match == "all" and self.gradient_match is not False
+    def kernels(self) -> tuple[str, ...]:
+        """Relevance kernels that are built."""
+        token = self.match != "pooled"
+        of_input = token and self.input_match
+        built = {
+            "pooled": self.match != "token",
+            "token": token,
+            "input": of_input,
+            "neighbour": token and self.neighbour_match is not False,
+            "shift": of_input and self.shift_match is not False,
+            "tilt": of_input and self.tilt_match is not False,
+            "gradient": self.match == "all" and self.gradient_match is not False,
+        }
+        return tuple(name for name, is_built in built.items() if is_built)
 
     def decided(self, train: "Train") -> Self:
         """With what is left open said: which kernels stand beside `token` and `input`."""
         further = train == "further"
-        gradient = further and self.gradient
-        alone = further and not gradient and self.input  # a forward pass alone, which shift and tilt then add to
+        gradient = further and "gradient" in self.kernels
+        # a forward pass alone, to which shift and tilt then add
+        alone = further and not gradient and "input" in self.kernels
         by_use = {"neighbour_match": not further, "gradient_match": gradient, "shift_match": alone, "tilt_match": alone}
         return self.model_copy(update={name: use for name, use in by_use.items() if getattr(self, name) is None})
 

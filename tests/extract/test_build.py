@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grasp.artifact.inspection import verify
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from grasp.extract.build import add_targets, build, split_names
 from tests.extract.test_local import Notes
@@ -96,6 +97,7 @@ def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings
     recorded = artifact.manifest.settings
     assert (recorded["corpus"]["max_length"], recorded["targets"]["max_length"]) == (128, 128)
     assert yaml.safe_load((tmp_path / "run.yaml").read_text())["corpus"]["max_length"] is None
+    assert verify(tmp_path).ok
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.extract.build import add_targets
-from grasp.extract.local import build_artifact, foretell
+from grasp.extract.forecast import foretell
+from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, refused, succeed
@@ -143,42 +144,40 @@ def test_parts_are_named_in_the_manifest_and_the_fingerprint_follows_from_theirs
     assert turned.fingerprints["model"] == merged.fingerprints["model"]
 
 
-def test_a_row_in_two_parts_is_refused(parts, tmp_path):
-    with pytest.raises(ArtifactError, match=r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in all\)"):
-        merge([parts.first, parts.first], tmp_path / "twice")
-    assert not list(tmp_path.iterdir())
-
-
-def test_moments_of_its_own_are_refused(parts, tmp_path):
-    own = parts.built("own-moments", parts.two)
-    with pytest.raises(ArtifactError, match=r"cannot be merged with .*moments\.pooled\.mean: other"):
-        merge([parts.first, own], tmp_path / "out")
-
-
-def test_another_model_is_refused(parts, tmp_path):
-    damaged = Path(shutil.copytree(parts.second, tmp_path / "other"))
+def another_model(parts, place):
+    damaged = Path(shutil.copytree(parts.second, place / "other"))
     manifest = SIGNED_MANIFEST.read(damaged)
     changed = {"fingerprints": manifest.fingerprints | {"model": "another", "tokenizer": "strange"}}
     SIGNED_MANIFEST.write(damaged, manifest.model_copy(update=changed))
-    with pytest.raises(ArtifactError, match=r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"):
-        merge([parts.first, damaged], tmp_path / "out")
+    return damaged
 
 
-def test_other_units_are_refused(parts, tmp_path):
-    lines = (parts.root / "facts.jsonl").read_text().splitlines()
-    fewer = tmp_path / "facts.jsonl"
-    fewer.write_text("\n".join(lines[:4]) + "\n")
-    targets = parts.settings.targets.model_copy(update={"names": (str(fewer),)})
-    own = parts.built("fewer-units", parts.two, like=parts.first, targets=targets)
-    with pytest.raises(ArtifactError, match=r"targets\.facts: was 6, now 4; units\.unit_id: other values"):
-        merge([parts.first, own], tmp_path / "out")
+def fewer_units(parts, place):
+    (place / "facts.jsonl").write_text("".join((parts.root / "facts.jsonl").read_text().splitlines(True)[:4]))
+    targets = parts.settings.targets.model_copy(update={"names": (str(place / "facts.jsonl"),)})
+    return parts.built("fewer-units", parts.two, like=parts.first, targets=targets)
 
 
-def test_a_label_of_another_type_is_refused(parts, tmp_path):
-    corpus = write_lines(tmp_path / "typed.jsonl", 100, parts.lines[:9], year="nineteen")
-    typed = parts.built("typed", corpus, like=parts.first)
-    with pytest.raises(ArtifactError, match=r"label year: is int64 in .*first and string in .*typed"):
-        merge([parts.first, typed], tmp_path / "out")
+def another_type(parts, place):
+    corpus = write_lines(place / "typed.jsonl", 100, parts.lines[:9], year="nineteen")
+    return parts.built("typed", corpus, like=parts.first)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda parts, _: parts.first, r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in all\)"),
+        (lambda parts, _: parts.built("own-moments", parts.two), r"merged with .*moments\.pooled\.mean: other"),
+        (another_model, r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"),
+        (fewer_units, r"targets\.facts: was 6, now 4; units\.unit_id: other values"),
+        (another_type, r"label year: is int64 in .*first and string in .*typed"),
+    ],
+)
+def test_parts_whose_numbers_do_not_mean_the_same_are_refused(parts, tmp_path, other, message):
+    part = other(parts, tmp_path)
+    with pytest.raises(ArtifactError, match=message):
+        merge([parts.first, part], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_like_refuses_other_features(parts):
@@ -196,7 +195,7 @@ def test_a_model_that_knows_nothing_is_refused_with_given_moments_as_well(parts,
             build_artifact(settings, tmp_path / "art", must_be_trained=True)
     other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
     with pytest.raises(ArtifactError, match=r"like: .*features\.tau"):
-        foretell(other, tmp_path / "art")
+        foretell(tmp_path / "art", other.model_dump(), untrained=True)
 
 
 def test_outputs_are_guarded(parts, tmp_path):

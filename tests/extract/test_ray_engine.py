@@ -15,7 +15,7 @@ from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from tests.cli.grasp_command import arrays
 from tests.extract.test_chat_build import chat_settings
-from tests.extract.test_local import assert_same
+from tests.extract.test_local import assert_same, with_broken_model
 from tests.extract.world import world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
@@ -115,39 +115,23 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
     assert_same(arrays(found), arrays(built))
 
 
-def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, monkeypatch):
-    """The row is named, in one line, as the local engine does; what is not ready is released."""
-    import shutil  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
-    settings = world(root)
-    broken = tmp_path / "model"
-    shutil.copytree(settings.model.path, broken)
-    model = AutoModelForCausalLM.from_pretrained(broken)
-    rare = AutoTokenizer.from_pretrained(broken)("iron")["input_ids"][0]
-    with torch.no_grad():
-        model.model.embed_tokens.weight[rare] = float("nan")
-    model.save_pretrained(broken)
-    (root / "unit.jsonl").write_text('{"task": "facts", "prompt": "a", "completion": " sea", "unit_id": "u"}\n')
-    changed = settings.model_copy(
-        update={
-            "model": settings.model.model_copy(update={"path": str(broken), "check": False}),
-            "targets": settings.targets.model_copy(update={"names": (str(root / "unit.jsonl"),)}),
-        }
-    )
+def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
+    """The row is named, in one line, as one process does; what is not ready is released."""
     with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
-        build_artifact(changed, tmp_path / "artifact", cluster=spec)
+        build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact", cluster=spec)
     with lock_artifact(tmp_path / "artifact"):
         pass
 
 
-def test_more_workers_than_there_is_room_for(spec):
-    with (
-        pytest.raises(EngineError, match=r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
-        connected(ClusterSpec(workers=64)),
-    ):
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (ClusterSpec(workers=64), r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
+        (ClusterSpec(threads=64), r"^threads: got 64, but no node has so many cores"),
+    ],
+)
+def test_more_than_there_is_room_for(spec, asked, message):
+    with pytest.raises(EngineError, match=message), connected(asked):
         pass
 
 
@@ -176,14 +160,6 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
     with connected(ClusterSpec()) as some:
         assert some.workers == 1
     ray.kill(holder)
-
-
-def test_more_threads_than_any_node_has(spec):
-    with (
-        pytest.raises(EngineError, match=r"^threads: got 64, but no node has so many cores"),
-        connected(ClusterSpec(threads=64)),
-    ):
-        pass
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):

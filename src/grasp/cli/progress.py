@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from grasp.training.retrain import RetrainStatus
 
 LINE_SECONDS = 5.0
-WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
 # What a build does, in words; other stages are called what they are.
 STAGES = {
     "rows": "cutting into rows",
@@ -39,7 +38,6 @@ class Watch:
         self._total: int | None = None
         self._rows = self._tokens = self._runs = self._before = 0
         self._begun = self._told = time.monotonic()
-        self._ends: float | None = None
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -91,10 +89,6 @@ class Watch:
             self._told = time.monotonic()
             self._tell(self._so_far(), self._rate(), self._left())
 
-    def expect(self, seconds: float) -> None:
-        """The whole of what follows takes so long."""
-        self._ends = time.monotonic() + seconds
-
     def note(self, line: str) -> None:
         """A sentence above the bar."""
         text = f"note: {plain(line)}"
@@ -145,10 +139,8 @@ class Watch:
         return f"{rate}, {self._tokens / seconds:,.0f} tokens/s" if self._tokens else rate
 
     def _left(self) -> str:
-        """Of the stage, and of the whole where somebody has told how long that takes."""
+        """Of the stage, by what of it is done."""
         if not self._total or not self._rows:
             return ""
-        now = time.monotonic()
-        left = (now - self._begun) * (self._total - self._rows) / self._rows
-        whole = 0.0 if self._ends is None else self._ends - now
-        return f"{duration_text(left)} left" + f" here, {duration_text(whole)} in all" * (whole > left + WORTH_SAYING)
+        left = (time.monotonic() - self._begun) * (self._total - self._rows) / self._rows
+        return f"{duration_text(left)} left"

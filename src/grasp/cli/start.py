@@ -77,7 +77,7 @@ def build(
     quiet: Quiet = False,
     **asked: Any,
 ) -> None:
-    from grasp.extract.build import NAMED, SETTINGS, add_targets, foretell, split_names
+    from grasp.extract.build import NAMED, SETTINGS, add_targets, split_names
     from grasp.extract.build import build as run
 
     resume, untrained = asked.pop("resume"), asked.pop("untrained")
@@ -99,6 +99,8 @@ def build(
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
+        from grasp.extract.forecast import foretell
+
         with Watch(quiet=quiet) as watch:
             told = foretell(out, data, untrained=untrained, progress=watch)
         print(f"{told}\n{out}: has the rows; the same command without --forecast goes on from there")

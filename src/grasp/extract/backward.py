@@ -29,7 +29,6 @@ from grasp.settings import FeatureSettings
 MEGABYTE = 1 << 20
 CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
 KEPT_ROWS = 16  # of which coordinates are widened at once
-PART_ROWS = 64  # of the moments
 
 
 Found = TypeVar("Found")

@@ -22,10 +22,8 @@ from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
 from grasp.extract.extend import add_target
-from grasp.extract.forecast import Forecast
 from grasp.extract.inputs import InMemory
 from grasp.extract.local import build_artifact
-from grasp.extract.local import foretell as foretell_local
 from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.device import dtype_name
@@ -124,7 +122,7 @@ def build(
     given = (split, text_column, id_column, max_length, limit, train, match, keep_features)
     arguments = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
     data = put_all(plain_settings(settings), arguments)
-    place, url, staged = _place(out)
+    place, url, staged = staging_place(out)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
         data, in_memory = _with_inputs(data, model, tokenizer, corpus, targets, dtype)
         if resume and (staged / "run.yaml").exists():
@@ -149,26 +147,7 @@ def build(
     return ArtifactReader.open(place if url is None else url)
 
 
-def foretell(
-    out: Path | str,
-    settings: Mapping[str, Any] | Path | str,
-    *,
-    untrained: bool = False,
-    progress: Progress | None = None,
-) -> Forecast:
-    """What `build` would be: rows, kernels, time, disk, and whatever would stop it. Its rows are kept for the build.
-
-    Args:
-        settings: as of `build`; all that it reads is named in them.
-    Raises:
-        GraspError: as of `build`, before its pass.
-    """
-    data = plain_settings(settings)
-    require_flags(data, REQUIRED, "build")
-    return foretell_local(build_settings(data), _place(out)[2], progress=progress, must_be_trained=not untrained)
-
-
-def _place(out: Path | str) -> tuple[Path, str | None, Path]:
+def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
     """The path or URL of the artifact, and where it is built on this machine."""
     if not str(out):
         raise SettingsError("--out: got nothing, expected a directory of its own for the artifact")
@@ -205,7 +184,7 @@ def add_targets(
             f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the artifact's "
             "own settings, of which targets.max_length and the like can be changed with --set, and no other"
         )
-    place, url, _ = _place(out)
+    place, url, _ = staging_place(out)
     if url is not None:
         raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
     old = ArtifactReader.open(place).manifest.settings["targets"]

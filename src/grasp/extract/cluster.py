@@ -55,25 +55,22 @@ class Cluster:
                 f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
             )
         self._room = {"num_cpus": self._threads} | ({"num_gpus": 1} if self._gpus else {})  # that a worker takes
-        free = self._wait_for_room(1 if spec.workers is None else spec.workers)
-        self.workers = min(asked, free)
-
-    def _wait_for_room(self, workers: int) -> int:
-        """Workers that there is room for now; others may be about to give theirs back."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while (free := self._free()) < workers:
+        wanted = 1 if spec.workers is None else spec.workers
+        deadline = time.monotonic() + PATIENCE_SECONDS  # others may be about to give theirs back
+        while True:
+            resources: dict[str, float] = ray.available_resources()
+            free = int(resources.get("CPU", 0)) // self._threads
+            if self._gpus:
+                free = min(free, int(resources.get("GPU", 0)))
+            if free >= wanted:
+                break
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"--engine ray: the cluster has room for {free} workers now, expected {workers}; its cores or GPUs "
+                    f"--engine ray: the cluster has room for {free} workers now, expected {wanted}; its cores or GPUs "
                     "are taken by others: ask for fewer --workers, or come back later with --resume"
                 )
             time.sleep(POLL_SECONDS)
-        return free
-
-    def _free(self) -> int:
-        free: dict[str, float] = self._ray.available_resources()
-        cores = int(free.get("CPU", 0)) // self._threads
-        return min(cores, int(free.get("GPU", 0))) if self._gpus else cores
+        self.workers = min(asked, free)
 
     def put(self, value: Any) -> Any:
         """A reference to a value that every worker may read."""
@@ -179,7 +176,10 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
     ray = require("ray", extra="ray", feature="--engine ray")
     own = not ray.is_initialized()
     if own:
-        where = _local(spec) if spec.address is None else {"address": spec.address}
+        where: dict[str, Any] = {"address": spec.address}
+        if spec.address is None:  # of this machine alone; two workers can be tried on any
+            cores = max(os.cpu_count() or 1, 2 * spec.threads)
+            where = {"address": "local", "include_dashboard": False, "num_cpus": cores, "configure_logging": False}
         try:
             ray.init(log_to_driver=False, logging_level="error", **where)
         except (ConnectionError, ValueError, RuntimeError) as err:
@@ -195,12 +195,6 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
     finally:
         if own:
             ray.shutdown()
-
-
-def _local(spec: ClusterSpec) -> dict[str, Any]:
-    """A cluster of this machine alone, whatever others run here. Two workers can be tried on any machine."""
-    cores = max(os.cpu_count() or 1, 2 * spec.threads)
-    return {"address": "local", "include_dashboard": False, "num_cpus": cores, "configure_logging": False}
 
 
 def _from_directory(directory: str, function: Callable[..., Any], *arguments: Any) -> Any:

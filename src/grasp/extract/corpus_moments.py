@@ -49,7 +49,7 @@ def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> boo
     """
     size = store.n_supervised * (4 * model.hidden_size + 12 * (settings.top_k + 3))
     all_sampled = store.n_supervised <= settings.moment_positions and store.n_rows <= settings.moment_rows
-    return all_sampled and size <= SEEN_BYTES and not settings.gradient
+    return all_sampled and size <= SEEN_BYTES and "gradient" not in settings.kernels
 
 
 def position_moments(
@@ -83,7 +83,7 @@ def position_moments(
     for _, part in workers.run(position_sums, parts, progress.advance, in_order=True, every=every):
         sums.merge(part)
     moments = sums.moments()
-    if settings.gradient:
+    if "gradient" in settings.kernels:
         count = min(store.n_rows, settings.gradient_rows)
         index = np.sort(stream(settings.seed, "moments", "gradient").choice(store.n_rows, size=count, replace=False))
         progress.stage("gradient moments", rows=count, tokens=int(length_N[index].sum()))

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
-from grasp.extract.forward import PositionKernels, UnitFeatures
+from grasp.extract.forward import PositionKernels, UnitFeatures, Workers
 from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Reference, Rows
@@ -48,7 +48,7 @@ class ModelActor:
         return load_reference(self._settings)
 
 
-class RayWorkers:
+class RayWorkers(Workers):
     """The actors of one build."""
 
     def __init__(self, cluster: Cluster, settings: BuildSettings, units: UnitFeatures) -> None:

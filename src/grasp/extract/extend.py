@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
-from grasp.extract.forecast import first_rows, forecast, pass_seconds
 from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.extract.inputs import identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
@@ -58,12 +57,10 @@ def add_target(
             return "there already"
         kept = artifact.keeps_features
         if not kept:
-            rows = first_rows(inputs.store)
-            seconds = pass_seconds(
-                inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, position_kernels
+            progress.note(
+                f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features spares "
+                "targets that are added this pass"
             )
-            said = forecast(inputs.model, inputs.store, rows, seconds)
-            progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
         left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
         announce(progress, inputs.store, len(left))
         for k in left:
@@ -88,7 +85,7 @@ def kernels(
     """The artifact's own moments, folded into units; the product sketch is there already."""
     features = features.model_copy(update={"product_width": 0})
     position_kernels = None
-    if features.token:
+    if "token" in features.kernels:
         position_kernels = PositionKernels.prepare(units, unspool_position_moments(artifact.moments), features, model)
     return position_kernels, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
 

@@ -1,155 +1,119 @@
-"""A first look, on a few rows before the pass: has the model learned anything, and how long will the build take?"""
+"""`grasp build --forecast`: what a build would be, by its own functions on the first rows."""
 
-import io
-import math
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from grasp.errors import ModelError
+from grasp.artifact.manifest import MANIFEST
+from grasp.artifact.writer import lock_artifact
+from grasp.errors import ArtifactError
 from grasp.extract.backward import square_sums
-from grasp.extract.corpus_moments import STATES, Store, reads_once
-from grasp.extract.forward import PositionKernels, UnitFeatures, forward_shard, position_sums
-from grasp.features.extract import Pass, Reference, Rows
-from grasp.features.gradient_match import SampledGradients
-from grasp.settings import BuildSettings, FeatureSettings
+from grasp.extract.build import REQUIRED, staging_place
+from grasp.extract.corpus_moments import STATES, reads_once, spool_position_moments
+from grasp.extract.forward import PositionKernels, forward_shard, position_sums
+from grasp.extract.inputs import ON_DISK, Inputs, prepare
+from grasp.extract.local import alike, claim_settings, decided, first_rows, has_work, refuse_untrained
+from grasp.extract.progress import Progress, Silent
+from grasp.features.extract import Pass
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import build_settings
+from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-
-TOKENS = 2_048  # of the rows that are looked at
-UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
-BUSY = 0.5  # of a core: with less, other programs take the time
-
-Spent = NDArray[np.float64]  # seconds: of the clock, of the CPU
+from grasp.yaml_files import plain_settings, require_flags
 
 
-def first_rows(store: Store) -> Rows:
-    """The first rows of a corpus, at least one."""
-    reached = np.cumsum(np.asarray(store.table(0).column("n_tokens"), dtype=np.int64))
-    return store.rows(np.arange(max(1, int(np.searchsorted(reached, TOKENS, side="right")))))
+def foretell(
+    out: Path | str,
+    settings: Mapping[str, Any] | Path | str,
+    *,
+    untrained: bool = False,
+    progress: Progress | None = None,
+) -> str:
+    """What `build` would be: rows, questions, kernels, time and disk, a line each. Its rows are kept for the build.
 
-
-def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) -> None:
-    """See that the model knows more than chance.
-
+    Args:
+        settings: as of `build`; all that it reads is named in them.
     Raises:
-        ModelError: its mean loss is that of a guess among all tokens.
+        GraspError: what would stop the build before its pass; or it is finished.
     """
-    loss, chance = float(forward_shard(model, rows, settings, None).loss_N.mean()), math.log(model.vocab_size)
-    if loss > UNTRAINED * chance:
-        raise ModelError(
-            f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, "
-            f"guessing gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made "
-            "them; or go on all the same with --untrained"
-        )
+    data = plain_settings(settings)
+    require_flags(data, REQUIRED, "build")
+    asked, place, progress = decided(build_settings(data), ON_DISK), staging_place(out)[2], progress or Silent()
+    with lock_artifact(place):
+        if (place / MANIFEST).exists():
+            raise ArtifactError(f"{place}: is finished, so there is nothing to foretell; choose another --out")
+        claim_settings(asked, place, progress)
+        inputs = prepare(asked, place / "tokens", progress, replace=not has_work(place))
+        if not untrained and isinstance(inputs.model, ReferenceModel):
+            refuse_untrained(inputs.model, inputs.store, inputs.settings.features)
+        if inputs.settings.like is not None:
+            alike(inputs, inputs.settings.like)
+        return _by_first_rows(inputs, sum(file.stat().st_size for file in (place / "tokens").iterdir()))
 
 
-def expected_seconds(
-    model: Reference, store: Store, rows: Rows, units: UnitFeatures, settings: FeatureSettings, *, given: bool = False
-) -> Spent:
-    """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
-    before. There and back it counts the gradient kernel without its products, and the questions.
+def _by_first_rows(inputs: Inputs, kept: int) -> str:
+    """The lines; `kept`: bytes of the rows as they lie on disk already."""
+    model, store, settings, units = inputs.model, inputs.store, inputs.settings, inputs.units
+    features, given = settings.features, settings.like is not None
 
-    Args:
-        given: moments are another artifact's: no pass is for them.
-    """
-    kernel, sampled, seconds = None, 0.0, np.zeros(2)
-    if settings.gradient:
-        begun = _now()
-        square_sums(model, rows, settings)
-        sample = 0.0 if given else store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
-        asked = sum(len(example.input_ids) for example in units.examples)
-        seconds += (_now() - begun) * (store.n_tokens + sample + asked)
-        settings = settings.model_copy(update={"gradient_match": False})
-    seen: list[Pass] = []
-    if settings.token or settings.product_width > 0:
-        begun = _now()
-        once = not given and reads_once(model, store, settings)
-        sums = position_sums(model, rows, settings, seen=seen if once else None)
-        seconds += (_now() - begun) * (0 if given else min(store.n_tokens, settings.moment_positions))
-        kernel = PositionKernels.prepare(units, sums.moments(), settings, model)
-    if store.n_rows > settings.moment_rows and not given:
-        sampled = store.n_tokens * settings.moment_rows / store.n_rows
-    forward = pass_seconds(model, store.n_tokens + sampled, rows, settings, kernel, seen)
-    return seconds / max(1, rows.n_tokens) + forward
+    # Time: of the passes for moments over their samples, of the questions once, and of the pass over all rows.
+    rows, kernels, seconds = first_rows(store), None, 0.0
+    per_row_token = 1 / max(1, rows.n_tokens)
+    forward_shard(model, rows, features, None)  # the first time takes longer
+    seen: list[Pass] | None = [] if not given and reads_once(model, store, features) else None
+    if "token" in features.kernels or features.product_width:
+        begun = time.perf_counter()
+        moments = position_sums(model, rows, features, seen=seen).moments()
+        if not given:
+            seconds += (time.perf_counter() - begun) * min(store.n_tokens, features.moment_positions) * per_row_token
+        if "gradient" in features.kernels:
+            begun = time.perf_counter()
+            moments = replace(moments, gradient_K=square_sums(model, rows, features).mean())
+            if not given:
+                sampled = min(1.0, features.gradient_rows / store.n_rows)
+                seconds += (time.perf_counter() - begun) * sampled * store.n_tokens * per_row_token
+        begun = time.perf_counter()
+        kernels = PositionKernels.prepare(units, moments, features, model)
+        seconds += time.perf_counter() - begun
+    keep = settings.keep_features and "token" in features.kernels
+    begun = time.perf_counter()
+    shard = forward_shard(model, rows, features, kernels, keep_positions=keep, seen=seen)
+    passes = 1.0 if given or store.n_rows <= features.moment_rows else 1.0 + features.moment_rows / store.n_rows
+    seconds += (time.perf_counter() - begun) * passes * store.n_tokens * per_row_token
 
-
-def pass_seconds(
-    model: Reference,
-    n_tokens: float,
-    rows: Rows,
-    settings: FeatureSettings,
-    kernel: PositionKernels | None,
-    seen: list[Pass] | None = None,
-) -> Spent:
-    """Time of one pass over so many tokens."""
-    begun = _now()
-    forward_shard(model, rows, settings, kernel, seen=seen)
-    return (_now() - begun) * n_tokens / max(1, rows.n_tokens)
-
-
-def forecast(model: Reference, store: Store, rows: Rows, seconds: Spent) -> str:
-    """The time in words; on a machine that others keep busy also what it would be without them, at most."""
-    wall, cpu = (float(value) for value in seconds)
-    about = f"about {duration_text(wall)}, by the first {len(rows)} rows"
-    if model.device.type == "cpu" and cpu < BUSY * wall:
-        about += f"; {duration_text(cpu)} of it is computing, the rest waits for other programs on this machine"
-    return f"{store.n_tokens:,} tokens on {model.device}: {about}"
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a build would be: counted, but for the time, which the first rows tell."""
-
-    rows: int
-    documents: int
-    tokens: int
-    questions: dict[str, int]  # by target
-    kernels: tuple[str, ...]
-    time: str
-    disk: int  # bytes of the finished artifact
-    beside: int  # bytes more, until it is finished
-
-    def __str__(self) -> str:
-        questions = ", ".join(f"{n:,} of {target}" for target, n in self.questions.items())
-        return (
-            f"rows: {self.rows:,} of {self.documents:,} documents\n"
-            f"questions: {questions}\n"
-            f"kernels: {', '.join(self.kernels)}\n"
-            f"time: {self.time}\n"
-            f"disk: about {size_text(self.disk)}, and {size_text(self.beside)} more until it is finished"
-        )
-
-
-def disk_bytes(
-    model: Reference, store: Store, kept: int, rows: Rows, n_numbers: int, settings: BuildSettings
-) -> tuple[int, int]:
-    """Bytes of a finished artifact of so many numbers a row, and those that are there beside it while it is built.
-
-    Args:
-        kept: bytes of the rows as they lie on disk already; of what the model gives the first ones tell.
-    """
-    features = settings.features
-    numbers = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
-    moments = 3 * 8 * (model.hidden_size**2 + model.vocab_size)
-    if features.neighbour:
-        moments += min(store.n_tokens, 2 * STATES) * (4 * model.hidden_size + 8)
-    coordinates = SampledGradients.choose(model, features).sample.size if features.gradient else 0
-    moments += 4 * coordinates
-    table = io.BytesIO()
-    pq.write_table(store.table(0), table)
-    named = 2 * table.tell() * store.n_shards  # as one table, and shard by shard
-    shard = forward_shard(model, rows, features, None, keep_positions=settings.keep_features and features.token)
-    of_row = sum(array.nbytes for array in shard.spool(relevance=True).values()) / len(rows)
-    finished = numbers + moments + named + kept * settings.keep_tokens
+    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and what is kept.
+    n_numbers = sum(array.shape[1] for array in shard.arrays.values()) + features.hidden_width + features.residual_width
+    if "pooled" in features.kernels:
+        n_numbers += units.n_units
+    finished = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
+    finished += 2 * len(parquet_bytes(store.table(0))) * store.n_shards
+    finished += 8 * (model.hidden_size**2 + model.vocab_size)
+    if kernels is not None:
+        states = min(store.n_supervised, STATES) / max(1, int(store.supervised()[: len(rows)].sum()))
+        for name, array in spool_position_moments(kernels.moments).items():
+            finished += round(array.nbytes * (states if name.startswith("neighbour.") else 1))
     if settings.keep_features:
-        of_token = sum(array.nbytes for array in shard.spool(relevance=False).values()) / max(1, rows.n_tokens)
-        finished += round(of_token * store.n_tokens) + 2 * coordinates * store.n_rows
-    spooled = round(of_row * min(store.n_rows, features.moment_rows))
-    return finished, spooled + kept * (not settings.keep_tokens)
+        features_bytes = sum(array.nbytes for array in shard.spool(relevance=False).values())
+        finished += round(features_bytes * store.n_tokens * per_row_token)
+    spooled = sum(array.nbytes for array in shard.spool(relevance=True).values()) / len(rows)
+    beside = round(spooled * min(store.n_rows, features.moment_rows))
+    if settings.keep_tokens:
+        finished += kept
+    else:
+        beside += kept
 
-
-def _now() -> Spent:
-    return np.array([time.perf_counter(), time.process_time()])
+    questions = Counter(unit.target for unit in inputs.unit_set.units)
+    ranking = [name for name in features.kernels if name != "pooled"] or ["pooled"]  # ranks where nothing else does
+    about = f"about {duration_text(seconds)}, by the first {len(rows)} rows"
+    return (
+        f"rows: {store.n_rows:,} of {store.n_documents:,} documents\n"
+        f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}\n"
+        f"kernels: {', '.join(ranking)}\n"
+        f"time: {store.n_tokens:,} tokens on {model.device}: {about}\n"
+        f"disk: about {size_text(finished)}, and {size_text(beside)} more until it is finished"
+    )

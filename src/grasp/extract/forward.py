@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -119,21 +119,21 @@ class PositionKernels:
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
         targets = inputs = shift = tilt = neighbours = sketch = gradient = None
-        if settings.token:
+        if "token" in settings.kernels:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
             delta_SH = hidden_gradient(model.head, units.residual)
             inputs = prepare_targets(delta_SH, input_tokens(units.input_S), *of_units, own, BATCH_ROWS)
-            if settings.shift:
+            if "shift" in settings.kernels:
                 shift = prepare_shift(delta_SH, *of_units, own)
-            if settings.tilt:
+            if "tilt" in settings.kernels:
                 tilt = prepare_tilt(units.hidden_SH, delta_SH, *of_units, moments)
-        if settings.neighbour and moments.states is not None:
+        if "neighbour" in settings.kernels and moments.states is not None:
             neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
-        if settings.gradient and moments.gradient_K is not None:
+        if "gradient" in settings.kernels and moments.gradient_K is not None:
             gradient = GradientKernel.prepare(model, units.examples, moments.gradient_K, settings)
         return cls(moments, model.head, targets, inputs, shift, tilt, neighbours, sketch, gradient)
 
@@ -341,8 +341,8 @@ class PositionSums:
         self.every = every
         self.loss: list[float] = []  # sums over some of the positions
         self.token = MomentAccumulator(*size)
-        self.input = MomentAccumulator(*size) if settings.input else None
-        self.states: list[LabelledStates] | None = [] if settings.neighbour else None
+        self.input = MomentAccumulator(*size) if "input" in settings.kernels else None
+        self.states: list[LabelledStates] | None = [] if "neighbour" in settings.kernels else None
 
     def add(self, batch: PositionBatch, head: OutputHead) -> None:
         """Add the positions of a forward pass."""
@@ -402,23 +402,8 @@ def position_sums(
     return sums
 
 
-class Workers(Protocol):
-    """Who runs jobs of the model over parts of the corpus: this process, or workers on a cluster."""
-
-    def run(
-        self,
-        job: Callable[..., Any],
-        parts: Iterable[tuple[int, Rows]],
-        advance: Advance = ignore,
-        *,
-        in_order: bool = False,
-        **how: Any,
-    ) -> Iterator[tuple[int, Any]]:
-        """What `job(model, rows, settings, **how)` gives for each numbered part, as parts are done or `in_order`."""
-
-
-class InProcess:
-    """The model of this process, one part after the other.
+class Workers:
+    """Who runs jobs of the model over parts of the corpus: this process; see also `engine.RayWorkers`.
 
     Args:
         keep_passes: what the model gives a part for the moments is used again for the shard of the same number.
@@ -437,7 +422,7 @@ class InProcess:
         in_order: bool = False,
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """See Workers."""
+        """What `job(model, rows, settings, **how)` gives for each numbered part, as parts are done or `in_order`."""
         for k, rows in parts:
             if self._seen is not None:
                 how["seen"] = self._seen.setdefault(k, [])

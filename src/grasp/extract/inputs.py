@@ -37,7 +37,6 @@ class Inputs:
     store: Store
     unit_set: UnitSet
     units: UnitFeatures
-    positions_E: list[int]  # tokens that carry loss, per unit
     model_fingerprint: str
 
 
@@ -97,7 +96,6 @@ def prepare(
             )
         unit_set = unit_set.written_out(model.tokenizer)
         units = unit_set.tokenize(model.tokenizer, longest)
-        positions_E = [len(unit.input_ids) - unit.first for unit in units]
         store = RowStore.write(
             tokens,
             settings.corpus,
@@ -116,7 +114,6 @@ def prepare(
         unit_set, units, store = vision().read(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
-        positions_E = [1] * len(unit_set.units)
     progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
@@ -124,7 +121,6 @@ def prepare(
         store=store,
         unit_set=unit_set,
         units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
-        positions_E=positions_E,
         model_fingerprint=model.fingerprint(),
     )
 
@@ -225,7 +221,7 @@ def unit_table(inputs: Inputs) -> pa.Table:
         {
             "unit_id": [unit.unit_id for unit in units],
             "target": [unit.target for unit in units],
-            "n_positions": pa.array(inputs.positions_E, pa.int32()),
+            "n_positions": pa.array(torch.bincount(inputs.units.unit_S, minlength=len(units)).tolist(), pa.int32()),
             "loss": pa.array(inputs.units.loss_E, pa.float32()),
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,7 +25,7 @@ from grasp.artifact.spool import FeatureSpool
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.corpus_moments import (
     Store,
@@ -39,8 +38,7 @@ from grasp.extract.corpus_moments import (
     unspool_moments,
     unspool_position_moments,
 )
-from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import InProcess, PositionKernels, ShardForward, Workers, forward_shard
+from grasp.extract.forward import PositionKernels, ShardForward, Workers, forward_shard
 from grasp.extract.inputs import (
     ON_DISK,
     InMemory,
@@ -51,16 +49,19 @@ from grasp.extract.inputs import (
     unit_table,
 )
 from grasp.extract.progress import Progress, Silent
+from grasp.features.extract import Rows
 from grasp.features.moments import Moments
 from grasp.features.pooled_match import PooledKernel
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
-from grasp.settings import BuildSettings
+from grasp.models.device import dtype_name
+from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
 Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
-KERNELS = ("token", "input", "neighbour", "shift", "tilt", "gradient")
+FIRST_TOKENS = 2_048  # of the rows that tell whether the model has learned anything
+UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 NO_GRADIENT = "relevance_gradient.none"  # sum over rows without a finite one
@@ -100,8 +101,8 @@ def build_artifact(
         features = settings.features
         made_of = identity(inputs)
         work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
-        if isinstance(model, ReferenceModel) and fresh:
-            look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
+        if must_be_trained and fresh and isinstance(model, ReferenceModel):
+            refuse_untrained(model, store, features)
         given: Given | None = None
         if settings.like is not None:
             spool = FeatureSpool(work / "like")  # copied when the build begins: the other artifact may go
@@ -111,7 +112,7 @@ def build_artifact(
             given = spool.read(0)
         entered: AbstractContextManager[Workers]
         if cluster is None:
-            entered = nullcontext(InProcess(model, features, keep_passes=reads_once(model, store, features)))
+            entered = nullcontext(Workers(model, features, keep_passes=reads_once(model, store, features)))
         else:
             from grasp.extract.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 
@@ -180,7 +181,7 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
         )
     features, reader = settings.features.decided(train), settings.model
     if reader.adapter is None and is_adapter(reader.path):
-        reader = reader.model_copy(update={"adapter": "apart" if features.gradient else "folded"})
+        reader = reader.model_copy(update={"adapter": "apart" if "gradient" in features.kernels else "folded"})
     return settings.model_copy(update={"train": train, "features": features, "model": reader})
 
 
@@ -191,16 +192,12 @@ def alike(inputs: Inputs, like: str) -> ArtifactReader:
         ArtifactError: it is none, or another model or other feature settings made it; every difference is named.
     """
     artifact = ArtifactReader.open(like)
-    now, then = describe_build(inputs, None), artifact.manifest
-    reader, _ = inputs.model.reader
+    reader, reader_fingerprint = inputs.model.reader
+    then, now = artifact.manifest, {"model": inputs.model_fingerprint, reader: reader_fingerprint}
     changed = [
-        *differences(
-            {what: then.fingerprints.get(what) for what in ("model", reader)},
-            {what: now["fingerprints"][what] for what in ("model", reader)},
-            "fingerprints",
-        ),
-        *differences(then.made_by.get("dtype"), now["made_by"]["dtype"], "model.dtype"),
-        *differences(artifact.feature_settings, now["settings"]["features"], "features"),
+        *differences({what: then.fingerprints.get(what) for what in now}, now, "fingerprints"),
+        *differences(then.made_by.get("dtype"), dtype_name(inputs.model.dtype), "model.dtype"),
+        *differences(artifact.feature_settings, inputs.settings.features.model_dump(mode="json"), "features"),
     ]
     if changed:
         raise ArtifactError(
@@ -210,55 +207,26 @@ def alike(inputs: Inputs, like: str) -> ArtifactReader:
     return artifact
 
 
-def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alone: bool) -> None:
-    """Tell how long it will take, unless others help; stop at a model that has learned nothing."""
-    rows, features = first_rows(inputs.store), inputs.settings.features
-    if must_be_trained:
-        refuse_untrained(inputs.model, rows, features)
-    if alone:
-        given = inputs.settings.like is not None
-        seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features, given=given)
-        progress.note(forecast(inputs.model, inputs.store, rows, seconds))
-        progress.expect(float(seconds[0]))
+def first_rows(store: Store) -> Rows:
+    """The first rows of a corpus, at least one."""
+    reached = np.cumsum(np.asarray(store.table(0).column("n_tokens"), dtype=np.int64))
+    return store.rows(np.arange(max(1, int(np.searchsorted(reached, FIRST_TOKENS, side="right")))))
 
 
-def foretell(
-    settings: BuildSettings, out: Path, *, progress: Progress | None = None, must_be_trained: bool = False
-) -> Forecast:
-    """What `build` with these settings would be. The rows that it reads are kept for the build.
+def refuse_untrained(model: ReferenceModel, store: Store, settings: FeatureSettings) -> None:
+    """See that the model knows more than chance.
 
     Raises:
-        GraspError: what would stop the build before its pass; or it is finished.
+        ModelError: its mean loss on the first rows is that of a guess among all tokens.
     """
-    progress = progress or Silent()
-    settings = decided(settings, ON_DISK)
-    with lock_artifact(out):
-        if (out / MANIFEST).exists():
-            raise ArtifactError(f"{out}: is finished, so there is nothing to foretell; choose another --out")
-        claim_settings(settings, out, progress)
-        inputs = prepare(settings, out / "tokens", progress, replace=not has_work(out))
-        model, store, features = inputs.model, inputs.store, inputs.settings.features
-        rows = first_rows(store)
-        if must_be_trained and isinstance(model, ReferenceModel):
-            refuse_untrained(model, rows, features)
-        forward_shard(model, rows, features, None)  # the first time takes longer
-        given = inputs.settings.like is not None and alike(inputs, inputs.settings.like)
-        seconds = expected_seconds(model, store, rows, inputs.units, features, given=bool(given))
-        kernels = [name for name in KERNELS if getattr(features, name)]
-        widths = features.hidden_width + features.residual_width + features.product_width
-        on_disk = sum(file.stat().st_size for file in (out / "tokens").iterdir())
-        numbers = widths + (len(kernels) + features.pooled) * inputs.units.n_units
-        disk, beside = disk_bytes(model, store, on_disk, rows, numbers, inputs.settings)
-    return Forecast(
-        rows=store.n_rows,
-        documents=store.n_documents,
-        tokens=store.n_tokens,
-        questions=dict(Counter(unit.target for unit in inputs.unit_set.units)),
-        kernels=tuple(kernels or ["pooled"]),  # which ranks only where nothing else does
-        time=forecast(model, store, rows, seconds),
-        disk=disk,
-        beside=beside,
-    )
+    rows = first_rows(store)
+    loss, chance = float(forward_shard(model, rows, settings, None).loss_N.mean()), math.log(model.vocab_size)
+    if loss > UNTRAINED * chance:
+        raise ModelError(
+            f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, "
+            f"guessing gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made "
+            "them; or go on all the same with --untrained"
+        )
 
 
 def has_work(out: Path) -> bool:
@@ -310,7 +278,7 @@ def build_position_kernels(
 ) -> PositionKernels | None:
     """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
     model, features = inputs.model, inputs.settings.features
-    if not features.token and not features.product_width:
+    if "token" not in features.kernels and not features.product_width:
         return None
     if given is None:
         spool = FeatureSpool(work / "token-moments")
@@ -329,7 +297,7 @@ def build_position_kernels(
 def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
     """What will be trained and which kernels rank rows for it; and whether the model's loss is odd for that."""
     features, share = settings.features, loss / math.log(vocab)
-    kernels = [name for name in KERNELS if getattr(features, name)]
+    kernels = [name for name in features.kernels if name != "pooled"]
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
     yield f"to be trained: {what}; rows rank by {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats a token"
     if settings.train == "further" and share > UNSKILLED:
@@ -351,7 +319,7 @@ def forward_shards(
     if left:
         announce(progress, inputs.store, len(left))
     kept = FeatureSpool(out / FEATURES) if inputs.settings.keep_features else None
-    keep = kept is not None and inputs.settings.features.token
+    keep = kept is not None and "token" in inputs.settings.features.kernels
     parts = ((k, inputs.store.shard(k)) for k in left)
     for k, shard in workers.run(forward_shard, parts, progress.advance, kernel=kernels, keep_positions=keep):
         if kept is not None:

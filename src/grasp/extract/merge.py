@@ -7,8 +7,7 @@ totals, what was left out) is computed again for all rows. Texts, tokens and kep
 
 import hashlib
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
+from grasp.arrays import F32
 from grasp.artifact.manifest import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS, conform
@@ -31,8 +31,6 @@ from grasp.files import FULL, check_outputs, differences, written_aside
 from grasp.store.remote import remote_url
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
-DERIVED = ("loss",)  # columns of units that another machine may round differently
-COUNTED = ("n_tokens", "n_documents")
 
 
 def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | None = None) -> ArtifactReader:
@@ -72,17 +70,27 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
 
 def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
     """See that numbers of two parts mean the same."""
-    found = list(differences(_meaning(first), _meaning(part)))
-    found += [
-        f"moments.{name}: other numbers"
-        for name in sorted({*first.moments, *part.moments})
-        if not (name in first.moments and name in part.moments)
-        or not np.array_equal(first.moments[name], part.moments[name])
-    ]
-    both = first.units, part.units
-    for name in dict.fromkeys([*both[0].column_names, *both[1].column_names]):
-        then, now = (units[name].to_pylist() if name in units.column_names else None for units in both)
-        if name not in DERIVED and then != now:
+    then, now = (
+        {
+            "fingerprints": {name: value for name, value in one.manifest.fingerprints.items() if name != "corpus"},
+            "model.dtype": one.manifest.made_by.get("dtype"),
+            "features": dict(one.feature_settings),
+            "targets": one.manifest.targets,
+            "arrays": {
+                name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
+                for name, entry in one.manifest.arrays.items()
+            },
+        }
+        for one in (first, part)
+    )
+    found = list(differences(then, now))
+    for name in sorted({*first.moments, *part.moments}):
+        both = name in first.moments and name in part.moments
+        if not both or not np.array_equal(first.moments[name], part.moments[name]):
+            found.append(f"moments.{name}: other numbers")
+    for name in dict.fromkeys([*first.units.column_names, *part.units.column_names]):
+        values = [one.units[name].to_pylist() if name in one.units.column_names else None for one in (first, part)]
+        if name != "loss" and values[0] != values[1]:  # another machine may round losses differently
             found.append(f"units.{name}: other values")
     if found:
         raise ArtifactError(
@@ -90,38 +98,20 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         )
 
 
-def _meaning(part: ArtifactReader) -> dict[str, Any]:
-    """What decides what the numbers of an artifact mean, but for its moments and units."""
-    manifest = part.manifest
-    return {
-        "fingerprints": {name: value for name, value in manifest.fingerprints.items() if name != "corpus"},
-        "model.dtype": manifest.made_by.get("dtype"),
-        "features": dict(part.feature_settings),
-        "targets": manifest.targets,
-        "arrays": {
-            name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
-            for name, entry in manifest.arrays.items()
-        },
-    }
-
-
 def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
     """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
     every = " UNION ALL ".join(
         f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
     )
-    with tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill:
-        config: dict[str, str | bool | int | float | list[str]] = {
-            "temp_directory": spill,
-            "memory_limit": "512MB",
-            "threads": 2,
-        }
-        with duckdb.connect(config=config) as connection:
-            found = connection.execute(
-                "SELECT row_id, min(part), max(part), count(*) OVER () "
-                f"FROM ({every}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
-                [str(part.rows_path) for part in parts],
-            ).fetchone()
+    with (
+        tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill,
+        duckdb.connect(config={"temp_directory": spill, "memory_limit": "512MB", "threads": 2}) as connection,
+    ):
+        found = connection.execute(
+            "SELECT row_id, min(part), max(part), count(*) OVER () "
+            f"FROM ({every}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
+            [str(part.rows_path) for part in parts],
+        ).fetchone()
     if found is not None:
         name, first, last, count = found
         raise ArtifactError(
@@ -161,7 +151,13 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         for name, entry in first.arrays.items()
     }
     given = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
-    stored = [_without_gains(part) for part in parts]
+    stored = []  # the parts with their numbers as they were before a gain of their own corpus
+    for part in parts:
+        bare = ArtifactReader.open(part.where)
+        without = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
+        bare.manifest = part.manifest.model_copy(update={"arrays": without})
+        stored.append(bare)
+    begins = np.cumsum([0, *(part.n_rows for part in parts)])
     with lock_artifact(out):
         writer = ArtifactWriter.open(
             out,
@@ -173,37 +169,23 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         )
         progress.stage("merge", rows=n_rows, tokens=None)
         for k in range(writer.grid.n_shards):
-            pieces = list(_pieces(stored, *writer.grid.bounds(k)))
-            table = pa.concat_tables([_conform(part.rows(rows), schema) for part, rows in pieces])
-            numbers = {name: np.concatenate([part.array_rows(name, rows) for part, rows in pieces]) for name in arrays}
-            writer.write_shard(k, numbers, table, {})
+            start, stop = writer.grid.bounds(k)
+            tables, numbers = [], {name: list[F32]() for name in arrays}
+            for part, begin in zip(stored, begins[:-1], strict=True):
+                rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
+                if not len(rows):
+                    continue
+                table = part.rows(rows)
+                if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:
+                    # plain text: all but the first token
+                    table = table.append_column(LOSS_TOKENS, pc.subtract(table["n_tokens"], 1))
+                tables.append(conform(table, schema))
+                for name in arrays:
+                    numbers[name].append(part.array_rows(name, rows))
+            table = pa.concat_tables(tables)
+            writer.write_shard(k, {name: np.concatenate(pieces) for name, pieces in numbers.items()}, table, {})
             progress.advance(table.num_rows, 0)
         writer.finish(manifest=given, moments=dict(parts[0].moments), units=parts[0].units, sums=sums, gains=gains)
-
-
-def _without_gains(part: ArtifactReader) -> ArtifactReader:
-    """The artifact with its numbers as they were before a gain of its own corpus."""
-    manifest = part.manifest
-    arrays = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in manifest.arrays.items()}
-    bare = ArtifactReader.open(part.where)
-    bare.manifest = manifest.model_copy(update={"arrays": arrays})
-    return bare
-
-
-def _pieces(parts: Sequence[ArtifactReader], start: int, stop: int) -> Iterator[tuple[ArtifactReader, Any]]:
-    """Which rows of which parts are rows [start, stop) of all."""
-    begin = 0
-    for part in parts:
-        rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
-        if len(rows):
-            yield part, rows
-        begin += part.n_rows
-
-
-def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:  # plain text: all but the first token
-        table = table.append_column(LOSS_TOKENS, pc.subtract(table["n_tokens"], 1))
-    return conform(table, schema)
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:
@@ -214,36 +196,30 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
     ]
     corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
-    corpus = hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()
-    known = [manifest.details for manifest in manifests]
-    counted = {name: sum(manifest.detail(name) for manifest in manifests) for name in COUNTED}
     corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
     shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
+    log, columns = Skipped(), dict[str, None]()
+    for manifest in manifests:
+        rows = manifest.skipped.get("rows", {})
+        log.extend(rows.get("counts", {}), rows.get("ids", {}))
+        columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
+    seconds: dict[str, float] | None = {}
+    for manifest in manifests:
+        own = manifest.details.get("build_seconds")  # None: it was cut off
+        if own is None or seconds is None:
+            seconds = None
+        else:
+            seconds = {name: seconds.get(name, 0.0) + value for name, value in own.items()}
     return {
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
-        "fingerprints": first.fingerprints | {"corpus": corpus},
+        "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},
         "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
-        "skipped": _skipped([manifest.skipped for manifest in manifests]),
-        "details": first.details
-        | counted
-        | {"labels": list(labels), "build_seconds": _seconds(known), "parts": origins},
+        "skipped": {"rows": {"counts": log.counts, "ids": log.ids}, "columns": list(columns)},
+        "details": {
+            **first.details,
+            **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},
+            "labels": list(labels),
+            "build_seconds": seconds,
+            "parts": origins,
+        },
     }
-
-
-def _skipped(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    log = Skipped()
-    for rows in (skipped.get("rows", {}) for skipped in known):
-        log.extend(rows.get("counts", {}), rows.get("ids", {}))
-    columns = dict.fromkeys(name for skipped in known for name in skipped.get("columns", ()))
-    return {"rows": {"counts": log.counts, "ids": log.ids}, "columns": list(columns)}
-
-
-def _seconds(known: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Of all builds together; None: one of them was cut off, and does not know its own."""
-    seconds = [details.get("build_seconds") for details in known]
-    if any(own is None for own in seconds):
-        return None
-    total = Counter[str]()
-    for own in seconds:
-        total.update(own)
-    return dict(total)

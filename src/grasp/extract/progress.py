@@ -18,9 +18,6 @@ class Progress(Protocol):
     def note(self, line: str) -> None:
         """Something worth knowing, a sentence."""
 
-    def expect(self, seconds: float) -> None:
-        """The stages that follow take about so long together."""
-
 
 class Silent:
     """Watches nothing."""
@@ -32,9 +29,6 @@ class Silent:
         pass
 
     def note(self, line: str) -> None:
-        pass
-
-    def expect(self, seconds: float) -> None:
         pass
 
 

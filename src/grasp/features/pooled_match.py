@@ -141,7 +141,7 @@ class PooledKernel:
         project = gaussian_projection(settings.hidden_width, len(whitener.mean_H), settings.seed)
         count = CountSketch.draw(vocab, settings.residual_width, settings.seed, "residual")
         prepared = None
-        if settings.pooled:
+        if "pooled" in settings.kernels:
             white_EH = whitener.whiten(units.hidden_NH)
             prepared = prepare_units(white_EH, units.residual_NV, whitener.precondition_V)
         return cls(
