@@ -10,7 +10,6 @@ import pytest
 import grasp
 from grasp.choose.export import kept_documents
 from grasp.choose.scorer import Scorer
-from grasp.choose.selection import write_ids
 from grasp.errors import CorpusError
 from grasp.extract.local import build_artifact
 from tests.choose.test_export import build, choose, records, rows_of
@@ -49,7 +48,7 @@ def selected(tmp_path):
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
     kept = kept_documents(rows_of(artifact), chosen_N, "half")
-    write_ids(kept, tmp_path / "kept.txt")
+    kept.write_ids(tmp_path / "kept.txt")
     texts = {row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep}
     assert 3 < len(texts) < len(rows) - 3
     return path, str(tmp_path / "kept.txt"), texts
@@ -69,7 +68,7 @@ def test_by_content_where_documents_have_no_names(tmp_path):
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
     kept = kept_documents(rows_of(artifact), chosen_N, "half")
-    write_ids(kept, tmp_path / "kept.txt")
+    kept.write_ids(tmp_path / "kept.txt")
     reader = readers.ParquetReader(str(path.parent))
     found = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
     assert {line["text"] for line in found} == {

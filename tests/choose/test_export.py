@@ -13,16 +13,15 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.export import (
+    Exporter,
     Kept,
-    checked_format,
     corpus_settings,
     kept_documents,
     proven_rows,
     write_documents,
     write_rows,
 )
-from grasp.choose.limits import read_exclusion
-from grasp.choose.selection import write_ids
+from grasp.choose.limits import excluded
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of
@@ -151,7 +150,7 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
     assert [line["doc_id"] for line in lines] == ["page0", "page1", "page3"]
     kept = kept_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
     assert kept.names == ("page0#1", "page1#2", "page3#1")
-    write_ids(kept, tmp_path / "kept.csv")
+    kept.write_ids(tmp_path / "kept.csv")
     assert [pages[record]["row_id"] for record in pacsv.read_csv(tmp_path / "kept.csv")["record"].to_pylist()] == [
         "page0#1",
         "page1#2",
@@ -313,13 +312,12 @@ def test_what_keeps_no_document_is_told(tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
-    assert checked_format("datasets") == "datasets"
-    with pytest.raises(SettingsError, match="format: got 'csv'"):
-        checked_format("csv")
     with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line"):
-        write_ids(Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0), tmp_path / "kept.txt")
+        Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0).write_ids(tmp_path / "kept.txt")
     assert not list(tmp_path.glob("kept*"))
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    with pytest.raises(SettingsError, match="format: got 'csv'"):
+        Exporter.from_options(artifact, form="csv")
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
     with pytest.raises(SettingsError, match="its rows are images"):
         corpus_settings(artifact)
@@ -332,13 +330,13 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records(named=False)))
     rows = artifact.rows(np.arange(artifact.n_rows)).to_pylist()
     (tmp_path / "list.txt").write_text(f"{rows[0]['row_id']}\r\n\nnot there\n{rows[5]['doc_id']}\n")
-    found = read_exclusion(artifact, tmp_path / "list.txt")
+    mask_N, note = excluded(artifact, tmp_path / "list.txt")
     want = [i == 0 or row["doc_id"] in (rows[5]["doc_id"], rows[0]["row_id"]) for i, row in enumerate(rows)]
-    np.testing.assert_array_equal(found.mask_N, want)
-    assert (found.listed, found.unknown) == (3, 1)
+    np.testing.assert_array_equal(mask_N, want)
+    assert note.endswith(f": 3 names exclude {sum(want)} rows; 1 are unknown")
     pq.write_table(pa.table({"doc_id": [rows[5]["doc_id"], None]}), tmp_path / "list.parquet")
-    found = read_exclusion(artifact, tmp_path / "list.parquet")
-    np.testing.assert_array_equal(found.mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])
+    mask_N, _ = excluded(artifact, tmp_path / "list.parquet")
+    np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,7 @@ def test_exclusion_lists_that_are_none(name, content, said, tmp_path):
     elif content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SettingsError, match=f"{name}: .*{said}"):
-        read_exclusion(artifact, tmp_path / name)
+        excluded(artifact, tmp_path / name)
 
 
 @pytest.mark.parametrize(

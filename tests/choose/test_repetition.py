@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.choose.choice import Training
+from grasp.choose.choice import exposure_of
 from grasp.predict.predictor import REPEAT_WORTH, Exposure, SubsetSums
 from grasp.predict.weights import PackedMasks, Weights
 
@@ -31,8 +31,9 @@ def test_the_published_numbers(times, want):
 
 
 def test_a_corpus_that_is_read_often_anyway_gains_less_by_more():
-    assert Training(None, 100).exposure == Exposure()
-    gains = [float(Training(tokens, 100).exposure(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
+    tokens_N = np.array([40, 60])
+    assert exposure_of(None, tokens_N) == Exposure()
+    gains = [float(exposure_of(tokens, tokens_N)(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
     assert gains[0] == 2.0
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] < 1.1

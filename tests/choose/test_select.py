@@ -11,10 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
-from grasp.choose.choice import protocol_of
-from grasp.choose.limits import Limits, within
-from grasp.choose.select import _of_tokens, select
+from grasp.choose.choice import protocol_of, weighted_targets
+from grasp.choose.limits import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
+from grasp.choose.select import select, token_guarantee
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry.greedy import choose
 from grasp.geometry.objective import Objective, is_aligned, upper_bound
@@ -170,7 +169,7 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Limits.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
     picked = within(ranked(worth_N), limits)
-    said = _of_tokens(worth_N, picked, limits, alike=True)
+    said = token_guarantee(worth_N, picked, limits, alike=True)
     mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)

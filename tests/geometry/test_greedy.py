@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.choose.amounts import Amount, parse_bounds, parse_budget
-from grasp.choose.limits import Limits
+from grasp.choose.limits import Amount, Limits, parse_bounds, parse_budget
 from grasp.choose.select import select
 from grasp.geometry import greedy
 from grasp.geometry.greedy import choose

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.choose.amounts import parse_budget
 from grasp.choose.export import MANIFEST, write_documents
+from grasp.choose.limits import parse_budget
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of

@@ -3,15 +3,15 @@
 Shape letters: N rows, T targets, B subsets.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-from scipy.sparse import csr_array
 
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
@@ -28,7 +28,7 @@ from grasp.runs.imported import runs_beside
 from grasp.runs.learning import OutcomePredictor, Outside, learn, measures
 from grasp.runs.table import RunTable
 from grasp.store.sealed import write_sealed
-from grasp.text import json_text, signed, text_table
+from grasp.text import did_you_mean, json_text, signed, text_table
 from grasp.verbs.predict import notes
 
 GROUP_ROWS = 65_536
@@ -86,7 +86,7 @@ class Choice(Result):
         return path
 
     def summary(self) -> dict[str, Any]:
-        """All but the rows, as plain JSON."""
+        """All but the rows, as plain JSON; `grasp.choose.summaries` reads it."""
         names = self.targets.column_names
         plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]  # `runs_unit` says what it is
         return {
@@ -108,37 +108,20 @@ class Choice(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """How long the model will be trained: a budget of T tokens reads a corpus of C tokens T / C times.
-
-    A small choice has a high mean effect and is read often, all rows have the change 0, and the best budget lies in
-    between. Repetition is counted in rows: half of them are read twice as often, whatever their lengths.
-    """
-
-    tokens: float | None  # None: not said; as long as the corpus
-    corpus_tokens: int
-
-    @property
-    def epochs(self) -> float:
-        """How often the corpus is seen; 1 where no budget was said."""
-        return 1.0 if self.tokens is None else self.tokens / self.corpus_tokens
-
-    @property
-    def exposure(self) -> Exposure:
-        """What rows count that are seen more, or less, often."""
-        return Exposure(None if self.tokens is None else self.epochs)
-
-
-@dataclass(frozen=True, slots=True)
 class SelectionObjective:
-    """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them."""
+    """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them.
+
+    A training budget of T tokens reads a corpus of C tokens T / C times. A small choice has a high mean effect and is
+    read often, all rows have the change 0, and the best budget lies in between. Repetition is counted in rows: half of
+    them are read twice as often, whatever their lengths.
+    """
 
     artifact: ArtifactReader
     predictor: Predictor
     weights_T: F64
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
-    training: Training
+    train_tokens: float | None  # None: not said; as long as the corpus
     intervals: OutcomePredictor | None
     cautious: bool  # the lower ends of the intervals are what counts
 
@@ -148,7 +131,7 @@ class SelectionObjective:
         artifact: ArtifactReader,
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
-        training: Training,
+        train_tokens: float | None,
         runs: Environment | RunTable | Path | str | None,
         *,
         cautious: bool,
@@ -158,7 +141,7 @@ class SelectionObjective:
         Raises:
             SettingsError: `cautious`, and there are no intervals.
         """
-        if cautious and (runs is None or training.tokens is not None):
+        if cautious and (runs is None or train_tokens is not None):
             raise SettingsError(
                 "cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out"
             )
@@ -168,12 +151,17 @@ class SelectionObjective:
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, training, intervals, cautious)
+        return cls(artifact, predictor, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
+
+    @property
+    def exposure(self) -> Exposure:
+        """What rows count that are seen more, or less, often."""
+        return exposure_of(self.train_tokens, self.tokens_N)
 
     @property
     def trained(self) -> Predictor:
         """The predictor for the training budget, if one was said."""
-        return self.predictor if self.training.tokens is None else self.predictor.trained(self.training.exposure)
+        return self.predictor if self.train_tokens is None else self.predictor.trained(self.exposure)
 
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
@@ -188,7 +176,7 @@ class SelectionObjective:
     @property
     def ranks_by_runs(self) -> bool:
         """Whether rows can be ranked by what runs lead to expect, which is of means over the retained rows."""
-        return not self.predictor.protocol.interacts and self.intervals is not None and self.training.tokens is None
+        return not self.predictor.protocol.interacts and self.intervals is not None and self.train_tokens is None
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
@@ -202,6 +190,11 @@ class SelectionObjective:
         return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
 
 
+def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
+    """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
+    return Exposure(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
+
+
 def protocol_of(
     protocol: ScoringProtocol | Path | str | None, diversity: float | None, array_names: Sequence[str]
 ) -> ScoringProtocol:
@@ -212,9 +205,9 @@ def protocol_of(
     Raises:
         SettingsError: a negative weight, or no sketch to measure diversity by.
     """
-    chosen, weight = as_protocol(protocol), diversity
+    given, weight = as_protocol(protocol), diversity
     if weight is None:
-        return chosen
+        return given
     if not 0 <= weight <= MOST_DIVERSITY:
         raise SettingsError(
             f"diversity: got {weight:g}, expected 0 to {MOST_DIVERSITY:g}: the weight of the penalty on redundancy"
@@ -224,87 +217,76 @@ def protocol_of(
         raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")
     half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
     changed = {
-        "name": f"{chosen.name}, diversity {weight:g}",
+        "name": f"{given.name}, diversity {weight:g}",
         "components": {f"{half}.raw": -weight} if weight else {},
         "selected_on": None,
     }
-    return protocol_from(chosen.model_dump() | changed, "diversity")
+    return protocol_from(given.model_dump() | changed, "diversity")
+
+
+def weighted_targets(
+    given: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
+) -> Mapping[str, float]:
+    """Targets and their weights, which add up to 1.
+
+    Args:
+        given: `sciq`, `sciq=2,openbookqa=1`, names, or names and weights; None: the one that there is.
+        known: targets of the artifact; names with a comma or `=` in them are found by it.
+    Raises:
+        SettingsError: none named where there are several, an unknown one, one twice, or a weight that is not a
+            positive number.
+    """
+    has = f"the artifact has {', '.join(known)}"
+    if given is None:
+        if len(known) != 1:
+            raise SettingsError(f"target: got none, and {has}; name one, or weigh several: {known[0]}=2,{known[1]}=1")
+        return {known[0]: 1.0}
+    pairs: list[tuple[str, float]] = []
+    if isinstance(given, str):
+        # where one name begins another, the longer one is meant
+        names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+        part, at = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
+        while at < len(given):
+            found = part.match(given, at)
+            if found is None:
+                raise SettingsError(f"target: got {given[at:]!r}, expected target or target=weight; {has}")
+            try:
+                pairs.append((found[1] or found[2], 1.0 if found[3] is None else float(found[3])))
+            except ValueError as err:
+                raise SettingsError(
+                    f"target: got {found[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
+                ) from err
+            at = found.end()
+    else:
+        pairs += [(name, float(given[name]) if isinstance(given, Mapping) else 1.0) for name in given]
+    weights: dict[str, float] = {}
+    for name, weight in pairs:
+        if name not in known:
+            raise SettingsError(f"target: got {name!r}{did_you_mean(name, known)}, {has}")
+        if name in weights:
+            raise SettingsError(f"target: got {name} more than once; give it one weight, e.g. {name}=2")
+        if not 0 < weight < math.inf:
+            raise SettingsError(f"target: got {name} with the weight {weight:g}, expected a number above 0")
+        weights[name] = weight
+    if not weights:
+        raise SettingsError(f"target: got none; {has}")
+    most = max(weights.values())  # sums of the largest numbers there are would overflow
+    total = sum(weight / most for weight in weights.values())
+    return {name: weight / most / total for name, weight in weights.items()}
 
 
 def text_of(title: str, table: pa.Table, digits: Mapping[str, int] | None = None) -> str:
     """A table as text; `digits` of columns that are to have others than 3."""
-    digits_of = digits or {}
-    rows = [[_cell(name, value, digits_of.get(name, 3)) for name, value in row.items()] for row in table.to_pylist()]
-    return text_table(title, table.column_names, rows)
-
-
-def _cell(name: str, value: Any, digits: int) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return FORMATS[name].format(value) if name in FORMATS else signed(value, digits)
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Rows in the order in which they were taken, and what is proven of them."""
-
-    row_index: I64
-    gain: F64 | None  # exact marginal gain of each when it was taken; None: its effect
-    bound: float | None  # no selection of as many rows within the limits has a higher change
-    guarantee: str
-    notes: tuple[str, ...]
-
-
-PLACES = 50
-SEARCHED = 200  # lengths that are compared at once for the best one
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The first rows of a choice."""
-
-    rows: tuple[int, ...]
-    tokens: tuple[int, ...]
-    effect: tuple[float, ...]  # of the last row, or document, of each beginning
-    value: tuple[float, ...]  # of all its rows: change against the corpus, repetition counted
-
-
-def curve_of(aim: SelectionObjective, row_index: I64, places: Sequence[int], effect_N: F64 | None = None) -> Curve:
-    """The beginnings of a choice that have so many rows; `places` ascend.
-
-    Args:
-        effect_N: what rows are ordered by, if it is not their own effect but that of their document.
-    """
-    cuts = np.concatenate([[0], places])
-    parts = [np.sort(row_index[a:b]) for a, b in itertools.pairwise(cuts)]
-    indices = np.concatenate(parts)
-    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
-    sums = aim.predictor.sums(Weights(rows_BN)).cumulated()
-    tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
-    last_B = (aim.effect_N if effect_N is None else effect_N)[row_index[np.asarray(places) - 1]]
-    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))
-    return Curve(*(tuple(column.tolist()) for column in columns))
-
-
-def searched(most: int, values: Callable[[I64], Sequence[float]], at_once: int = SEARCHED, near: float = 0.0) -> int:
-    """The length up to `most` with the highest value; on a grid, then between its neighbours.
-
-    Args:
-        at_once: lengths that are compared at once.
-        near: stop where neighbours are this share of the length apart; 0: at single rows.
-    """
-    places = np.unique(np.geomspace(1, most, at_once).round().astype(np.int64))
-    while True:
-        at = int(np.argmax(values(places)))
-        low, high = int(places[max(at - 1, 0)]), int(places[min(at + 1, len(places) - 1)])
-        if len(places) == places[-1] - places[0] + 1 or high - low <= near * places[at]:
-            return int(places[at])
-        places = np.unique(np.linspace(low, high, at_once).round().astype(np.int64))
-
-
-def even_places(n_rows: int, also: int = 0) -> list[int]:
-    """Up to PLACES lengths, evenly spaced, the last one being all; and one more, if it is asked for."""
-    places = np.unique(np.round(np.linspace(0, n_rows, PLACES + 1)[1:]).astype(np.int64))
-    return sorted({int(place) for place in (*places, also) if place})
+    lines = []
+    for row in table.to_pylist():
+        cells = []
+        for name, value in row.items():
+            if isinstance(value, float):
+                has_format = name in FORMATS
+                cells.append(FORMATS[name].format(value) if has_format else signed(value, (digits or {}).get(name, 3)))
+            elif value is None:
+                cells.append("-")
+            else:
+                cells.append(f"{value:,}" if isinstance(value, int) else str(value))
+        lines.append(cells)
+    return text_table(title, table.column_names, lines)

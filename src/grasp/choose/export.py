@@ -12,12 +12,12 @@ Shape letters: N rows, M documents of the corpus.
 import datetime
 import decimal
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -31,32 +31,115 @@ from grasp.corpus.packing import Row, pack, row_bytes
 from grasp.corpus.sources import JsonRecord, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import CorpusError, SettingsError
-from grasp.extract.reopen import require_here
+from grasp.extract.reopen import BuildSource, require_here
 from grasp.extras import require
-from grasp.files import check_place, discard, entry_of, written_aside
+from grasp.files import check_place, discard, entry_of, write_whole, written_aside
 from grasp.predict.rows import row_tokens
+from grasp.predict.weights import mask_of
+from grasp.results import write_table
 from grasp.settings import CorpusSettings
 from grasp.text import json_text
 from grasp.yaml_files import validated, write_yaml
 
+if TYPE_CHECKING:
+    from grasp.choose.selection import Selection
+
+Format = Literal["parquet", "jsonl", "datasets"]
 Rule = Literal["any", "half", "all"]
+MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
+SHARD_RECORDS = 50_000
+SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
+ROWS_AT_ONCE = 4_096
+OWN = ("row_id", "doc_id", "n_tokens")
+UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
 NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
+
+Decode = Callable[[list[list[int]]], list[str]]
+Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
+IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Whole documents that are kept, and how that compares with the rows that were chosen."""
+class Export:
+    """What was written."""
 
-    mask_M: NDArray[np.bool_]
-    names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
-    records: tuple[int, ...]  # their places in the corpus
-    tokens: int  # in rows of kept documents
-    added: int  # of these, in rows that were not chosen
-    lost: int  # tokens of chosen rows whose documents are not kept
+    path: Path
+    holds: str  # rows or documents
+    records: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.records:,} {self.holds}, {self.tokens:,} tokens; {MANIFEST} says what they are"
+
+
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """How a selection is written; made before the work begins, which it refuses if it could not be written."""
+
+    artifact: ArtifactReader
+    format: Format
+    rule: Rule | None  # None: exactly the rows
+    corpus: CorpusSettings
+    ids: Path | None
+
+    @classmethod
+    def from_options(
+        cls,
+        artifact: ArtifactReader,
+        *,
+        documents: str | None = None,
+        form: str = "parquet",
+        corpus: str | None = None,
+        ids: Path | str | None = None,
+    ) -> Self:
+        """Options as in `Selection.export`.
+
+        Raises:
+            SettingsError: no such rule or format, an option that says nothing, or the corpus is not where it was.
+        """
+        if form not in get_args(Format):
+            raise SettingsError(f"format: got {form!r}, expected one of {', '.join(get_args(Format))}")
+        rule = None if documents is None else checked_rule(documents)
+        if ids is not None and rule is None:
+            raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
+        settings = corpus_settings(artifact, corpus)
+        try:
+            open_source(settings.path, settings.split)
+        except CorpusError as err:
+            raise SettingsError(f"{err}; say with `corpus` where it lies now") from err
+        return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids))
+
+    def write(
+        self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
+    ) -> Export:
+        """Write the chosen rows, or the documents that they are from; or what is left out."""
+        artifact, rule = self.artifact, self.rule
+        tokenizer = BuildSource(artifact).tokenizer
+        rows = proven_rows(artifact, self.corpus, tokenizer)
+        facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
+        facts |= {"asked": dict(selection.asked)} | ({"left_out": True} if left_out else {})
+        # where a row is a record, which holds a conversation, a pair or an instruction, that is written as it is
+        has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
+        if rule is None and has_text:
+            index = selection.left_out if left_out else selection.row_index
+            if not len(index):
+                raise SettingsError(NOTHING_LEFT)
+            effect = selection.effect_N[index]
+            return write_rows(artifact, rows, index, effect, out, self.format, facts, tokenizer.decode)
+        chosen_N = mask_of(selection.row_index, artifact.n_rows)
+        kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
+        if say is not None and rule is not None:
+            added = f"; {kept.added:,} of them in rows that were not chosen" if kept.added else ""
+            lost = f"; {kept.lost:,} tokens of chosen rows go, as their documents are not kept" if kept.lost else ""
+            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{added}{lost}")
+        if self.ids is not None:
+            kept.write_ids(self.ids)
+        facts |= {} if rule is None else {"documents": rule}
+        return write_documents(self.corpus, lambda a, b: kept.mask_M[a:b], kept.tokens, out, self.format, facts)
 
 
 def checked_rule(text: str) -> Rule:
-    """A rule by its name.
+    """Which documents are kept, by its name.
 
     Raises:
         SettingsError: another name.
@@ -90,12 +173,6 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
     return settings.model_copy(update={"path": path})
 
 
-def are_records(artifact: ArtifactReader) -> bool:
-    """Whether a row is a record of the corpus, which holds a conversation, a pair or an instruction."""
-    columns = artifact.manifest.details.get("columns") or {}
-    return not {"text", "input_ids"} & columns.keys()
-
-
 def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
     """The rows of the artifact, in order; what is made of them counts only when the last one has come.
 
@@ -125,6 +202,34 @@ def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: T
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Whole documents that are kept, and how that compares with the rows that were chosen."""
+
+    mask_M: NDArray[np.bool_]
+    names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
+    records: tuple[int, ...]  # their places in the corpus
+    tokens: int  # in rows of kept documents
+    added: int  # of these, in rows that were not chosen
+    lost: int  # tokens of chosen rows whose documents are not kept
+
+    def write_ids(self, path: Path) -> None:
+        """A table of name and record, or names, one a line; the file appears only when whole.
+
+        Raises:
+            SettingsError: a name with a line break, in a list.
+        """
+        if path.suffix in (".csv", ".parquet"):
+            write_table(pa.table({"name": pa.array(self.names, pa.string()), "record": pa.array(self.records)}), path)
+            return
+        for name in self.names:
+            if "\n" in name or "\r" in name:
+                raise SettingsError(
+                    f"document {name!r}: a list with one name a line cannot hold it; write a table, .csv or .parquet"
+                )
+        write_whole(path, ("\n".join(self.names) + "\n").encode())
+
+
 def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule, *, others: bool = False) -> Kept:
     """Which documents have any, half or all of their tokens in chosen rows, or all the others.
 
@@ -152,43 +257,6 @@ def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule,
     mask_M[kept] = True
     whole, own = sum(tokens[d] for d in kept), sum(chosen[d] for d in kept)
     return Kept(mask_M, tuple(names[d] for d in kept), tuple(kept), whole, whole - own, sum(chosen.values()) - own)
-
-
-Format = Literal["parquet", "jsonl", "datasets"]
-MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
-SHARD_RECORDS = 50_000
-SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
-ROWS_AT_ONCE = 4_096
-OWN = ("row_id", "doc_id", "n_tokens")
-UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
-
-Decode = Callable[[list[list[int]]], list[str]]
-Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
-IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """What was written."""
-
-    path: Path
-    holds: str  # rows or documents
-    records: int
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.records:,} {self.holds}, {self.tokens:,} tokens; {MANIFEST} says what they are"
-
-
-def checked_format(text: str) -> Format:
-    """A format by its name.
-
-    Raises:
-        SettingsError: another name.
-    """
-    if text not in get_args(Format):
-        raise SettingsError(f"format: got {text!r}, expected one of {', '.join(get_args(Format))}")
-    return cast(Format, text)
 
 
 def write_rows(
@@ -336,27 +404,23 @@ def _tables(items: Iterable[Item]) -> Iterator[tuple[pa.Table, bool]]:
     """Items as tables, and whether a table is to be a file of its own: so many JSON records as fit into one."""
     waiting: list[dict[str, Any]] = []
     chars = done = 0
-    for item in items:
+    for item in chain(items, [None]):
         if isinstance(item, pa.Table):
             yield item, False
             continue
-        waiting.append(item)
-        chars += sum(len(value) for value in item.values() if isinstance(value, str))
-        if len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS:
-            yield _table_of(waiting, done), True
+        if item is not None:
+            waiting.append(item)
+            chars += sum(len(value) for value in item.values() if isinstance(value, str))
+        if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
+            names = dict.fromkeys(name for record in waiting for name in record)
+            try:
+                table = pa.table({name: pa.array([record.get(name) for record in waiting]) for name in names})
+            except (pa.ArrowException, OverflowError) as err:
+                raise CorpusError(
+                    f"records {done:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
+                ) from err
+            yield table, True
             done, chars, waiting = done + len(waiting), 0, []
-    if waiting:
-        yield _table_of(waiting, done), True
-
-
-def _table_of(records: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
-    names = list(dict.fromkeys(name for record in records for name in record))
-    try:
-        return pa.table({name: pa.array([record.get(name) for record in records]) for name in names})
-    except (pa.ArrowException, OverflowError) as err:
-        raise CorpusError(
-            f"records {first:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
-        ) from err
 
 
 def _plain(value: object) -> object:

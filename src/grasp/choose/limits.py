@@ -1,4 +1,4 @@
-"""What a selection may hold, and the best rows within it where a row is worth the same whatever else is kept.
+"""Amounts as they are written, what a selection may hold, and the best rows within it where rows do not bear on others.
 
 A budget, floors and caps for the values of a label, rows that are out of the question. Costs are rows (1 each) or
 tokens, and so are floors and caps. A ledger keeps what is left while rows are taken. It never lets a floor get out of
@@ -7,29 +7,173 @@ what a floor in tokens had set aside and did not need.
 Shape letters: N rows, G values of the label, P rows of the pool.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from grasp.arrays import I64
+from grasp.arrays import F64, I32, I64, Bool
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import Amount, Bound, Unit
 from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.store.contents import readable_table
 from grasp.store.sealed import read_sealed
+from grasp.text import several
 
+Unit = Literal["rows", "tokens", "documents"]
+BUDGETS = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
+OPTIMAL = "optimal: rows are worth what they are worth, whatever else is kept"
 SHOWN = 5
+NAME_SHOWN = 60
 NAMES = ("row_id", "doc_id")
 EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
-NAME_SHOWN = 60
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?|documents?)?")
+_UNITS: dict[str, Unit] = {"r": "rows", "t": "tokens", "d": "documents"}
+_TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """So many rows, tokens or documents, or a share of a whole."""
+
+    value: float  # a number, or a share between 0 and 1
+    is_share: bool
+    unit: Unit | None = None  # None: not said
+
+    def resolve(self, whole: int, *, up: bool = False) -> int:
+        """The amount as a number, a share being taken of `whole`; rounded to the nearest, or up."""
+        if not self.is_share:
+            return int(self.value)
+        exact = self.value * whole
+        return math.ceil(exact - 1e-9 * whole) if up else math.floor(exact + 1e-9 * whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A floor or a cap: for one value of a label, or for each of them."""
+
+    value: str | None  # None: each
+    amount: Amount
+
+    def __str__(self) -> str:
+        return "of every value" if self.value is None else self.value
+
+
+def parse_amount(text: str, where: str, expected: str) -> Amount:
+    """`20%`, `5000`, `2Mtokens`, `300documents`: a number or a share, and of what.
+
+    Raises:
+        SettingsError: anything else, a share above 100 %, or a part of a row.
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise SettingsError(f"{where}: got {text.strip()!r}, expected e.g. {expected}")
+    number, scale, unit_text = float(found[1]), found[2] or "", found[3] or ""
+    unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
+    if scale == "%":
+        if number > 100:
+            raise SettingsError(f"{where}: got {number:g}%, expected at most 100%")
+        return Amount(number / 100, True, unit)
+    value = number * _TIMES[scale]
+    if not math.isfinite(value) or value != int(value):
+        raise SettingsError(f"{where}: got {text.strip()!r}; a share is written with a percent sign, e.g. {expected}")
+    return Amount(value, False, unit)
+
+
+def parse_budget(given: str | float) -> Amount:
+    """An amount; a float is a share, 1.0 all of it, an int is rows.
+
+    Raises:
+        SettingsError: as `parse_amount`, or nothing at all.
+    """
+    if isinstance(given, float):
+        if not 0 < given <= 1:
+            raise SettingsError(f"budget: got {given!r}; a float is a share, above 0 and at most 1.0, an int is rows")
+        return Amount(given, True)
+    amount = parse_amount(str(given), "budget", BUDGETS)
+    if amount.value == 0:
+        raise SettingsError(f"budget: got {given!r}, expected more than nothing, e.g. {BUDGETS}")
+    return amount
+
+
+def parse_tokens(given: str | float | None) -> float | None:
+    """`100B`: tokens to train on; None: not said.
+
+    Raises:
+        SettingsError: anything else, or nothing at all.
+    """
+    if given is None:
+        return None
+    text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
+    amount = parse_amount(text, "train_tokens", "100B")
+    if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):
+        raise SettingsError(f"train_tokens: got {given!r}, expected a number of tokens, e.g. 100B")
+    return amount.value
+
+
+def parse_bounds(texts: str | Sequence[str], flag: str) -> tuple[Bound, ...]:
+    """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
+
+    A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
+
+    Raises:
+        SettingsError: not an amount, or the same value twice.
+    """
+    bounds: list[Bound] = []
+    for text in several(texts):
+        value, colon, amount = text.rpartition(":")
+        where, expected = f"{flag} {text}", "5%, 500, Games:5% or Games:500"
+        bounds.append(Bound(value if colon else None, parse_amount(amount, where, expected)))
+    names = ["every value" if bound.value is None else bound.value.strip() for bound in bounds]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; give every value one {flag}")
+    return tuple(bounds)
+
+
+A = TypeVar("A", I64, F64)
+
+
+def by_value(
+    bounds: Sequence[Bound],
+    flag: str,
+    label: str,
+    names: Sequence[str],
+    default_G: A,
+    number: Callable[[Amount], float],
+    n_grouped: int = 0,
+) -> A:
+    """Floors or caps of the values of a label, (G,); one for every value gives way to one for a single value.
+
+    Args:
+        names: of the values; blanks around a value do not count where none has them.
+        default_G: where no bound speaks of a value.
+        number: of an amount.
+        n_grouped: values that are not named, since they share the last position.
+    Raises:
+        SettingsError: the label has no such value.
+    """
+    out_G = default_G.copy()
+    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
+        value, amount = bound.value, number(bound.amount)
+        if value is None:
+            out_G[:] = amount
+            continue
+        name = value if value in names else value.strip()
+        if name not in names:
+            some = ", ".join(one if len(one) <= NAME_SHOWN else f"{one[: NAME_SHOWN - 3]}..." for one in names[:SHOWN])
+            more = ", ..." if len(names) > SHOWN else ""
+            here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
+            raise SettingsError(f"{flag}: {label} has no value {name!r}{here}; it has {some}{more}{grouped}")
+        out_G[list(names).index(name)] = amount
+    return out_G
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +182,10 @@ class Limits:
 
     budget: int
     unit: Unit
-    allowed_N: NDArray[np.bool_]
+    allowed_N: Bool
     cost_N: I64 | None  # None: every row costs 1
     values: tuple[str, ...]  # of the label; one value, of all rows, where there is none
-    codes_N: NDArray[np.int32] | None
+    codes_N: I32 | None
     floor_G: I64
     cap_G: I64
     largest_G: I64  # cost of the dearest row of each value
@@ -50,7 +194,7 @@ class Limits:
     def from_budget(
         cls,
         budget: Amount,
-        allowed_N: NDArray[np.bool_],
+        allowed_N: Bool,
         *,
         tokens_N: I64 | None = None,
         labels: LabelColumn | None = None,
@@ -67,21 +211,57 @@ class Limits:
                 value or in another unit than the budget, floors that cannot be met (which, and by how much).
         """
         unit: Unit = budget.unit or "rows"
-        if unit == "tokens" and tokens_N is None:
-            raise SettingsError("budget: a budget in tokens needs the tokens of every row, got none")
-        cost_N = tokens_N if unit == "tokens" else None
-        size = _checked_budget(budget, unit, allowed_N, cost_N)
+        cost_N = None
+        if unit == "tokens":
+            assert tokens_N is not None
+            cost_N = tokens_N
+        cost_P = np.ones(int(allowed_N.sum()), np.int64) if cost_N is None else cost_N[allowed_N]
+        whole, pool = len(allowed_N) if cost_N is None else int(cost_N.sum()), int(cost_P.sum())
+        size = budget.resolve(whole)
+        if size > pool:
+            left = "" if pool == whole else f" of {whole:,}, the others being excluded"
+            raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
+        if size < cost_P.min(initial=np.iinfo(np.int64).max):
+            raise SettingsError(
+                f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
+            )
         if labels is None and (floors or caps):
             raise SettingsError("floor, cap: need a label; name it with `by`, e.g. topic")
-        names = ("all",) if labels is None else labels.names()
-        codes_N = None if labels is None else labels.codes_N
-        codes_P = np.zeros(int(allowed_N.sum()), np.int32) if codes_N is None else codes_N[allowed_N]
-        cost_P = np.ones(len(codes_P), np.int64) if cost_N is None else cost_N[allowed_N]
+        for flag, bound in [*(("floor", bound) for bound in floors), *(("cap", bound) for bound in caps)]:
+            if bound.amount.unit not in (None, unit):
+                raise SettingsError(f"{flag} {bound}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
+        label, names, codes_N = (
+            ("", ("all",), None) if labels is None else (labels.name, labels.names(), labels.codes_N)
+        )
+        codes_P = np.zeros(len(cost_P), np.int32) if codes_N is None else codes_N[allowed_N]
+        none_G, all_G = np.zeros(len(names), np.int64), np.full(len(names), size, np.int64)
+        floor_G = by_value(floors, "floor", label, names, none_G, lambda amount: amount.resolve(size, up=True))
+        cap_G = by_value(caps, "cap", label, names, all_G, lambda amount: amount.resolve(size))
         held_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
         np.maximum.at(largest_G, codes_P, cost_P)
-        floor_G = _amounts(floors, "floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
-        cap_G = _amounts(caps, "cap", labels, names, unit, size, np.full(len(names), size, dtype=np.int64))
-        _check_floors(names, unit, size, floor_G, cap_G, held_G, largest_G)
+        overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
+
+        wrong = [
+            f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(held_G[g]):,}"
+            for g in np.flatnonzero(floor_G > held_G).tolist()
+        ]
+        wrong += [
+            f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
+            + (f", closer than its longest row of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
+            for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist()
+        ]
+        if (asked := int(floor_G.sum() + overshoot_G.sum())) > size:
+            longest = " with its longest row each" if unit == "tokens" else ""
+            wrong.append(f"together they take {asked:,} {unit}{longest}, the budget is {size:,}")
+        if wrong:
+            more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise SettingsError(
+                f"floor: cannot be met: {'; '.join(wrong[:SHOWN])}{more}; lower them, or raise the budget"
+            )
+        if (room := int(np.minimum(cap_G, held_G).sum())) < size:
+            raise SettingsError(
+                f"cap: leaves room for {room:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
+            )
         return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
 
     def in_rows(self, size: int) -> "Limits":
@@ -99,6 +279,10 @@ class Limits:
         """Which value of the label a row has."""
         return 0 if self.codes_N is None else int(self.codes_N[row])
 
+    def cost_of(self, rows: I64) -> int:
+        """What some rows cost together."""
+        return len(rows) if self.cost_N is None else int(self.cost_N[rows].sum())
+
     @property
     def has_label_limits(self) -> bool:
         """Whether any floor or cap binds."""
@@ -109,8 +293,8 @@ class Ledger:
     """What has been taken, and what may be."""
 
     def __init__(self, limits: Limits) -> None:
+        self.used = 0  # cost of what has been taken
         self._limits = limits
-        self._used = 0
         self._used_G = [0] * len(limits.values)
         self._floor_G = limits.floor_G.tolist()
         self._cap_G = limits.cap_G.tolist()
@@ -119,20 +303,14 @@ class Ledger:
         self._owed = sum(self._floor_G)
         self._slack = sum(self._slack_G)
 
-    @property
-    def used(self) -> int:
-        """Cost of what has been taken."""
-        return self._used
-
     def room(self, code: int) -> int:
         """Cost up to which a row of this value may be taken."""
-        limits = self._limits
         need = self._need(code)
         own = need + (self._slack_G[code] if need else 0)
-        free = limits.budget - self._used - (self._owed + self._slack - own)
+        free = self._limits.budget - self.used - (self._owed + self._slack - own)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
-    def fits(self, rows: I64) -> NDArray[np.bool_]:
+    def fits(self, rows: I64) -> Bool:
         """Whether there is room for each of these rows."""
         room_G, limits = np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64), self._limits
         room = room_G[0] if limits.codes_N is None else room_G[limits.codes_N[rows]]
@@ -142,7 +320,7 @@ class Ledger:
     def take(self, code: int, cost: int) -> None:
         """Take a row that there is room for."""
         need = self._need(code)
-        self._used += cost
+        self.used += cost
         self._used_G[code] += cost
         if need:
             left = self._need(code)
@@ -154,90 +332,15 @@ class Ledger:
         return int(max(0, self._floor_G[code] - self._used_G[code]))
 
 
-def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], cost_N: I64 | None) -> int:
-    whole = len(allowed_N) if cost_N is None else int(cost_N.sum())
-    pool = int(allowed_N.sum()) if cost_N is None else int(cost_N[allowed_N].sum())
-    size = budget.resolve(whole)
-    least = 1 if cost_N is None else int(cost_N[allowed_N].min(initial=np.iinfo(np.int64).max))
-    if size > pool:
-        left = "" if pool == whole else f" of {whole:,}, the others being excluded"
-        raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
-    if size < least:
-        raise SettingsError(
-            f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
-        )
-    return size
+@dataclass(frozen=True, slots=True)
+class BestRows:
+    """Rows in the order in which they were taken, and what is proven of them."""
 
-
-def _amounts(
-    bounds: Sequence[Bound],
-    flag: str,
-    labels: LabelColumn | None,
-    names: Sequence[str],
-    unit: Unit,
-    budget: int,
-    default_G: I64,
-) -> I64:
-    """(G,) floors or caps in the unit of the budget; a bound for every value gives way to one for a single value."""
-    out_G = default_G
-    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
-        if bound.amount.unit not in (None, unit):
-            of = "of every value" if bound.value is None else bound.value
-            raise SettingsError(f"{flag} {of}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
-        amount = bound.amount.resolve(budget, up=flag == "floor")
-        if bound.value is None:
-            out_G = np.full(len(names), amount, dtype=np.int64)
-            continue
-        assert labels is not None
-        out_G[value_code(bound.value, names, flag, labels.name)] = amount
-    return out_G
-
-
-def value_code(value: str, names: Sequence[str], flag: str, label: str, n_grouped: int = 0) -> int:
-    """Position of a value by its name; blanks around it do not count where no value has them.
-
-    Args:
-        n_grouped: values that are not named, since they share the last position.
-    Raises:
-        SettingsError: the label has no such value.
-    """
-    for spelled in (value, value.strip()):
-        if spelled in names:
-            return list(names).index(spelled)
-    some = ", ".join(_short(name) for name in names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-    here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
-    raise SettingsError(f"{flag}: {label} has no value {value.strip()!r}{here}; it has {some}{grouped}")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_SHOWN else f"{name[: NAME_SHOWN - 3]}..."
-
-
-def _check_floors(
-    names: Sequence[str], unit: Unit, budget: int, floor_G: I64, cap_G: I64, held_G: I64, largest_G: I64
-) -> None:
-    short = [
-        f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(held_G[g]):,}"
-        for g in np.flatnonzero(floor_G > held_G).tolist()
-    ]
-    overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
-    short += [
-        f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
-        + (f", closer than its longest row of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
-        for g in np.flatnonzero((floor_G > 0) & (cap_G < budget) & (floor_G + overshoot_G > cap_G)).tolist()
-    ]
-    asked = int(floor_G.sum() + overshoot_G.sum())
-    if asked > budget:
-        longest = " with its longest row each" if unit == "tokens" else ""
-        short.append(f"together they take {asked:,} {unit}{longest}, the budget is {budget:,}")
-    if short:
-        more = f"; and {len(short) - SHOWN} more" if len(short) > SHOWN else ""
-        raise SettingsError(f"floor: cannot be met: {'; '.join(short[:SHOWN])}{more}; lower them, or raise the budget")
-    room = int(np.minimum(cap_G, held_G).sum())
-    if room < budget:
-        raise SettingsError(
-            f"cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
-        )
+    row_index: I64
+    guarantee: str
+    gain: F64 | None = None  # exact marginal gain of each when it was taken; None: its effect
+    bound: float | None = None  # no selection of as many rows within the limits has a higher change
+    notes: tuple[str, ...] = ()
 
 
 def within(order_P: I64, limits: Limits) -> I64:
@@ -246,40 +349,27 @@ def within(order_P: I64, limits: Limits) -> I64:
     In rows the choice has the largest worth of all that the limits allow. In tokens a row that does not fit any more is
     passed over, until none fits.
     """
-    if limits.cost_N is None:
-        return _in_rows(order_P, limits)
-    if limits.has_label_limits:
-        return _by_ledger(order_P, limits)
-    return _in_tokens(order_P, limits.cost_N, limits.budget)
-
-
-def _in_rows(order_P: I64, limits: Limits) -> I64:
-    """Floors first, then the best of what the caps leave."""
+    if limits.cost_N is not None:
+        return _by_ledger(order_P, limits) if limits.has_label_limits else _in_tokens(order_P, limits)
     if limits.codes_N is None or not limits.has_label_limits:
         return order_P[: limits.budget]
     codes_P = limits.codes_N[order_P]
-    rank_P = _rank_within(codes_P)
-    owed_P = rank_P < limits.floor_G[codes_P]
-    free = np.flatnonzero(~owed_P & (rank_P < limits.cap_G[codes_P]))[: limits.budget - int(owed_P.sum())]
-    owed_P[free] = True
-    return np.asarray(order_P[owed_P])
+    by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
+    rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value
+    rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # floors first, then the best of what the caps leave
+    taken_P = rank_P < limits.floor_G[codes_P]
+    free = np.flatnonzero(~taken_P & (rank_P < limits.cap_G[codes_P]))
+    taken_P[free[: limits.budget - int(taken_P.sum())]] = True
+    return np.asarray(order_P[taken_P])
 
 
-def _rank_within(codes_P: NDArray[np.int32]) -> I64:
-    """How many earlier entries have the same code."""
-    by_code = np.argsort(codes_P, kind="stable")
-    counts = np.bincount(codes_P)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    rank_P = np.empty(len(codes_P), dtype=np.int64)
-    rank_P[by_code] = np.arange(len(codes_P)) - first
-    return rank_P
-
-
-def _in_tokens(order_P: I64, cost_N: I64, budget: int) -> I64:
+def _in_tokens(order_P: I64, limits: Limits) -> I64:
     """Runs of rows that fit, passing over those that do not."""
-    cost_P = cost_N[order_P]
+    assert limits.cost_N is not None
+    cost_P = limits.cost_N[order_P]
     taken: list[I64] = []
-    start, room = 0, budget
+    start, room = 0, limits.budget
     while start < len(order_P):
         fits = cost_P[start:] <= room
         if not fits.any():
@@ -308,45 +398,38 @@ def _by_ledger(order_P: I64, limits: Limits) -> I64:
     return np.array(rows, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Exclusion:
-    """Rows that an exclusion list names, by row_id or doc_id."""
-
-    where: str  # what the list is called
-    mask_N: NDArray[np.bool_] = field(repr=False)
-    listed: int  # different names in the list
-    unknown: int  # of these, names that the corpus does not have
-
-
-def read_exclusion(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> Exclusion:
+def excluded(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> tuple[Bool, str]:
     """Rows named in a list, or in a file: Parquet with a column row_id or doc_id, or text with one name a line.
 
+    Returns:
+        (N,), and what is worth saying of the list.
     Raises:
         SettingsError: not such a file, or none of its names, if it has any, is one of the corpus.
     """
     where = str(given) if isinstance(given, Path | str) else "exclude"
-    values = pa.array(sorted(set(_file_names(Path(given)) if isinstance(given, Path | str) else given)), pa.string())
+    values = pa.array(sorted(set(_names_in(Path(given)) if isinstance(given, Path | str) else given)), pa.string())
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     seen = np.zeros(len(values), dtype=np.bool_)
     start = 0
     for batch in artifact.row_batches(list(NAMES)):
         for name in NAMES:
-            column = batch.column(name).cast(pa.string())
-            place = pc.index_in(column, values)
-            hit = place.is_valid().to_numpy(zero_copy_only=False)
-            mask_N[start : start + batch.num_rows] |= hit
+            place = pc.index_in(batch.column(name).cast(pa.string()), values)
+            mask_N[start : start + batch.num_rows] |= place.is_valid().to_numpy(zero_copy_only=False)
             seen[place.drop_null().to_numpy()] = True
         start += batch.num_rows
-    if len(values) and not seen.any():
+    if not len(values):
+        return mask_N, f"{where}: is empty, and excludes nothing"
+    if not seen.any():
         example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
         raise SettingsError(
             f"exclude {where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
             f"expected names like {example!r}"
         )
-    return Exclusion(where, mask_N, len(values), int((~seen).sum()))
+    unknown = int((~seen).sum())
+    return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {unknown:,} are unknown"
 
 
-def _file_names(path: Path) -> list[str]:
+def _names_in(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED):

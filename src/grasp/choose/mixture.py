@@ -21,10 +21,9 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
-from grasp.choose.choice import Choice, SelectionObjective, Training, protocol_of, text_of
+from grasp.choose.choice import Choice, SelectionObjective, exposure_of, protocol_of, text_of, weighted_targets
 from grasp.choose.climb import climb
-from grasp.choose.limits import value_code
+from grasp.choose.limits import Amount, Bound, by_value, parse_amount, parse_bounds, parse_tokens
 from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.errors import SettingsError
 from grasp.predict.label_slices import LabelSlices, label_slices
@@ -116,49 +115,63 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    chosen = protocol_of(protocol, diversity, artifact.array_names)
+    rule = protocol_of(protocol, diversity, artifact.array_names)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(label_column(artifact, by, "by"), tokens_N)
-    training = Training(parse_tokens(train_tokens), int(tokens_N.sum()))
-    far = None if distance is None else parse_share(distance, "distance")
+    tokens = parse_tokens(train_tokens)
+    epochs = exposure_of(tokens, tokens_N).epochs or 1.0
+    far = None
+    if distance is not None:
+        amount = parse_amount(distance, "distance", "30%")
+        if not amount.is_share or amount.unit is not None:
+            raise SettingsError(f"distance: got {distance!r}, expected a share, e.g. 30%")
+        far = amount.value
+    current_G = slices.rows_G / slices.rows_G.sum()
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
-    bounds = _bounds(slices, floors, caps, max_repeat, training, far)
+    low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), far)
+    programme = Programme(np.zeros(len(current_G)), low_G, high_G, current_G, far)
+    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+
+    mixed: Mixed = (geometry().mixed if rule.interacts else _additive)(aim, slices, programme)
+    by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
+    if by_runs:
+        p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
+    factor_G = p_G / current_G
+    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]))
+    value, short = mixed.value(p_G), mixed.short(p_G)
+    optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
+    optimum = "the best that the runs lead to" if by_runs else optimum
+
+    least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(max_repeat, f"{max_repeat:g}th part")
+    said = [
+        f"no row is seen more than {max_repeat:g} times, and values keep a {least} of their share (--max-repeat); "
+        "--floor VALUE:0% lets one go, a larger floor gives it more",
+        "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
+    ]
+    if slices.n_grouped:
+        said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
+    if by_runs:
+        said.append("what is maximised is the change that the runs lead to expect (nats), not that by relevance")
+    else:
+        said += mixed.notes
+    most = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
+    if tokens is None:
+        said.append(f"in a training as long as the corpus {most}")
+    else:
+        budget = f"{tokens:,.0f} training tokens, {epochs:.2g} times the corpus"
+        said.append(f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {most}")
+    moved = 0.5 * float(np.abs(p_G - current_G).sum())
     asked = {
         "by": by,
         "targets": dict(targets),
         "max_repeat": max_repeat,
-        "train_tokens": training.tokens,
+        "train_tokens": tokens,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "distance": distance,
     } | ({"cautious": True} if cautious else {})
-    aim = SelectionObjective.from_artifact(artifact, chosen, targets, training, runs, cautious=cautious)
-    return _mixture(aim, slices, bounds, far, asked)
-
-
-def _mixture(
-    aim: SelectionObjective, slices: LabelSlices, bounds: tuple[F64, F64], far: float | None, asked: Mapping[str, Any]
-) -> Mixture:
-    predictor, current_G = aim.predictor, slices.rows_G / aim.predictor.n_rows
-    programme = Programme(np.zeros(len(current_G)), *bounds, current_G, far)
-    mix_of = geometry().mixed if predictor.protocol.interacts else _mixed
-    found: Mixed = mix_of(aim, slices, programme)
-    by_runs, p_G = aim.training.tokens is None and aim.intervals is not None, found.p_G
-    if by_runs:
-        p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
-    factor_G = p_G / current_G
-    weights = slices.weights(factor_G[None])
-    targets, notes = aim.judged(MIXTURE, weights)
-    value, short = found.value(p_G), found.short(p_G)
-    said = _notes(slices, () if by_runs else found.notes, asked, by_runs=by_runs)
-    said.append(_repeated(aim.training, factor_G, value))
-    moved = 0.5 * float(np.abs(p_G - current_G).sum())
-    optimum = found.optimum
-    if short > NEAR * abs(value):
-        optimum += f", but for {short:.3f} at most,"
-    optimum = "the best that the runs lead to" if by_runs else optimum
     return Mixture(
         pa.table(
             {
@@ -172,12 +185,12 @@ def _mixture(
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
         (*said, *notes),
-        targets=targets,
+        targets=changes,
         value=value,
-        unit=predictor.unit,
+        unit=aim.predictor.unit,
         asked=asked,
-        protocol=predictor.protocol,
-        artifact=aim.artifact,
+        protocol=rule,
+        artifact=artifact,
         label=slices.label,
         optimum=optimum,
         slices=slices,
@@ -195,7 +208,7 @@ class Mixed:
     short: Callable[[F64], float]  # how much higher the best one may be
 
 
-def _mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture: rows are worth what they are worth, and less if they are seen often."""
     current_G = programme.current_G
     effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
@@ -234,21 +247,12 @@ class ExposureCurves:
         return Segments(knots_GK, np.where(self.worth_G[:, None] < 0, straight_GK, value_GK))
 
 
-def _repeated(training: Training, factor_G: F64, value: float) -> str:
-    most = training.epochs * float(factor_G.max())
-    if training.tokens is None:
-        return f"in a training as long as the corpus no row is seen more than {most:.2g} times"
-    budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus"
-    seen = f"no row is seen more than {most:.2g} times"
-    return f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {seen}"
-
-
 def _bounds(
     slices: LabelSlices,
     floors: Sequence[Bound],
     caps: Sequence[Bound],
     max_repeat: float,
-    training: Training,
+    epochs: float,
     distance: float | None,
 ) -> tuple[F64, F64]:
     """(G,) least and greatest shares: what is asked, and `max_repeat` where nothing is.
@@ -256,69 +260,40 @@ def _bounds(
     Raises:
         SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
     """
-    current_G = slices.rows_G / slices.rows_G.sum()
-    epochs = min(1.0, training.epochs)
-    nothing_G, all_G = np.zeros(len(current_G)), np.ones(len(current_G))
-    floor_G, cap_G = _shares(floors, "floor", slices, nothing_G), _shares(caps, "cap", slices, all_G)
+    for flag, bound in [*(("floor", bound) for bound in floors), *(("cap", bound) for bound in caps)]:
+        if not bound.amount.is_share or bound.amount.unit is not None:
+            raise SettingsError(f"{flag} {bound}: got a number, a mixture has shares; expected e.g. Games:5%")
+
+    def shares(bounds: Sequence[Bound], flag: str, default_G: F64) -> F64:
+        number: Callable[[Amount], float] = lambda amount: amount.value  # noqa: E731
+        return by_value(bounds, flag, slices.label, slices.names, default_G, number, slices.n_grouped)
+
+    names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
+    floor_G, cap_G = shares(floors, "floor", 0 * current_G), shares(caps, "cap", np.ones(len(current_G)))
     # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
     usual_G = current_G / max_repeat
-    asked_G = _shares(floors, "floor", slices, usual_G)
+    asked_G = shares(floors, "floor", usual_G)
     asked_G = np.where(asked_G > 0, np.maximum(asked_G, usual_G), 0.0)  # 0 %: may go
     low_G = np.minimum(asked_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
-    names = slices.names
-    short = [
+
+    wrong = [
         f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
         for g in np.flatnonzero(low_G > high_G + 1e-12).tolist()
     ]
     if low_G.sum() > 1.0 + 1e-12:
-        short.append(f"the floors add up to {low_G.sum():.1%}")
+        wrong.append(f"the floors add up to {low_G.sum():.1%}")
     if high_G.sum() < 1.0 - 1e-12:
-        short.append(
+        wrong.append(
             f"the caps add up to {high_G.sum():.1%}, expected 100% at least (max_repeat {max_repeat:g} among them)"
         )
-    short += _too_far(current_G, distance, names, low_G, high_G)
-    if short:
-        more = f"; and {len(short) - SHOWN} more" if len(short) > SHOWN else ""
-        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(short[:SHOWN])}{more}")
-    return low_G, high_G
-
-
-def _too_far(current_G: F64, distance: float | None, names: Sequence[str], low_G: F64, high_G: F64) -> list[str]:
-    """Whether keeping the bounds alone moves more data than the distance allows."""
-    if distance is None:
-        return []
+    # keeping the bounds alone may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     needed = max(float(up_G.sum()), float(down_G.sum()))
-    if needed <= distance + 1e-12:
-        return []
-    worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
-    return [f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}"]
-
-
-def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: F64) -> F64:
-    out_G = np.array(default_G, dtype=np.float64)
-    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
-        if not bound.amount.is_share or bound.amount.unit is not None:
-            of = "of every value" if bound.value is None else bound.value
-            raise SettingsError(f"{name} {of}: got a number, a mixture has shares; expected e.g. Games:5%")
-        if bound.value is None:
-            out_G[:] = bound.amount.value
-            continue
-        out_G[value_code(bound.value, slices.names, name, slices.label, slices.n_grouped)] = bound.amount.value
-    return out_G
-
-
-def _notes(slices: LabelSlices, more: Sequence[str], asked: Mapping[str, Any], *, by_runs: bool) -> list[str]:
-    times = asked["max_repeat"]
-    least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
-    said = [
-        f"no row is seen more than {times:g} times, and values keep a {least} of their share (--max-repeat); "
-        "--floor VALUE:0% lets one go, a larger floor gives it more",
-        "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
-    ]
-    if slices.n_grouped:
-        said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
-    if by_runs:
-        return [*said, "what is maximised is the change that the runs lead to expect (nats), not that by relevance"]
-    return [*said, *more]
+    if distance is not None and needed > distance + 1e-12:
+        worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
+        wrong.append(f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}")
+    if wrong:
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(wrong[:SHOWN])}{more}")
+    return low_G, high_G

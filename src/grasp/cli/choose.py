@@ -1,6 +1,6 @@
 """Choose what to train on: grasp select, mix, distil, apply."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads
 from grasp.cli.options import Art, Quiet, beside
 from grasp.cli.progress import Watch
+from grasp.errors import SettingsError
 from grasp.files import check_place
 from grasp.text import plain
 
@@ -45,7 +46,7 @@ def select(
     quiet: Quiet = False,
     **asked: Any,
 ) -> None:
-    from grasp.choose.selection import check_export
+    from grasp.choose.export import Exporter
 
     opened = grasp.open(art)
     artifact = opened.files
@@ -58,8 +59,11 @@ def select(
     outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
     check_outputs(outputs, artifact.reads | reads(asked), tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
+    exporter = None
     if written is not None or documents or ids_out or corpus:
-        check_export(artifact, written, documents=documents, form=form, corpus=corpus, ids=ids_out)
+        exporter = Exporter.from_options(artifact, documents=documents, form=form, corpus=corpus, ids=ids_out)
+        if written is None:
+            raise SettingsError("--documents, --ids-out, --corpus: say how documents are written; add --export DIR")
     with Watch(quiet=quiet) as watch:
         selection = opened.select(**asked, progress=watch)
     print(selection)
@@ -68,11 +72,10 @@ def select(
         print(f"{selection.save(out)}: {first} first; beside it {out.stem}.json, for grasp report --selection")
     if left_out is not None and dropped is None:
         print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
-    if export is not None:
-        say: Callable[[str], None] = lambda line: print(plain(line))  # noqa: E731
-        print(selection.export(export, documents=documents, format=form, corpus=corpus, ids=ids_out, say=say))
-    if dropped is not None:
-        print(selection.export(dropped, documents=documents, format=form, corpus=corpus, left_out=True))
+    if exporter is not None and export is not None:
+        print(exporter.write(selection, export, say=lambda line: print(plain(line))))
+    if exporter is not None and dropped is not None:
+        print(replace(exporter, ids=None).write(selection, dropped, left_out=True))
 
 
 @command(

@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F64, I64
-from grasp.choose.choice import Chosen
-from grasp.choose.limits import Ledger, Limits
-from grasp.choose.select import OPTIMAL
+from grasp.choose.limits import OPTIMAL, BestRows, Ledger, Limits
 from grasp.extract.progress import Progress
 from grasp.geometry.objective import Objective, best_rows, is_aligned, upper_bound
 from grasp.geometry.predictor import InteractionPredictor
@@ -245,7 +243,7 @@ def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
     return float(key_P[where_P].max(initial=DEAD))
 
 
-def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> Chosen:
+def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> BestRows:
     """Rows of high predicted change, redundancy and all.
 
     Args:
@@ -256,12 +254,12 @@ def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
     objective, picks = _sized(predictor, weights_T, limits, progress)
     if picks is None:
         said = OPTIMAL if limits.cost_N is None else "rows by their worth, until no row fits the tokens that are left"
-        return Chosen(best_rows(objective.linear_N, limits), None, None, said, ())
+        return BestRows(best_rows(objective.linear_N, limits), said)
     bound, reason = upper_bound(objective, limits, picks.row_index)
     rewards = any(bend > 0 for bend in objective.curvature.values())
     note = "the protocol rewards a part of the geometry: rows that resemble one another attract one another"
     proven = f"no upper bound: {reason}" if bound is None else _guarantee(objective, limits, picks)
-    return Chosen(picks.row_index, picks.gain, bound, proven, (note,) if rewards else ())
+    return BestRows(picks.row_index, proven, picks.gain, bound, (note,) if rewards else ())
 
 
 def _sized(
