@@ -91,6 +91,11 @@ class Taught:
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
         return cls(table, share_RG, learned, weights_T, sign_T)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
+        return (f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",)
+
     def features(self, share_BG: F64) -> SubsetFeatures:
         return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
 
@@ -147,12 +152,21 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
     """
     taught = Taught.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, taught.table.values)
-    return Result(
-        taught.lines(names, share_BG),
-        f"{len(names):,} mixtures, by {len(taught.table):,} runs",
-        (*_outside(taught, names, share_BG), *_notes(taught)),
-        signs=False,
-    )
+    # mixtures that give a value more, or less, than any run did
+    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
+    beyond_BG = np.maximum(share_BG - high_G, low_G - share_BG)
+    outside = []
+    for b, g in enumerate(beyond_BG.argmax(axis=1).tolist()):
+        if beyond_BG[b, g] > SLACK:
+            covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
+            outside.append(f"{names[b]} ({taught.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
+    notes = taught.notes
+    if outside:
+        more = f" and {len(outside) - NAMED:,} more" if len(outside) > NAMED else ""
+        told = "; ".join(outside[:NAMED])
+        notes = (f"outside of what the runs covered, so trust it less: {told}{more}", *notes)
+    headline = f"{len(names):,} mixtures, by {len(taught.table):,} runs"
+    return Result(taught.lines(names, share_BG), headline, notes, signs=False)
 
 
 def mix_runs(
@@ -182,17 +196,12 @@ def mix_runs(
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
-    lines = taught.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
     said = [
-        f"{one['metric']}: {one['mixture']} {one['expected']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
-        for one in lines
+        f"{line['metric']}: {line['mixture']} {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
+        for line in taught.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
     ]
-    return Result(
-        shares,
-        f"the best mixture by {len(taught.table):,} runs of {taught.table.name}",
-        (*said, *_notes(taught)),
-        signs=False,
-    )
+    headline = f"the best mixture by {len(taught.table):,} runs of {taught.table.name}"
+    return Result(shares, headline, (*said, *taught.notes), signs=False)
 
 
 def propose_runs(
@@ -237,19 +246,25 @@ def propose_runs(
     share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
     picked, settles = most_telling(taught.learned, taught.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
+    table = taught.table
     if subsets is not None:
-        _write_subsets(taught.table, names, share_BG[picked], artifact, Path(subsets))
-    columns = {name: share_BG[picked, g] for g, name in enumerate(taught.table.values)}
-    what = "the best mixture" if decide == "best" else f"what each {taught.table.info.label} is worth"
-    settled = (
-        "by how much the best mixture is expected to become better through this run, in the metric's unit"
-        if decide == "best"
-        else "the part of what is uncertain of all values that this run takes away, in the metric's unit"
-    )
+        if artifact is None:
+            raise SettingsError("propose: subsets are of the rows of an artifact; name it")
+        files, trained = artifact.files, _trained(names, table.values, share_BG[picked])
+        blocks, _ = row_weights(replace(table, trained=trained), files)
+        corpus = files.manifest.fingerprints.get("corpus", "")
+        write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
+    if decide == "best":
+        what = "the best mixture"
+        settled = "by how much the best mixture is expected to become better through this run, in the metric's unit"
+    else:
+        what = f"what each {table.info.label} is worth"
+        settled = "the part of what is uncertain of all values that this run takes away, in the metric's unit"
+    columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     return Proposal(
         pa.table({"mixture": names, "settles": settles} | columns),
         f"{len(picked)} mixtures that say most of {what}, by {len(found):,} runs; train the first one first",
-        (f"settles: {settled}", *_notes(taught)),
+        (f"settles: {settled}", *taught.notes),
         signs=False,
     )
 
@@ -274,8 +289,13 @@ def most_telling(
     picked, settles = list[int](), list[float]()
     for _ in range(min(count, len(tried))):
         moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
-        if decide == "best":
-            gain_x = _gains(mean_B[:n], moved_Bx[:n])
+        if decide == "best":  # E max(m + s z) - max m for every column of s
+            nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+            best_x = sum(
+                weight * (mean_B[:n, None] + node * moved_Bx[:n]).max(axis=0)
+                for node, weight in zip(nodes, weights / weights.sum(), strict=True)
+            )
+            gain_x = np.asarray(np.maximum(best_x - mean_B[:n].max(), 0.0))
         else:
             effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
             # the sum of the variances of leaving a value out; the last point is the mean of the runs
@@ -324,42 +344,3 @@ def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Ta
     r, g = (index.ravel() for index in np.indices(share_RG.shape))
     columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
     return pa.table([pa.array(one) for one in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
-
-
-def _write_subsets(table: RunTable, names: Sequence[str], share_BG: F64, artifact: Opened | None, path: Path) -> None:
-    """The mixtures over the rows of an artifact."""
-    if artifact is None:
-        raise SettingsError("propose: subsets are of the rows of an artifact; name it")
-    files = artifact.files
-    blocks, _ = row_weights(replace(table, trained=_trained(names, table.values, share_BG)), files)
-    corpus = files.manifest.fingerprints.get("corpus", "")
-    write_subsets(path, blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
-
-
-def _gains(mean_B: F64, moved_Bx: F64) -> F64:
-    """E max(m + s z) - max m for every column of s."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
-    best_x = sum(
-        weight * (mean_B[:, None] + node * moved_Bx).max(axis=0)
-        for node, weight in zip(nodes, weights / weights.sum(), strict=True)
-    )
-    return np.asarray(np.maximum(best_x - mean_B.max(), 0.0))
-
-
-def _outside(taught: Taught, names: Sequence[str], share_BG: F64) -> tuple[str, ...]:
-    """A sentence on mixtures that give a value more, or less, than any run did."""
-    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
-    beyond_BG = np.maximum(share_BG - high_G, low_G - share_BG)
-    found = []
-    for name, share_G, beyond_G in zip(names, share_BG, beyond_BG, strict=True):
-        g = int(np.argmax(beyond_G))
-        if beyond_G[g] > SLACK:
-            value = taught.table.values[g]
-            found.append(f"{name} ({value} {share_G[g]:.0%}, in the runs {low_G[g]:.0%} to {high_G[g]:.0%})")
-    more = f" and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    return (f"outside of what the runs covered, so trust it less: {'; '.join(found[:NAMED])}{more}",) if found else ()
-
-
-def _notes(taught: Taught) -> tuple[str, ...]:
-    size = f" of size {taught.table.sizes[0]}" if taught.table.sizes else ""
-    return (f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",)

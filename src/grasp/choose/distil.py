@@ -88,7 +88,29 @@ def distil(
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
     material = MethodInputs(artifact)
-    row_index, texts = _rows_with_texts(material, rows, seed, progress)
+    if rows is not None and rows < FEWEST_ROWS:
+        raise SettingsError(f"rows: got {rows}, expected at least {FEWEST_ROWS}")
+    order = stream(seed, "distil", "rows").permutation(material.n_rows)[:rows]
+    if len(order) < FEWEST_ROWS:
+        raise SettingsError(f"{artifact.where}: has {len(order)} rows, expected at least {FEWEST_ROWS} to learn from")
+    progress.stage("text of rows", rows=len(order), tokens=None)
+    read: list[str] = []
+    size = 0
+    for start in range(0, len(order), AT_ONCE):
+        shard = material.rows_at(order[start : start + AT_ONCE])
+        read += material.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
+        progress.advance(len(shard), shard.n_tokens)
+        size += sum(map(len, read[start:]))
+        if size > MOST_BYTES:
+            progress.note(f"learns from {len(read):,} rows, {size / 1e6:.0f} MB of text: more would not fit in memory")
+            break
+    place = np.argsort(order[: len(read)])
+    row_index, texts = order[place], as_bytes([read[i] for i in place])
+    # a build with the artifact's settings reads so much of a document: its first rows, if these are limited
+    most_rows, first_bytes = (artifact.manifest.settings.get("corpus") or {}).get("max_rows_per_document"), None
+    if most_rows is not None:
+        length_N = np.diff(np.frombuffer(texts.buffers()[1], np.int64))
+        first_bytes = int(most_rows) * max(1, int(np.quantile(length_N, 0.99)))
     relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
     units = [unit for unit in material.units.units if unit.target == target]
     answers = as_bytes([unit.completion for unit in units])
@@ -100,6 +122,14 @@ def distil(
     progress.stage("learning from all rows", rows=None, tokens=None)
     tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
     weight_RN = _resampled(document_N, seed)
+    slices: list[SliceQuality] = []  # the largest of the first label that has any
+    for label in sensible_labels(artifact)[:1]:
+        found = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
+        for g, name in enumerate(found.names[:MOST_SLICES]):
+            own = np.flatnonzero(found.codes_N[row_index] == g)
+            if len(own) >= FEWEST_IN_SLICE:
+                spearman = _spearman(held_N[own], relevance_N[own], weight_RN[:, own])
+                slices.append(SliceQuality(label=label, value=str(name), rows=len(own), spearman=spearman))
     card = Card(
         target=target,
         scored_by=predictor.scored_by,
@@ -108,57 +138,21 @@ def distil(
         rows=len(row_index),
         penalty=penalty,
         intercept=intercept,
-        first_bytes=_first_bytes(artifact, texts),
+        first_bytes=first_bytes,
         rarest=problem.rarest(fold_N),
         quality=_quality(held_N, relevance_N, weight_RN),
-        slices=_slices(artifact, row_index, held_N, relevance_N, weight_RN),
+        slices=tuple(slices),
         weights=FileEntry(bytes=0, checksum=""),
     )
     scorer = Scorer(card, tables_KV.astype(np.float32), problem.rarity_V(problem.share_NP))
     scorer.save(out)
-    table = pa.Table.from_pylist([line.model_dump() for line in card.slices], _SLICES)
+    table = pa.Table.from_pylist([line.model_dump() for line in slices], _SLICES)
     return Distilled(table, f"scorer for {target}", scorer=Scorer.open(out), path=out)
 
 
 _SLICES = pa.schema(
     [("label", pa.string()), ("value", pa.string()), ("rows", pa.int64()), ("spearman", pa.list_(pa.float64()))]
 )
-
-
-def _rows_with_texts(
-    material: MethodInputs, rows: int | None, seed: int, progress: Progress
-) -> tuple[I64, pa.LargeBinaryArray]:
-    """Rows that are learned from, in the artifact's order, and what the model read of each."""
-    if rows is not None and rows < FEWEST_ROWS:
-        raise SettingsError(f"rows: got {rows}, expected at least {FEWEST_ROWS}")
-    order = stream(seed, "distil", "rows").permutation(material.n_rows)[:rows]
-    if len(order) < FEWEST_ROWS:
-        raise SettingsError(
-            f"{material.artifact.where}: has {len(order)} rows, expected at least {FEWEST_ROWS} to learn from"
-        )
-    progress.stage("text of rows", rows=len(order), tokens=None)
-    texts: list[str] = []
-    size = 0
-    for start in range(0, len(order), AT_ONCE):
-        part = order[start : start + AT_ONCE]
-        shard = material.rows_at(part)
-        texts += material.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
-        progress.advance(len(part), shard.n_tokens)
-        size += sum(map(len, texts[start:]))
-        if size > MOST_BYTES:
-            progress.note(f"learns from {len(texts):,} rows, {size / 1e6:.0f} MB of text: more would not fit in memory")
-            break
-    chosen = order[: len(texts)]
-    place = np.argsort(chosen)
-    return chosen[place], as_bytes([texts[i] for i in place])
-
-
-def _first_bytes(artifact: ArtifactReader, texts: pa.LargeBinaryArray) -> int | None:
-    """How much of a document a build with the artifact's settings reads: its first rows, if these are limited."""
-    most = (artifact.manifest.settings.get("corpus") or {}).get("max_rows_per_document")
-    if most is None:
-        return None
-    return int(most) * max(1, int(np.quantile(np.diff(np.frombuffer(texts.buffers()[1], np.int64)), 0.99)))
 
 
 # ------------------------------------------------------------------------------------------------------- the regression
@@ -311,21 +305,3 @@ def _quality(score_N: F64, relevance_N: F64, weight_RN: NDArray[np.float32]) -> 
         recall=_with_interval(recall_R),
         gain=_with_interval(chosen_R / np.where(fifth_R > 0, fifth_R, np.inf)),
     )
-
-
-def _slices(
-    artifact: ArtifactReader, row_index: I64, score_N: F64, relevance_N: F64, weight_RN: NDArray[np.float32]
-) -> tuple[SliceQuality, ...]:
-    """Spearman within the largest slices of the first label that has any."""
-    for label in sensible_labels(artifact)[:1]:
-        column = label_column(artifact, label)
-        slices = label_slices(column, np.ones(artifact.n_rows, dtype=np.int64))
-        code_N = slices.codes_N[row_index]
-        found = []
-        for g, name in enumerate(slices.names[:MOST_SLICES]):
-            own = np.flatnonzero(code_N == g)
-            if len(own) >= FEWEST_IN_SLICE:
-                value = _spearman(score_N[own], relevance_N[own], weight_RN[:, own])
-                found.append(SliceQuality(label=label, value=str(name), rows=len(own), spearman=value))
-        return tuple(found)
-    return ()

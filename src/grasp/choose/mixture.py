@@ -134,6 +134,7 @@ def mix(
     programme = Programme(np.zeros(len(current_G)), low_G, high_G, current_G, far)
     aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
+    rule = aim.predictor.protocol  # as it fits the artifact
     mixed: Mixed = (geometry().mixed if rule.interacts else _additive)(aim, slices, programme)
     by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
     if by_runs:

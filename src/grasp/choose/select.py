@@ -132,6 +132,7 @@ def select(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
+    rule = aim.predictor.protocol  # as it fits the artifact
     pool = _Pool(aim.effect_N, allowed_N, labels)
     if amount is not None and amount.unit == "documents":
         pool = pool.in_documents(aim)

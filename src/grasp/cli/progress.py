@@ -100,7 +100,7 @@ class Watch:
     def runs(self, status: "RetrainStatus") -> None:
         """Retraining: runs that are done, how far those under way are, and the time left for all of them."""
         if status.cost is not None:
-            for line in str(status.cost).splitlines():
+            for line in status.cost.splitlines():
                 self._console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
             return
         if status.stage != self._name:

@@ -1,6 +1,6 @@
 """The plan of a retraining: recipe, tokenizer, rows, units and subsets; checked and written down before any run."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -48,9 +48,9 @@ Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
 
 def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
     """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
-    recipe = resolved_recipe(settings)
-    if settings.train_command is not None:
-        command_words(settings.train_command)
+    recipe, command = resolved_recipe(settings), settings.train_command
+    if command is not None:
+        command_words(command)
     own_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
         if not settings.tokenizer:
@@ -61,13 +61,45 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
-        if settings.train_command is not None and not (is_environment(out) and (out / ROWS).exists()):
+        if command is not None and not (is_environment(out) and (out / ROWS).exists()):
             write_corpus(settings.corpus, tokenizer, out)
         targets = recorded_targets(settings, tokenizer)
         checked_tokens(settings, recipe, tokenizer, targets)
+        unknown = [name for name in settings.held_out_targets if name not in targets]
+        if unknown:
+            raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+        family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
+        info = EnvironmentInfo(
+            role=settings.role,
+            held_out_targets=settings.held_out_targets,
+            recipe=recipe.name,
+            recipe_settings={"train_command": command} if command else recipe.model_dump(mode="json"),
+            checkpoint=f"reference/seed-{settings.seeds[0]}",
+            seeds=settings.seeds,
+            corpus_fingerprint=store.fingerprint,
+            n_rows=store.n_rows,
+            targets={
+                name: TargetInfo(
+                    fingerprint=target_fingerprint(units),
+                    loss_on=units[0].loss_on,
+                    unit_ids=tuple(unit.unit_id for unit in units),
+                )
+                for name, units in targets.items()
+            },
+            family=None if settings.subsets else family,
+            subset_ids=(),
+            masks_checksum="",
+            made_by={
+                "program": f"grasp {grasp.__version__}",
+                "torch": torch.__version__,
+                "device": str(device_of(settings.device)),
+                "stack": settings.stack,
+                "corpus": settings.corpus.model_dump(mode="json"),
+                "targets": settings.targets.model_dump(mode="json"),
+            },
+        )
         rows = row_names(store)
-        blocks = _large_enough(_subsets(settings, store, rows), recipe)
-        environment = Environment.create(out, _info(settings, recipe, store, targets), blocks, rows)
+        environment = Environment.create(out, info, _subsets(settings, store, rows, recipe), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return environment
 
@@ -119,13 +151,6 @@ def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
     return validated(TrainingRecipe, named | settings.overrides | {"shape": named["shape"] | shape}, "overrides")
 
 
-def kept_steps(settings: RetrainSettings, recipe: TrainingRecipe) -> tuple[int, ...]:
-    """Steps after which the reference runs are kept."""
-    if settings.checkpoints is not None:
-        return settings.checkpoints
-    return tuple(sorted({step for eighth in (1, 3, 5, 7) if (step := recipe.steps * eighth // 8) >= 1}))
-
-
 def row_names(store: RowStore) -> RowIndex:
     """Names of the rows of a store."""
     return RowIndex(
@@ -172,24 +197,24 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
     if directory.exists() and (is_environment(out) or known == trained_on):
         return
     stage("tokenizer")
+
+    def texts() -> Iterator[str]:
+        chars = 0
+        for document in read_documents(settings.corpus):
+            if document.text is None:
+                raise CorpusError(
+                    f"{settings.corpus.path}: holds token ids or conversations, so no tokenizer can be trained on it; "
+                    "name theirs in `tokenizer`"
+                )
+            yield document.text
+            chars += len(document.text)
+            if chars >= TOKENIZER_CHARS:
+                return
+
     discard(directory)
     with written_aside(directory) as part:
-        train_tokenizer(_texts(settings), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        train_tokenizer(texts(), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
         (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
-
-
-def _texts(settings: RetrainSettings) -> Iterator[str]:
-    chars = 0
-    for document in read_documents(settings.corpus):
-        if document.text is None:
-            raise CorpusError(
-                f"{settings.corpus.path}: holds token ids or conversations, so no tokenizer can be trained on it; name "
-                "theirs in `tokenizer`"
-            )
-        yield document.text
-        chars += len(document.text)
-        if chars >= TOKENIZER_CHARS:
-            return
 
 
 # ---------------------------------------------------------------------------------------- what is scored
@@ -224,23 +249,23 @@ def checked_tokens(
 # ------------------------------------------------------------------------------------- what is dropped
 
 
-def _subsets(settings: RetrainSettings, store: RowStore, rows: RowIndex) -> Iterator[SubsetBlock]:
+def _subsets(
+    settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe
+) -> Iterator[SubsetBlock]:
+    """The given subsets, or those of the family; one that cannot fill a batch is refused before anything is trained."""
     if settings.subsets:
-        return read_subsets(settings.subsets, rows)
-    family = parse_family(settings.family)
-    label, labels = family.label, None
-    if label is not None:
-        if label not in store.label_columns:
-            raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
-        values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
-        labels = LabelColumn.from_values(list(chain.from_iterable(values)), label)
-    return family.draw(
-        settings.n_subsets, n_rows=store.n_rows, labels=labels, seed=settings.family_seed, purpose=PURPOSE
-    )
-
-
-def _large_enough(blocks: Iterable[SubsetBlock], recipe: TrainingRecipe) -> Iterator[SubsetBlock]:
-    """Refuse, before anything is trained, a subset that cannot fill a batch."""
+        blocks = read_subsets(settings.subsets, rows)
+    else:
+        family = parse_family(settings.family)
+        label, labels = family.label, None
+        if label is not None:
+            known = list(store.label_columns)
+            if label not in known:
+                raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {known}")
+            values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
+            labels = LabelColumn.from_values(list(chain.from_iterable(values)), label)
+        n_rows, seed = store.n_rows, settings.family_seed
+        blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
     for block in blocks:
         for name, size in zip(block.subset_ids, block.sizes_B, strict=True):
             if size < recipe.batch_rows:
@@ -249,42 +274,3 @@ def _large_enough(blocks: Iterable[SubsetBlock], recipe: TrainingRecipe) -> Iter
                     "batch or more; use a larger corpus, another family, or a smaller overrides.batch_rows"
                 )
         yield block
-
-
-def _info(
-    settings: RetrainSettings, recipe: TrainingRecipe, store: RowStore, targets: dict[str, tuple[Unit, ...]]
-) -> EnvironmentInfo:
-    unknown = [name for name in settings.held_out_targets if name not in targets]
-    if unknown:
-        raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
-    command = settings.train_command
-    family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-    return EnvironmentInfo(
-        role=settings.role,
-        held_out_targets=settings.held_out_targets,
-        recipe=recipe.name,
-        recipe_settings={"train_command": command} if command else recipe.model_dump(mode="json"),
-        checkpoint=f"reference/seed-{settings.seeds[0]}",
-        seeds=settings.seeds,
-        corpus_fingerprint=store.fingerprint,
-        n_rows=store.n_rows,
-        targets={
-            name: TargetInfo(
-                fingerprint=target_fingerprint(units),
-                loss_on=units[0].loss_on,
-                unit_ids=tuple(unit.unit_id for unit in units),
-            )
-            for name, units in targets.items()
-        },
-        family=None if settings.subsets else family,
-        subset_ids=(),
-        masks_checksum="",
-        made_by={
-            "program": f"grasp {grasp.__version__}",
-            "torch": torch.__version__,
-            "device": str(device_of(settings.device)),
-            "stack": settings.stack,
-            "corpus": settings.corpus.model_dump(mode="json"),
-            "targets": settings.targets.model_dump(mode="json"),
-        },
-    )

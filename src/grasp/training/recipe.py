@@ -53,45 +53,40 @@ class TrainingRecipe(Settings):
         return self.learning_rate * (self.steps - step) / (self.steps - self.warmup_steps)
 
 
-def _recipes() -> dict[str, TrainingRecipe]:
-    tiny = TrainingRecipe(
-        name="tiny",
-        shape=LlamaShape(vocab_size=1536, hidden=64, intermediate=192, layers=3, heads=2, context=128),
-        steps=320,
-        batch_rows=32,
-        learning_rate=4e-3,
-        warmup_steps=20,
-        cuda_autocast=False,  # so that a GPU gives the utilities that a CPU gives
-    )
-    small = TrainingRecipe(
-        name="small",
-        shape=LlamaShape(vocab_size=6144, hidden=192, intermediate=512, layers=6, heads=6, context=256),
-        steps=2000,
-        batch_rows=32,
-        learning_rate=2e-3,
-        warmup_steps=100,
-    )
-    # The paper: 50 M parameters, ten blocks, rows of 2,048 tokens, checkpoints up to step 8,000; the rest is ours.
-    paper = TrainingRecipe(
-        name="paper-50m",
-        shape=LlamaShape(vocab_size=50_304, hidden=512, intermediate=896, layers=10, heads=8, context=2048, tied=True),
-        steps=8000,
-        batch_rows=512,
-        micro_rows=16,
-        learning_rate=1e-3,
-        warmup_steps=200,
-    )
-    return {recipe.name: recipe for recipe in (tiny, small, paper)}
-
-
-RECIPES = _recipes()
+_TINY = TrainingRecipe(
+    name="tiny",
+    shape=LlamaShape(vocab_size=1536, hidden=64, intermediate=192, layers=3, heads=2, context=128),
+    steps=320,
+    batch_rows=32,
+    learning_rate=4e-3,
+    warmup_steps=20,
+    cuda_autocast=False,  # so that a GPU gives the utilities that a CPU gives
+)
+_SMALL = TrainingRecipe(
+    name="small",
+    shape=LlamaShape(vocab_size=6144, hidden=192, intermediate=512, layers=6, heads=6, context=256),
+    steps=2000,
+    batch_rows=32,
+    learning_rate=2e-3,
+    warmup_steps=100,
+)
+# The paper: 50 M parameters, ten blocks, rows of 2,048 tokens, checkpoints up to step 8,000; the rest is ours.
+_PAPER = TrainingRecipe(
+    name="paper-50m",
+    shape=LlamaShape(vocab_size=50_304, hidden=512, intermediate=896, layers=10, heads=8, context=2048, tied=True),
+    steps=8000,
+    batch_rows=512,
+    micro_rows=16,
+    learning_rate=1e-3,
+    warmup_steps=200,
+)
+RECIPES = {recipe.name: recipe for recipe in (_TINY, _SMALL, _PAPER)}
 
 
 def recipe_of_command(context: int) -> TrainingRecipe:
     """What is known where a command of the user's trains: how long rows and units may be, and that a row is enough."""
-    tiny = RECIPES["tiny"]
-    shape = tiny.shape.model_copy(update={"context": context})
-    return tiny.model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
+    shape = _TINY.shape.model_copy(update={"context": context})
+    return _TINY.model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
 
 
 def named_recipe(name: str) -> TrainingRecipe:

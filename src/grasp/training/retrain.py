@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
+from grasp.arrays import F64
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
@@ -39,7 +39,6 @@ from grasp.training.command import command_words, job_line, job_of, utility_by_c
 from grasp.training.plan import (
     checked_tokens,
     fitted_lengths,
-    kept_steps,
     prepare,
     recorded_targets,
     resolved_recipe,
@@ -63,36 +62,7 @@ class RetrainStatus:
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None  # from the runs that ended since this call began
-    cost: "RetrainCost | None" = None  # told once, after the first steps
-
-
-@dataclass(frozen=True, slots=True)
-class RetrainCost:
-    """What is left to train, by the first steps of the first run."""
-
-    runs: int  # without a result yet
-    steps: int  # of each
-    seconds_a_step: float  # of one model
-    workers: int
-    subsets: int  # of the environment, with those that have results
-
-    @property
-    def seconds_a_run(self) -> float:
-        """Seconds of training of one run; scoring its units is a forward pass more."""
-        return self.steps * self.seconds_a_step
-
-    @property
-    def seconds(self) -> float:
-        """Of all runs, shared out."""
-        return self.runs * self.seconds_a_run / self.workers
-
-    def __str__(self) -> str:
-        share = "" if self.workers == 1 else f" with {self.workers} workers"
-        run, whole = duration_text(self.seconds_a_run), duration_text(self.seconds)
-        return (
-            f"{self.runs:,} runs of {self.steps:,} steps; by its first steps {run} a run, {whole} for all{share}; "
-            f"stop at any time, the same command goes on\n{geometry().evidence(self.subsets)}"
-        )
+    cost: str | None = None  # what is left to train, told once, after the first steps
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -127,7 +97,15 @@ def retrain(
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     forget_failures(out)
     if jobs is not None:
-        hand_out(settings, environment, jobs)
+        assert settings.train_command is not None
+        worker, words = Worker(settings, environment), command_words(settings.train_command)
+        for run in environment.pending():
+            if (job_of(run, environment.path) / "checkpoint").exists():
+                worker.by_command(run, words)
+        for run in environment.pending():
+            jobs(job_line(words, run, worker.weights(run), environment.path))
+        if not environment.pending():
+            environment.compact()
     elif cluster is not None:
         _fill_on_cluster(settings, environment, cluster, report)
     elif settings.workers in (None, 1):
@@ -141,44 +119,52 @@ def retrain(
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Work on the runs of a prepared environment until none is left to try, then merge them if all are there."""
     worker = Worker(settings, Environment.open(out))
-    clock, first = _Clock(worker.environment), _FirstSteps(worker, progress)
-    while pending := worker.environment.untried():
-        claims = worker.environment.claim(settings.stack, ttl=settings.lease_seconds)
+    environment, steps = worker.environment, 0 if settings.train_command else worker.recipe.steps
+    words = command_words(settings.train_command) if settings.train_command else None
+    clock = _Clock(environment)
+    begun: tuple[int, float] | None = None  # step and time from which the cost of all runs is taken
+    is_told = words is not None
+
+    def step_done(step: int, runs: tuple[Run, ...], left: int) -> None:
+        nonlocal begun, is_told
+        progress(clock.status(left, tuple(run.stem for run in runs), step, steps))
+        if is_told or (begun is not None and begun[0] < step < min(begun[0] + TIMED_STEPS, steps)):
+            return
+        if torch.device(worker.device).type == "cuda":
+            torch.cuda.synchronize()  # a step is queued, not done
+        if begun is None or step <= begun[0]:
+            begun = step, time.perf_counter()  # the very first step pays for what comes once
+            return
+        of_run = steps * ((time.perf_counter() - begun[1]) / (step - begun[0]) / len(runs))
+        workers = settings.workers or 1
+        together = "" if workers == 1 else f" with {workers} workers"
+        said = (
+            f"{left:,} runs of {steps:,} steps; by its first steps {duration_text(of_run)} a run, "
+            f"{duration_text(left * of_run / workers)} for all{together}; stop at any time, the same command goes on\n"
+            f"{geometry().evidence(len(environment.subset_ids))}"
+        )
+        progress(RetrainStatus("cost", cost=said))
+        is_told = True
+
+    while pending := environment.untried():
+        claims = environment.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
             progress(clock.status(len(pending), (), 0, 0))
             time.sleep(POLL_SECONDS)  # others hold the rest; one of them may die
             continue
         runs = tuple(claims)
-
-        def step_done(step: int, runs: tuple[Run, ...] = runs, left: int = len(pending)) -> None:
-            stems = tuple(run.stem for run in runs)
-            progress(clock.status(left, stems, step, 0 if settings.train_command else worker.recipe.steps))
-            first.step(step, models=len(runs), left=left)
-
         with held(list(claims.values()), ttl=settings.lease_seconds):
-            if settings.train_command is None:
-                for run, utility_E in zip(runs, worker.utilities(runs, step_done), strict=True):
-                    worker.environment.write_run(run, utility_E)
+            if words is None:
+                utilities = worker.utilities(runs, partial(step_done, runs=runs, left=len(pending)))
+                for run, utility_E in zip(runs, utilities, strict=True):
+                    environment.write_run(run, utility_E)
             else:
-                step_done(0)
-                worker.by_command(runs[0], settings.train_command)
-    left = len(worker.environment.pending())
+                step_done(0, runs, len(pending))
+                worker.by_command(runs[0], words)
+    left = len(environment.pending())
     if not left:
-        worker.environment.compact()
-    progress(clock.status(left, (), 0, 0))
-
-
-def hand_out(settings: RetrainSettings, environment: Environment, jobs: Callable[[str], None]) -> None:
-    """Score what earlier jobs have left, and tell the shell lines of the runs without a result."""
-    assert settings.train_command is not None
-    worker, words = Worker(settings, environment), command_words(settings.train_command)
-    for run in environment.pending():
-        if (job_of(run, environment.path) / "checkpoint").exists():
-            worker.by_command(run, settings.train_command)
-    for run in environment.pending():
-        jobs(job_line(words, run, worker.weights(run), environment.path))
-    if not environment.pending():
         environment.compact()
+    progress(clock.status(left, (), 0, 0))
 
 
 class Worker:
@@ -211,23 +197,38 @@ class Worker:
             for b, name in enumerate(block.subset_ids)
         }
 
-    def weights(self, run: Run) -> NDArray[np.float64]:
+    def weights(self, run: Run) -> F64:
         """How often each row is trained on, (N,)."""
         return np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
 
-    def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[NDArray[np.float64]]:
+    def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[F64]:
         """Train the models of `runs` and score them: -loss of every unit, (E,) each.
+
+        The model of the whole corpus is kept, with checkpoints.
 
         Raises:
             ModelError: a run diverged; the message names the runs.
         """
+        seeds, kept = [run.seed for run in runs], self.settings.checkpoints
+        if kept is None:
+            kept = tuple(sorted({step for eighth in (1, 3, 5, 7) if (step := self.recipe.steps * eighth // 8) >= 1}))
         try:
             if runs[0].subset_id == FULL:
-                return [-self._reference_losses(runs[0].seed, progress)]
+                trained = train(
+                    self.recipe,
+                    self.store,
+                    seed=seeds[0],
+                    tokenizer=self.tokenizer,
+                    out=self.environment.path / "reference" / f"seed-{seeds[0]}",
+                    checkpoints=kept,
+                    device=self.device,
+                    progress=progress,
+                )
+                return [-evaluate_units(trained.model.to(self.device), self.tokens)]
             trainer = train_stacked(
                 self.recipe,
                 self.store,
-                seeds=[run.seed for run in runs],
+                seeds=seeds,
                 retained=[self.weights(run) for run in runs],
                 device=self.device,
                 progress=progress,
@@ -236,34 +237,14 @@ class Worker:
         except ModelError as err:
             raise ModelError(f"{self.environment.path}: runs {[run.stem for run in runs]}: {err}") from err
 
-    def by_command(self, run: Run, command: str) -> None:
+    def by_command(self, run: Run, words: Sequence[str]) -> None:
         """Train one run by the user's command and keep its result, or why there is none."""
+        place, weight_N = self.environment.path, self.weights(run)
         try:
-            utility_E = utility_by_command(
-                command_words(command),
-                run,
-                self.weights(run),
-                self.environment.path,
-                self.tokenizer,
-                self.tokens,
-                self.device,
-            )
+            utility_E = utility_by_command(words, run, weight_N, place, self.tokenizer, self.tokens, self.device)
             self.environment.write_run(run, utility_E)
         except GraspError as err:
-            mark_failed(self.environment.path, run, str(err))
-
-    def _reference_losses(self, seed: int, progress: Callable[[int], None]) -> NDArray[np.float64]:
-        trained = train(
-            self.recipe,
-            self.store,
-            seed=seed,
-            tokenizer=self.tokenizer,
-            out=self.environment.path / "reference" / f"seed-{seed}",
-            checkpoints=kept_steps(self.settings, self.recipe),
-            device=self.device,
-            progress=progress,
-        )
-        return evaluate_units(trained.model.to(self.device), self.tokens)
+            mark_failed(place, run, str(err))
 
 
 # ------------------------------------------------------------------------------------------- workers
@@ -296,35 +277,6 @@ def _fill_on_cluster(
         while not cluster.done(tasks, POLL_SECONDS):
             progress(clock.status(len(environment.pending()), (), 0, 0))
     progress(clock.status(len(environment.pending()), (), 0, 0))
-
-
-class _FirstSteps:
-    """Tells once what all runs will cost, by the first steps of real work; the very first pays for what comes once."""
-
-    def __init__(self, worker: Worker, progress: Progress) -> None:
-        self._worker = worker
-        self._progress: Progress | None = None if worker.settings.train_command else progress
-        self._begun: tuple[int, float] | None = None
-
-    def step(self, step: int, *, models: int, left: int) -> None:
-        """One more step of so many models is done; so many runs have no result."""
-        if self._progress is None:
-            return
-        steps, settings = self._worker.recipe.steps, self._worker.settings
-        is_first = self._begun is None or step <= self._begun[0]
-        if self._begun is not None and not is_first and step < min(self._begun[0] + TIMED_STEPS, steps):
-            return
-        if torch.device(self._worker.device).type == "cuda":
-            torch.cuda.synchronize()  # a step is queued, not done
-        now = time.perf_counter()
-        if self._begun is None or is_first:
-            self._begun = step, now
-        else:
-            seconds = (now - self._begun[1]) / (step - self._begun[0]) / models
-            subsets = len(self._worker.environment.subset_ids)
-            cost = RetrainCost(left, steps, seconds, settings.workers or 1, subsets)
-            self._progress(RetrainStatus("cost", cost=cost))
-            self._progress = None
 
 
 class _Clock:

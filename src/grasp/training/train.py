@@ -34,7 +34,7 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
-from grasp.corpus.store import RowShard, RowStore
+from grasp.corpus.store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
@@ -145,35 +145,27 @@ def _fetched(rows: RowStore, index_SKB: NDArray[np.int64], context: int, vocab_s
     unique, position = np.unique(index_SKB, return_inverse=True)
     fetched = rows.rows(unique)
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
-    _check(fetched, unique, lengths, context, vocab_size)
+    if (long := np.flatnonzero(lengths > context)).size:
+        raise ModelError(
+            f"row {unique[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: cut the"
+            f" corpus with corpus.max_length {context}, or raise the recipe's context"
+        )
+    if (outside := np.flatnonzero((fetched.flat_ids < 0) | (fetched.flat_ids >= vocab_size))).size:
+        row = np.searchsorted(fetched.offsets, outside[0], side="right") - 1
+        raise ModelError(
+            f"row {unique[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
+            f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
+        )
     flat = np.append(fetched.flat_ids, 0)  # the last one is what padding reads
     flat_labelled = np.append(
         np.ones(len(fetched.flat_ids), np.bool_) if fetched.labelled is None else fetched.labelled, False
     )
     flat_labelled[starts] = False  # nothing predicts the first token of a row
-    for index_KB, chosen_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
-        lengths_KB = lengths[chosen_KB]
+    for index_KB, place_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
+        lengths_KB = lengths[place_KB]
         reach_L = np.arange(lengths_KB.max())
-        at_KBL = np.where(reach_L < lengths_KB[..., None], starts[chosen_KB][..., None] + reach_L, -1)
+        at_KBL = np.where(reach_L < lengths_KB[..., None], starts[place_KB][..., None] + reach_L, -1)
         yield TokenBatch(index_KB, flat[at_KBL].astype(np.int64), flat_labelled[at_KBL])
-
-
-def _check(
-    fetched: RowShard, row_index: NDArray[np.int64], lengths: NDArray[np.int64], context: int, vocab_size: int
-) -> None:
-    long = np.flatnonzero(lengths > context)
-    if long.size:
-        raise ModelError(
-            f"row {row_index[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: cut the"
-            f" corpus with corpus.max_length {context}, or raise the recipe's context"
-        )
-    outside = np.flatnonzero((fetched.flat_ids < 0) | (fetched.flat_ids >= vocab_size))
-    if outside.size:
-        row = np.searchsorted(fetched.offsets, outside[0], side="right") - 1
-        raise ModelError(
-            f"row {row_index[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
-            f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
-        )
 
 
 # -------------------------------------------------------------------------------------------------------- one step
@@ -198,6 +190,7 @@ class Trainer:
             betas=recipe.betas,
             fused=True,
         )
+        self._buffers = {"matrices": self.model.matrices, "vectors": self.model.vectors}
         self.step = 0
         self._losses_SK = torch.full((recipe.steps, len(seeds)), math.nan, device=self.device)
 
@@ -209,17 +202,31 @@ class Trainer:
 
     def advance(self, batch: TokenBatch) -> None:
         """One optimizer step; model k reads ``batch.ids_KBL[k]``."""
+        model, recipe = self.model, self.recipe
         weight_KBL = torch.from_numpy(label_weights(batch)).to(self.device, non_blocking=True)
         ids_KBL = torch.from_numpy(batch.ids_KBL).to(self.device, non_blocking=True)
-        loss_K = torch.zeros(self.model.n_models, device=self.device)
-        pieces = self.recipe.micro_rows or ids_KBL.shape[1]
-        for ids, weight in zip(torch.split(ids_KBL, pieces, 1), torch.split(weight_KBL, pieces, 1), strict=True):
-            loss_K += self._accumulate(ids, weight)
-        self._clip()
+        loss_K = torch.zeros(model.n_models, device=self.device)
+        narrow = {"cuda": recipe.cuda_autocast, "cpu": recipe.cpu_autocast}.get(self.device.type, False)
+        rows = recipe.micro_rows or ids_KBL.shape[1]
+        for ids, weight in zip(torch.split(ids_KBL, rows, 1), torch.split(weight_KBL, rows, 1), strict=True):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16) if narrow else nullcontext():
+                hidden = model.hidden(ids).flatten(1, 2)
+                # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
+                labels = ids.roll(-1, dims=2).flatten(1)
+                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1))
+            piece_K.sum().backward()  # type: ignore[no-untyped-call]
+            loss_K += piece_K.detach()
+
+        # the gradient of every model is scaled to a norm of at most `clip_norm`
+        gradients = [_grad(weight) for weight in model.weights.values()]
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        scale_K = (recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate_at(self.step)
+            group["lr"] = recipe.learning_rate_at(self.step)
         self.optimizer.step()
-        for buffer in (self.model.matrices, self.model.vectors):
+        for buffer in (model.matrices, model.vectors):
             _grad(buffer).zero_()
         self._losses_SK[self.step] = loss_K
         self.step += 1
@@ -241,13 +248,13 @@ class Trainer:
         """First and second moments of both buffers, on the CPU."""
         return {
             f"{name}.{moment}": self.optimizer.state[buffer][moment].cpu()
-            for name, buffer in self._buffers()
+            for name, buffer in self._buffers.items()
             for moment in ("exp_avg", "exp_avg_sq")
         }
 
     def restore(self, step: int, optimizer_state: Mapping[str, Tensor], losses_SK: NDArray[np.float32]) -> None:
         """Go on after `step` steps; the weights must have been loaded into `model`."""
-        for name, buffer in self._buffers():
+        for name, buffer in self._buffers.items():
             self.optimizer.state[buffer] = {
                 "step": torch.tensor(float(step), device=self.device),
                 "exp_avg": optimizer_state[f"{name}.exp_avg"].to(self.device),
@@ -255,28 +262,6 @@ class Trainer:
             }
         self.step = step
         self._losses_SK[:step] = torch.from_numpy(losses_SK).to(self.device)
-
-    def _buffers(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-        return ("matrices", self.model.matrices), ("vectors", self.model.vectors)
-
-    def _accumulate(self, ids_KBL: Tensor, weight_KBL: Tensor) -> Tensor:
-        """Add the gradient of one piece of the batch; its share of the loss, (K,)."""
-        narrow = {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}.get(self.device.type, False)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16) if narrow else nullcontext():
-            hidden = self.model.hidden(ids_KBL).flatten(1, 2)
-            # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
-            labels = ids_KBL.roll(-1, dims=2).flatten(1)
-            loss_K = head_loss(hidden, self.model.head, labels, weight_KBL.flatten(1))
-        loss_K.sum().backward()  # type: ignore[no-untyped-call]
-        return loss_K.detach()
-
-    def _clip(self) -> None:
-        """Scale the gradient of every model to a norm of at most `clip_norm`."""
-        gradients = [_grad(weight) for weight in self.model.weights.values()]
-        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
-        scale_K = (self.recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
 
 
 def label_weights(batch: TokenBatch) -> NDArray[np.float32]:
@@ -352,17 +337,13 @@ def train(
         run.resume(trainer)
     for step in _steps(trainer, rows, [share], [seed]):
         if run is not None and step in checkpoints:
-            run.save_checkpoint(trainer)
+            run.save(trainer, f"checkpoint-{step}")
         if progress is not None:
             progress(step)
-    model = trainer.model.to_hf(0, tokenizer.eos_id if tokenizer is not None else None)
     if run is not None:
-        run.finish(trainer, model)
-    return TrainedModel(
-        model=model,
-        losses=trainer.losses[:, 0],
-        checkpoints=() if run is None else run.checkpoints(),
-    )
+        run.finish(trainer)
+    model = trainer.model.to_hf(0, _eos_id(tokenizer))
+    return TrainedModel(model, trainer.losses[:, 0], () if run is None else run.checkpoints())
 
 
 def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
@@ -378,6 +359,10 @@ def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Seq
         trainer.advance(batch)
         yield trainer.step
     trainer.check()
+
+
+def _eos_id(tokenizer: HfTokenizer | None) -> int | None:
+    return None if tokenizer is None else tokenizer.eos_id
 
 
 class _Run:
@@ -410,41 +395,32 @@ class _Run:
         state = load_file(places[-1] / OPTIMIZER)
         trainer.restore(record["step"], state, np.asarray(record["losses"], dtype=np.float32)[:, None])
 
-    def save_checkpoint(self, trainer: Trainer) -> None:
+    def save(self, trainer: Trainer, name: str) -> Path:
+        """A Hugging Face checkpoint with the optimizer's state and, last of all, what it is."""
         trainer.check()
-        target = self._out / f"checkpoint-{trainer.step}"
-        if not target.exists():
-            with written_aside(target) as part:
-                self._write(trainer, trainer.model.to_hf(0, self._eos_id), part)
+        place = self._out / name
+        if place.exists():
+            return place
+        with written_aside(place) as part:
+            hf_logging.disable_progress_bar()  # the terminal belongs to the command line
+            trainer.model.to_hf(0, _eos_id(self._tokenizer)).save_pretrained(part)
+            if self._tokenizer is not None:
+                self._tokenizer.save(part)
+            save_file(trainer.optimizer_state(), part / OPTIMIZER)
+            losses = [float(loss) for loss in trainer.losses[:, 0]]
+            record = {"identity": self._identity, "step": trainer.step, "losses": losses}
+            (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        return place
 
-    def finish(self, trainer: Trainer, model: LlamaForCausalLM) -> None:
+    def finish(self, trainer: Trainer) -> None:
         if (self._out / RECORD).exists():
             return
-        final = self._out / "final"
-        discard(final)
-        with written_aside(final) as part:
-            self._write(trainer, model, part)
+        discard(self._out / "final")
+        final = self.save(trainer, "final")
         # the record goes last: a kill in between leaves files that the next run writes again
         for path in sorted(final.iterdir(), key=lambda path: path.name == RECORD):
             path.replace(self._out / path.name)
         final.rmdir()
-
-    @property
-    def _eos_id(self) -> int | None:
-        return None if self._tokenizer is None else self._tokenizer.eos_id
-
-    def _write(self, trainer: Trainer, model: LlamaForCausalLM, part: Path) -> None:
-        hf_logging.disable_progress_bar()  # the terminal belongs to the command line
-        model.save_pretrained(part)
-        if self._tokenizer is not None:
-            self._tokenizer.save(part)
-        save_file(trainer.optimizer_state(), part / OPTIMIZER)
-        record = {
-            "identity": self._identity,
-            "step": trainer.step,
-            "losses": [float(loss) for loss in trainer.losses[:, 0]],
-        }
-        (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------------- K at once
