@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from grasp.corpus.sources import (
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.files import check_place, own_directory
+from grasp.predict.rows import ranked
+from grasp.predict.weights import mask_of
 from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
@@ -115,7 +118,12 @@ def apply(
         files = [FileSource(source.fs, [file], source.root) for file in source.files]
     own_directory(out, MARKER, lambda _: False, reads)
     with locked(out / MARKER):
-        copies = budget is not None and not _kept_already(out / KEPT, str(keep))
+        copies = budget is not None
+        if copies:
+            manifest = out / KEPT / MANIFEST
+            copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
+        if copies:
+            check_place(out / KEPT)  # anything else is in the way
         store = Store(out, SCORED)
         store.begin(
             {
@@ -124,7 +132,10 @@ def apply(
                 "settings": settings.model_dump(mode="json", exclude={"path"}),
             }
         )
-        progress.stage("scoring", rows=_rows(source), tokens=None)
+        n_records = None  # where that is known before they are read
+        if isinstance(source, FileSource) and all(path.endswith(PARQUET) for _, path in source.files):
+            n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
+        progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
             part, is_there = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
@@ -138,10 +149,19 @@ def apply(
             unfamiliar += pc.sum(table[UNFAMILIAR]).as_py() or 0
         score_M = np.concatenate(scores)
         documents = len(score_M)
-        notes = _notes(scorer, unfamiliar / max(1, documents))
+        share, quality = unfamiliar / max(1, documents), scorer.card.quality
+        strange = f"{share:.1%} of the documents are unlike the rows that it learned from"
+        strange += f" (of these {UNFAMILIAR_SHARE:.0%})"
+        if share > TOO_STRANGE:
+            strange += "; their scores are guesses: build an artifact of some of them, and distil from that"
+        notes = [
+            strange,
+            f"on held-out rows of its own corpus its Spearman with relevance is {with_interval(quality.spearman)}, and "
+            f"its  best 20% have {percents(quality.gain)} of the relevance of the best 20%",
+        ]
         if copies and budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
-            kept_M = best(score_M, budget.resolve(documents, up=True))
+            kept_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             asked = {"chosen by": "grasp apply", "keep": str(keep)}
             export = write_documents(settings, lambda start, stop: kept_M[start:stop], 0, out / KEPT, "parquet", asked)
             notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
@@ -150,41 +170,6 @@ def apply(
     table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(least, pa.float64())})
     headline = f"{out}: {documents:,} documents scored for {scorer.card.target}"
     return Applied(table, headline, tuple(notes), path=out, documents=documents)
-
-
-def best(score_M: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
-    """Which are the best, (M,); of equal ones the first are."""
-    kept_M = np.zeros(len(score_M), dtype=np.bool_)
-    kept_M[np.argsort(-score_M, kind="stable")[:count]] = True
-    return kept_M
-
-
-def _notes(scorer: Scorer, share: float) -> list[str]:
-    """What to think of these scores: is the corpus like the one that was learned from, and how good is the scorer?"""
-    strange = f"{share:.1%} of the documents are unlike the rows that it learned from (of these {UNFAMILIAR_SHARE:.0%})"
-    if share > TOO_STRANGE:
-        strange += "; their scores are guesses: build an artifact of some of them, and distil from that"
-    quality = scorer.card.quality
-    return [
-        strange,
-        f"on held-out rows of its own corpus its Spearman with relevance is {with_interval(quality.spearman)}, and its "
-        f" best 20% have {percents(quality.gain)} of the relevance of the best 20%",
-    ]
-
-
-def _kept_already(place: Path, keep: str) -> bool:
-    """Whether the best were copied before; any other directory is in the way."""
-    if (place / MANIFEST).exists() and read_yaml(place / MANIFEST).get("keep") == keep:
-        return True
-    check_place(place)
-    return False
-
-
-def _rows(source: Source) -> int | None:
-    """Records of the corpus, where that is known before it is read."""
-    if not isinstance(source, FileSource) or not all(path.endswith(PARQUET) for _, path in source.files):
-        return None
-    return sum(parquet_rows(source.fs, path, name) for name, path in source.files)
 
 
 def _score_file(source: Source, scorer: Scorer, settings: CorpusSettings, path: Path, progress: Progress) -> None:
@@ -224,6 +209,7 @@ def _batches(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Larg
 
 
 def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
+    """The same as the source reads them: a table at a time, or so many lines of JSON."""
     forms: dict[str, Form] = {}
 
     def select(schema: pa.Schema, name: str) -> list[str]:
@@ -231,61 +217,42 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
         form = forms[name] = form_of(schema.names, settings, name)
         if form.columns[0] not in schema.names:
             raise CorpusError(f"{name}: has token ids and no text, and a scorer reads text; name a corpus of text")
-        needed = {*form.columns, *ids}
-        return [column for column in schema.names if column in needed]
+        return [column for column in schema.names if column in {*form.columns, *ids}]
+
+    def said(form: Form, record: Mapping[str, Any], where: str) -> str:
+        content = form.read(record, where)  # of a conversation the turns, one after the other
+        return (content.text or "") if content.conversation is None else str(content.conversation)
+
+    def named(file: str, position: NDArray[np.int64], *ids: Sequence[str | None]) -> pa.Table:
+        columns = [pa.array([file] * len(position)), pa.array(position), *ids]
+        return pa.table(columns, schema=pa.schema(list(_SCHEMA)[:4]))
 
     lines: list[JsonRecord] = []
-    for chunk in source.chunks(0, select):
-        if isinstance(chunk, ArrowChunk):
-            yield _of_table(chunk, forms[chunk.name], settings)
-            continue
-        lines.append(chunk)
-        if len(lines) == BATCH_ROWS:
-            yield _of_lines(lines, settings)
+    for chunk in chain(source.chunks(0, select), [None]):
+        if isinstance(chunk, JsonRecord):
+            lines.append(chunk)
+        if lines and (chunk is None or len(lines) == BATCH_ROWS):
+            told, ids = [], []
+            for line in lines:
+                where = f"{line.name}:{line.line}"
+                columns = id_columns(settings, list(line.record), where)
+                told.append(said(form_of(line.record.keys(), settings, where), line.record, where))
+                ids.append([label_text(line.record.get(name or "")) for name in columns])
+            rows, documents = zip(*ids, strict=True)
+            yield as_bytes(told), named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
             lines = []
-    if lines:
-        yield _of_lines(lines, settings)
-
-
-def _of_table(chunk: ArrowChunk, form: Form, settings: CorpusSettings) -> tuple[pa.LargeBinaryArray, pa.Table]:
-    batch = chunk.batch
-    names = batch.schema.names
-    column = batch.column(form.columns[0])
-    if form.kind == "text" and is_text(column.type):
-        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        texts = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
-    else:
-        where = f"{chunk.name}, rows from {chunk.first} on"
-        texts = as_bytes([_said(form, record, where) for record in batch.to_pylist()])
-    position = np.arange(chunk.first, chunk.first + batch.num_rows)
-    ids = [
-        [None] * batch.num_rows
-        if name not in names
-        else [label_text(value) for value in batch.column(name).to_pylist()]
-        for name in id_columns(settings, names, chunk.name)
-    ]
-    return texts, _named(chunk.name, position, *ids)
-
-
-def _of_lines(lines: Sequence[JsonRecord], settings: CorpusSettings) -> tuple[pa.LargeBinaryArray, pa.Table]:
-    texts, ids = [], []
-    for line in lines:
-        where = f"{line.name}:{line.line}"
-        named = id_columns(settings, list(line.record), where)
-        texts.append(_said(form_of(line.record.keys(), settings, where), line.record, where))
-        ids.append([label_text(line.record.get(name or "")) for name in named])
-    rows, documents = zip(*ids, strict=True)
-    return as_bytes(texts), _named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
-
-
-def _said(form: Form, record: Mapping[str, Any], where: str) -> str:
-    """A text, or the turns of a conversation one after the other."""
-    content = form.read(record, where)
-    return (content.text or "") if content.conversation is None else str(content.conversation)
-
-
-def _named(
-    file: str, position: NDArray[np.int64], row_ids: Sequence[str | None], doc_ids: Sequence[str | None]
-) -> pa.Table:
-    columns = [pa.array([file] * len(position)), pa.array(position), row_ids, doc_ids]
-    return pa.table(columns, schema=pa.schema(list(_SCHEMA)[:4]))
+        if isinstance(chunk, ArrowChunk):
+            batch, form = chunk.batch, forms[chunk.name]
+            column = batch.column(form.columns[0])
+            if form.kind == "text" and is_text(column.type):
+                column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+                texts = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
+            else:
+                where = f"{chunk.name}, rows from {chunk.first} on"
+                texts = as_bytes([said(form, record, where) for record in batch.to_pylist()])
+            names, nothing = batch.schema.names, [None] * batch.num_rows
+            own = [
+                [label_text(value) for value in batch.column(name).to_pylist()] if name in names else nothing
+                for name in id_columns(settings, names, chunk.name)
+            ]
+            yield texts, named(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *own)

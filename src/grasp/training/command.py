@@ -147,6 +147,7 @@ def _filled(words: Sequence[str], run: Run, corpus: Path, checkpoint: Path) -> l
 
 
 def _call(words: Sequence[str], log: Path) -> None:
+    """Run a command; of one that fails the last line on stderr is what it was."""
     log.parent.mkdir(exist_ok=True)
     said, complained = (log.parent / f"{log.name}.{kind}.txt" for kind in ("stdout", "stderr"))
     try:
@@ -155,15 +156,12 @@ def _call(words: Sequence[str], log: Path) -> None:
     except OSError as err:
         raise ModelError(f"{words[0]!r} cannot be started: {err.strerror}") from err
     if ended.returncode:
-        raise ModelError(f"exit status {ended.returncode}: {_last_line(complained)} (all of it: {complained})")
-
-
-def _last_line(path: Path) -> str:
-    with path.open("rb") as file:  # it may be as long as it likes
-        file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        lines = file.read(LAST_BYTES).decode("utf-8", errors="replace").split("\n")
-    written = [line.strip() for line in lines if line.strip()]
-    return plain(written[-1], SHOWN) if written else "nothing on stderr"
+        with complained.open("rb") as file:  # it may be as long as it likes
+            file.seek(max(0, complained.stat().st_size - LAST_BYTES))
+            lines = file.read(LAST_BYTES).decode("utf-8", errors="replace").split("\n")
+        written = [line.strip() for line in lines if line.strip()]
+        last = plain(written[-1], SHOWN) if written else "nothing on stderr"
+        raise ModelError(f"exit status {ended.returncode}: {last} (all of it: {complained})")
 
 
 def _losses(checkpoint: Path, tokenizer: HfTokenizer, tokens: Sequence[UnitTokens], device: str) -> NDArray[np.float64]:

@@ -91,24 +91,36 @@ class StackedLlama:
         self.shape = shape
         self.n_models = n_models
         self.device = device
-        gains = [(name, shape.hidden) for name in _gains(shape)]
+        layers = [f"layers.{layer}.{name}" for layer in range(shape.layers) for name in ("norm", "mlp_norm")]
+        gains = [*layers, "norm"]
         self.matrices = _buffer(n_models * sum(rows * columns for _, rows, columns in _blocks(shape)), device)
-        self.vectors = _buffer(n_models * sum(width for _, width in gains), device)
+        self.vectors = _buffer(n_models * len(gains) * shape.hidden, device)
         views = _views(self.matrices, [(name, (n_models, r, c)) for name, r, c in _blocks(shape)])
-        views |= _views(self.vectors, [(name, (n_models, width)) for name, width in gains])
+        views |= _views(self.vectors, [(name, (n_models, shape.hidden)) for name in gains])
         self.weights: dict[str, Tensor] = views
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def initialise(self, seeds: Sequence[int]) -> None:
-        """Draw the weights of model k from ``seeds[k]`` alone: normal, 0.02, as Hugging Face does; gains are
-        1."""
+        """Draw the weights of model k from ``seeds[k]`` alone: normal, 0.02, as Hugging Face does; gains are 1."""
         for k, seed in enumerate(seeds):
-            self.load(k, {name: _draw(seed, name, tensor) for name, tensor in self.tensors(k)})
+            for name, tensor in self.tensors(k):
+                if tensor.ndim == 1:
+                    tensor.fill_(1.0)
+                    continue
+                values = stream(seed, "init", name).standard_normal(tuple(tensor.shape), dtype=np.float32)
+                tensor.copy_(torch.from_numpy(values).mul_(0.02))
 
     def tensors(self, k: int) -> Iterator[tuple[str, Tensor]]:
         """Weights of model k under their Hugging Face names; views, not copies."""
-        for name, weight in self.weights.items():
-            yield from _hf_views(name, weight.detach()[k])
+        for name, weights in self.weights.items():
+            weight = weights.detach()[k]
+            if name in _WHOLE:
+                yield _WHOLE[name], weight
+                continue
+            layers, layer, kind = name.split(".")
+            parts = _PARTS[kind]
+            for part, view in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"model.{layers}.{layer}.{part}", view
 
     def load(self, k: int, state: Mapping[str, Tensor]) -> None:
         """Copy a Hugging Face state into model k."""
@@ -176,8 +188,7 @@ class StackedLlama:
         return losses_KE
 
     def _cos_sin(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, each (L, 1, head width / 2), as Hugging Face computes
-        them."""
+        """Cosine and sine of the rotary angles, each (L, 1, head width / 2), as Hugging Face computes them."""
         if self._rotary is None or self._rotary[0].shape[0] < length:
             width = self.shape.hidden // self.shape.heads
             inverse = 1.0 / (ROPE_THETA ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
@@ -198,11 +209,6 @@ def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:
     return blocks if shape.tied else [*blocks, ("head", shape.vocab_size, hidden)]
 
 
-def _gains(shape: LlamaShape) -> list[str]:
-    layers = [f"layers.{layer}.{name}" for layer in range(shape.layers) for name in ("norm", "mlp_norm")]
-    return [*layers, "norm"]
-
-
 _PARTS = {
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "out": ("self_attn.o_proj.weight",),
@@ -212,24 +218,6 @@ _PARTS = {
     "mlp_norm": ("post_attention_layernorm.weight",),
 }
 _WHOLE = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
-
-
-def _hf_views(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views of one of our weights under the Hugging Face names of its parts."""
-    if name in _WHOLE:
-        yield _WHOLE[name], weight
-        return
-    layers, layer, kind = name.split(".")
-    parts = _PARTS[kind]
-    for part, view in zip(parts, weight.chunk(len(parts)), strict=True):
-        yield f"model.{layers}.{layer}.{part}", view
-
-
-def _draw(seed: int, name: str, like: Tensor) -> Tensor:
-    if like.ndim == 1:
-        return torch.ones_like(like)
-    values = stream(seed, "init", name).standard_normal(tuple(like.shape), dtype=np.float32)
-    return torch.from_numpy(values).mul_(0.02)
 
 
 def _buffer(size: int, device: torch.device) -> Tensor:
@@ -256,8 +244,7 @@ def _times(x_KTI: Tensor, weight_KOI: Tensor) -> Tensor:
 
 
 def _attention(packed: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Causal attention of (rows, L, 3, heads, width) packed queries, keys, values; (rows, L, heads,
-    width)."""
+    """Causal attention of (rows, L, 3, heads, width) packed queries, keys, values; (rows, L, heads, width)."""
     query, key, value = packed.view(n_rows, -1, 3, heads, packed.shape[-1] // (3 * heads)).unbind(dim=2)
     query, key = rotate(query, *rotary), rotate(key, *rotary)
     mixed = F.scaled_dot_product_attention(
@@ -282,8 +269,7 @@ def swiglu(packed_KT2I: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (..., L, heads, width); `cos`, `sin` (L, 1, width / 2) turn coordinates i, i +
-    width / 2."""
+    """Rotary embedding of (..., L, heads, width); `cos`, `sin` (L, 1, width / 2) turn coordinates i, i + width / 2."""
     turned: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return turned
 

@@ -46,8 +46,7 @@ class TrainingRecipe(Settings):
         return self
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, from 0: linear to the peak, then linear to exactly zero after the last
-        step."""
+        """Learning rate of a step, from 0: linear to the peak, then linear to exactly zero after the last step."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         return self.learning_rate * (self.steps - step) / (self.steps - self.warmup_steps)

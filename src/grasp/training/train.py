@@ -105,8 +105,7 @@ def row_order(often_N: NDArray[np.bool_] | F64, *, seed: int, start: int = 0) ->
 def batch_order(
     often_N: NDArray[np.bool_] | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two
-    epochs."""
+    """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two epochs."""
     pieces = row_order(often_N, seed=seed, start=first_step * batch_rows)
     ready = np.zeros(0, dtype=np.int64)
     for _ in range(first_step, last_step):
