@@ -251,12 +251,6 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     assert not (tmp_path / "bytes").exists()
 
 
-def test_records_that_no_table_can_hold_are_told(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a", "x": 1}, {"text": "b", "x": {"y": 2}}])
-    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, write jsonl"):
-        copy(path, np.ones(2, dtype=bool), tmp_path / "out", "parquet")
-
-
 def test_directories_that_are_there_are_left_alone(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     (tmp_path / "out.part").mkdir()
@@ -302,22 +296,24 @@ def test_the_corpus_may_have_moved(tmp_path):
     assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 
 
-def test_what_keeps_no_document_is_told(tmp_path):
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [{"text": " ".join("abcdefghijklmnopqrstuvwxyz")}]))
-    chosen_N = np.arange(artifact.n_rows) == 0
-    for rule in ("half", "all"):
-        with pytest.raises(SettingsError, match=f"documents: there is no document of whose tokens {rule} were chosen"):
-            kept_documents(rows_of(artifact), chosen_N, rule)
-    assert len(kept_documents(rows_of(artifact), chosen_N, "any").names) == 1
-
-
 def test_what_cannot_be_exported_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line"):
-        Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0).write_ids(tmp_path / "kept.txt")
-    assert not list(tmp_path.glob("kept*"))
+    long = build(tmp_path / "long", write_jsonl(tmp_path / "long.jsonl", [{"text": " ".join("abcdefghijklmnopqrst")}]))
+    first_N = np.arange(long.n_rows) == 0
+    assert len(kept_documents(rows_of(long), first_N, "any").names) == 1
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    with pytest.raises(SettingsError, match="format: got 'csv'"):
-        Exporter.from_options(artifact, form="csv")
+    odd = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a", "x": 1}, {"text": "b", "x": {"y": 2}}])
+    one = Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
+    for said, attempt in (
+        ("of whose tokens half were chosen", lambda: kept_documents(rows_of(long), first_N, "half")),
+        ("of whose tokens all were chosen", lambda: kept_documents(rows_of(long), first_N, "all")),
+        ("format: got 'csv'", lambda: Exporter.from_options(artifact, form="csv")),
+        (r"'a\\nb': a list with one name a line", lambda: one.write_ids(tmp_path / "kept.txt")),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            attempt()
+    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, write jsonl"):
+        copy(odd, np.ones(2, dtype=bool), tmp_path / "kept", "parquet")
+    assert not list(tmp_path.glob("kept*"))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
     with pytest.raises(SettingsError, match="its rows are images"):
         corpus_settings(artifact)

@@ -158,7 +158,8 @@ def select(
         order_N = picked_P = best.row_index
     rows = best.row_index
     even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
-    curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), pool.effect_of_rows())
+    ordered_by_N = pool.effect_M if pool.document_N is None else pool.effect_M[pool.document_N]
+    curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), ordered_by_N)
 
     weights = one_subset(SUBSET, mask_of(rows, artifact.n_rows)).weights
     sums = aim.predictor.sums(weights)
@@ -227,10 +228,6 @@ class _Pool:
         labels = None if self.labels is None else replace(self.labels, codes_N=self.labels.codes_N[first_M])
         allowed_M = np.bincount(document_N, ~self.allowed_M) == 0
         return _Pool(_mean_by(document_N, self.effect_M), allowed_M, labels, document_N)
-
-    def effect_of_rows(self) -> F64:
-        """What rows are ordered by, (N,): their own effect, or that of their document."""
-        return self.effect_M if self.document_N is None else self.effect_M[self.document_N]
 
     def rows(self, picked_P: I64) -> I64:
         """The rows of what was picked, in its order."""
