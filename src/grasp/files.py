@@ -62,49 +62,47 @@ def check_outputs(
         SettingsError: no such directory; a directory, a device, a pipe or a symbolic link; two outputs of one name;
             something that is read; another ending than that of a table.
     """
-    known = _places(reads)
+    written: dict[Path, str] = {}
     for flag, path in outputs.items():
         if path is None or (flag in streamed and path in STREAMS):
             continue
-        _check_name(path, flag)
         if not path.parent.is_dir():
             raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
         if path == Path("-") or (kind := kind_of(path)) is None:
             raise SettingsError(f"{flag}: got {path}, which is no name for a file; expected one")
         if kind not in ("file", "nothing"):
             raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
-        known[_check_apart(path, known, flag)] = f"{flag} writes"
+        written[_check_apart(path, flag, reads, written)] = f"{flag} writes"
         if flag in tables and path.suffix not in TABLES:
             raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLES)}")
 
 
-def _places(reads: Mapping[str, Reads] | None) -> dict[Path, str]:
-    """What lies where, of what is read."""
-    known: dict[Path, str] = {}
-    for phrase, places in (reads or {}).items():
-        several = [places] if isinstance(places, Path | str) else places or ()
-        known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
-    return known
+def _check_apart(
+    path: Path, flag: str, reads: Mapping[str, Reads] | None, written: Mapping[Path, str] | None = None
+) -> Path:
+    """See that an output is UTF-8, as libraries want it, and nothing that is needed, nor inside of it.
 
-
-def _check_apart(path: Path, known: Mapping[Path, str], flag: str) -> Path:
-    """See that an output is nothing that is read, nor inside of it; gives where it lies, links followed."""
-    place = path.parent.resolve() / path.name
-    for taken, phrase in known.items():
-        if place == taken or (place.is_relative_to(taken) and taken.is_dir()):
-            inside = "" if place == taken else f" inside of {taken}"
-            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
-    return place
-
-
-def _check_name(path: Path, flag: str) -> None:
-    """See that a path is UTF-8: libraries that write files take no other."""
+    Args:
+        written: what else is written, and by what.
+    Returns:
+        Where it lies, links followed.
+    """
     try:
         str(path).encode()
     except UnicodeEncodeError as err:
         raise SettingsError(
             f"{flag}: got {path}, which is no name for a file: it is not UTF-8; choose another"
         ) from err
+    known: dict[Path, str] = {}
+    for phrase, places in (reads or {}).items():
+        several = [places] if isinstance(places, Path | str) else places or ()
+        known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
+    place = path.parent.resolve() / path.name
+    for taken, phrase in (known | dict(written or {})).items():
+        if place == taken or (place.is_relative_to(taken) and taken.is_dir()):
+            inside = "" if place == taken else f" inside of {taken}"
+            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
+    return place
 
 
 _KINDS = {
@@ -134,12 +132,8 @@ def kind_of(path: Path) -> str | None:
 
 def temporary_path(path: Path) -> Path:
     """A name of our own beside `path`, so that two processes never write into one part file."""
-    return path.with_name(f"{_beginning(path)}{uuid.uuid4().hex}{PART}")
-
-
-def _beginning(path: Path) -> str:
-    """What the names of all its parts begin with."""
-    return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}."
+    begins = path.name.encode()[:NAME_BYTES].decode(errors="ignore")
+    return path.with_name(f".{begins}.{uuid.uuid4().hex}{PART}")
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
@@ -148,59 +142,51 @@ def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
     Raises:
         SettingsError: a device, a pipe or a link has this name, which a rename would replace.
     """
-    with _placed(path) as part:
+    with written_aside(path, sweep=False) as part:
         part.write_bytes(data)
     return FileEntry(bytes=memoryview(data).nbytes, checksum=checksum(data))
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     """A place beside `path` to write to, a file or a directory, which is flushed and gets its name at the end.
 
     Where the writing fails or is interrupted, nothing is left; of a process that was killed, until the next writer of
     the same name a day later, or `remove_parts`.
 
+    Args:
+        sweep: remove what was left of this name; takes as long as the directory has names.
     Raises:
         SettingsError: a device, a pipe or a link has this name, which a rename would replace.
+        OSError: the disk is full; the message names `path`, whatever library wrote.
     """
-    for left in path.parent.glob(f"{glob.escape(_beginning(path))}*{PART}"):
-        remove_stale(left, older_than=STALE_SECONDS)
-    with _placed(path) as part:
-        yield part
-
-
-@contextmanager
-def _placed(path: Path) -> Iterator[Path]:
+    part = temporary_path(path)
+    if sweep:
+        begins = part.name[: -len(PART) - 32]
+        for left in path.parent.glob(f"{glob.escape(begins)}*{PART}"):
+            remove_stale(left, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
-    part = temporary_path(path)
     try:
         yield part
         _flush(part)
-        _replace(part, path)
+        try:
+            os.replace(part, path)
+        except OSError as err:
+            if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise SettingsError(f"{path}: another command has written there meanwhile; choose another place") from err
         _flush(path.parent)
     except BaseException as err:
         discard(part)
-        if (number := _of_the_disk(err)) is not None:
+        if isinstance(err, OSError):
+            number = err.errno if err.errno in (*FULL, errno.EFBIG) else None
+        else:  # a library in Rust says it without a number
+            found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
+            number = None if found is None else int(found[1] or found[2])
+        if number is not None:
             raise OSError(number, os.strerror(number), str(path)) from err
         raise
-
-
-def _of_the_disk(err: BaseException) -> int | None:
-    """What the disk said without naming a file, as writes do; a library in Rust says it without a number too."""
-    if isinstance(err, OSError):
-        return err.errno if err.errno in (*FULL, errno.EFBIG) else None
-    found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
-    return None if found is None else int(found[1] or found[2])
-
-
-def _replace(part: Path, path: Path) -> None:
-    try:
-        os.replace(part, path)
-    except OSError as err:
-        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        raise SettingsError(f"{path}: another command has written there meanwhile; choose another place") from err
 
 
 def _flush(path: Path) -> None:
@@ -338,7 +324,7 @@ def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
         raise SettingsError(f"{path}: is there already; give another name, or remove it")
     if not path.absolute().parent.is_dir():
         raise SettingsError(f"{path}: there is no directory {path.parent}; make it first")
-    _check_apart(path, _places(reads), "out")
+    _check_apart(path, "out", reads)
 
 
 def own_directory(
@@ -354,8 +340,7 @@ def own_directory(
     """
     if path == Path():
         raise SettingsError("out: got the current directory, or no name at all; give the output one of its own")
-    _check_name(path, "out")
-    _check_apart(path, _places(reads), "out")
+    _check_apart(path, "out", reads)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():
@@ -383,11 +368,8 @@ def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
                 then.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}" if where else str(key)
             )
     elif then != now:
-        yield f"{where}: was {_shown(then)}, now {_shown(now)}"
+        was, is_now = ("absent" if value is _ABSENT else json.dumps(value) for value in (then, now))
+        yield f"{where}: was {was}, now {is_now}"
 
 
 _ABSENT = object()
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else json.dumps(value)

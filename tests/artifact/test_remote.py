@@ -22,7 +22,7 @@ from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module
-from grasp.store.remote import RemoteFiles, local_path, remote_url, staging_directory
+from grasp.store.remote import local_path, remote_url, staging_directory
 from tests.faults import Killed
 
 
@@ -199,14 +199,14 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
 
 def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
     publish_artifact(local, place)
-    asked, real = [], RemoteFiles._fetch
+    asked, real = [], module.written_aside
 
-    def slow(self, name, expected):
-        asked.append(name)
+    def slow(path):
+        asked.append(path)
         time.sleep(0.05)
-        real(self, name, expected)
+        return real(path)
 
-    monkeypatch.setattr(RemoteFiles, "_fetch", slow)
+    monkeypatch.setattr(module, "written_aside", slow)
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
     assert len(set(paths)) == len(asked) == 1  # the others waited for it

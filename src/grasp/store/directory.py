@@ -57,27 +57,22 @@ class Files:
         if name not in self.entries:
             raise self._mistake(f"{self.where}: lists no {name}; {self._again}")
         if name not in self._checked:
-            self._check(name, self.entries[name])
+            if what := fault(self.root, name, self.entries[name]):
+                self._not_here(name, what)
             self._checked.add(name)
         return self.root / name
 
-    def are_here(self) -> bool:
-        """Whether all lie there in their sizes; their bytes are not read."""
-        sizes = {self.root / name: entry.bytes for name, entry in self.entries.items()}
-        return all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items())
+    def _not_here(self, name: str, what: str) -> None:
+        """What is done about a file that is missing here, or damaged."""
+        raise self._mistake(f"{self.root / name}: {what}; {self._again}")
 
-    def _check(self, name: str, expected: FileEntry) -> None:
-        if what := self.fault(name, expected):
-            raise self._mistake(f"{self.root / name}: {what}; {self._again}")
-
-    def fault(self, name: str, expected: FileEntry) -> str | None:
+    def fault(self, name: str) -> str | None:
         """What is wrong with a file where it lies, in words; None: nothing."""
-        return fault(self.root, name, expected)
+        return fault(self.root, name, self.entries[name])
 
     def verify(self) -> dict[str, str]:
         """What is wrong with each file that is not as it was written, by name; all are read."""
-        found = {name: self.fault(name, entry) for name, entry in sorted(self.entries.items())}
-        return {name: what for name, what in found.items() if what}
+        return {name: what for name in sorted(self.entries) if (what := self.fault(name))}
 
 
 Content = bytes | Callable[[Path], object]  # of a file: as it is, or what writes it
@@ -147,12 +142,13 @@ class Store(Generic[M]):
     @cached_property
     def parts(self) -> dict[str, Files]:
         """Files of the parts that are whole, by name; one whose files are gone or cut is not, and is redone."""
-        names = [path.stem for path in sorted(self.root.glob(self.schema.marks))]
-        marked = {name: self.schema.files(self.mark(name)) for name in names}
-        found = {
-            name: Files(self.root, files, self.schema.again, self.schema.mistake) for name, files in marked.items()
-        }
-        return {name: files for name, files in found.items() if files.are_here()}
+        found = {}
+        for mark in sorted(self.root.glob(self.schema.marks)):
+            entries = self.schema.files(self.mark(mark.stem))
+            sizes = {self.root / name: entry.bytes for name, entry in entries.items()}
+            if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items()):
+                found[mark.stem] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+        return found
 
     def mark(self, part: str) -> M:
         """What the mark of a part says.

@@ -66,37 +66,34 @@ class RemoteFiles(Files):
 
     def __init__(self, url: str, filesystem: Any, place: str, *files: Any) -> None:
         super().__init__(*files)
-        self.where = self.url = url
+        self.where = url
         self._filesystem, self._place = filesystem, place  # the path of the store within the filesystem
 
-    def _check(self, name: str, expected: FileEntry) -> None:
-        """What is not here yet, or was damaged here, is fetched."""
-        if fault(self.root, name, expected) is None:
-            return
+    def _not_here(self, name: str, what: str) -> None:
+        """It is fetched."""
+        path, expected = self.root / name, self.entries[name]
         with locked(self.root.with_suffix(LOCK), wait=True):
-            if fault(self.root, name, expected) is not None:  # another process may have fetched it
-                self._fetch(name, expected)
+            if fault(self.root, name, expected) is None:
+                return  # another process has fetched it meanwhile
+            for directory in reversed(path.relative_to(self.root).parents):
+                if kind_of(self.root / directory) not in ("directory", "nothing"):
+                    discard(self.root / directory)  # a link that somebody put there: nothing is written behind it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            discard(path)
+            with written_aside(path) as part:
+                with _reached(f"{self.where}/{name}"):
+                    self._filesystem.get_file(f"{self._place}/{name}", str(part))
+                if wrong := fault(part.parent, part.name, expected):
+                    raise self._mistake(
+                        f"{self.where}/{name}: {wrong}; `grasp verify {shlex.quote(self.where)}` names everything that "
+                        "is broken"
+                    )
 
-    def _fetch(self, name: str, expected: FileEntry) -> None:
-        path = self.root / name
-        for directory in reversed(path.relative_to(self.root).parents):
-            if kind_of(self.root / directory) not in ("directory", "nothing"):
-                discard(self.root / directory)  # a link that somebody put there: nothing is written behind it
-        path.parent.mkdir(parents=True, exist_ok=True)
-        discard(path)
-        with written_aside(path) as part:
-            with _reached(f"{self.url}/{name}"):
-                self._filesystem.get_file(f"{self._place}/{name}", str(part))
-            if what := fault(part.parent, part.name, expected):
-                raise self._mistake(
-                    f"{self.url}/{name}: {what}; `grasp verify {shlex.quote(self.url)}` names everything that is broken"
-                )
-
-    def fault(self, name: str, expected: FileEntry) -> str | None:
+    def fault(self, name: str) -> str | None:
         """What is wrong with a file where it lies, read as a stream; None: nothing."""
-        digest, size = xxhash.xxh3_128(), 0
+        digest, size, expected = xxhash.xxh3_128(), 0, self.entries[name]
         try:
-            with _reached(f"{self.url}/{name}"), self._filesystem.open(f"{self._place}/{name}", "rb") as handle:
+            with _reached(f"{self.where}/{name}"), self._filesystem.open(f"{self._place}/{name}", "rb") as handle:
                 while size <= expected.bytes and (data := handle.read(_READ_BYTES)):
                     digest.update(data)
                     size += len(data)
@@ -175,7 +172,10 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
         for name, entry in entries.items():
             line = f"{entry.checksum} {name}"
             if line not in noted or there.get(name) != entry.bytes:
-                _put(filesystem, local / name, f"{root}/{name}", f"{url}/{name}")
+                with _reached(f"{url}/{name}"):
+                    if url.partition(":")[0] not in OBJECT_STORES:  # there it would make a bucket of a misspelt name
+                        filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                    filesystem.put_file(str(local / name), f"{root}/{name}")
                 note.write(line + "\n")
                 note.flush()
     there = _sizes(filesystem, root, url)
@@ -186,13 +186,6 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
         )
     with _reached(f"{url}/{signed.name}"):
         filesystem.pipe_file(f"{root}/{signed.name}", data)
-
-
-def _put(filesystem: Any, source: Path, to: str, where: str) -> None:
-    with _reached(where):
-        if where.partition(":")[0] not in OBJECT_STORES:  # there it would make a bucket of a misspelt name
-            filesystem.makedirs(to.rpartition("/")[0], exist_ok=True)
-        filesystem.put_file(str(source), to)
 
 
 def _sizes(filesystem: Any, root: str, url: str) -> dict[str, int]:
