@@ -124,7 +124,42 @@ def build(
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
-        data, in_memory = _with_inputs(data, model, tokenizer, corpus, targets, dtype)
+        # what is an object is named by its fingerprint, and handed on beside the settings
+        reference, source = None, None
+        units: tuple[Unit, ...] = ()
+        if isinstance(model, tuple | list):
+            if len(model) != 2 or tokenizer is not None:
+                raise SettingsError(f"model: got {len(model)} things, expected a model and its tokenizer")
+            model, tokenizer = model
+        if isinstance(model, nn.Module):
+            if tokenizer is None or isinstance(tokenizer, str | Path):
+                raise SettingsError(
+                    f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too"
+                )
+            asked = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+            reference = ReferenceModel.from_model(model, tokenizer, asked)  # proven as one from a disk is
+            tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
+            put(data, "model.device", str(reference.device))
+            dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
+        if corpus is not None and not isinstance(corpus, str | Path):
+            source = table_source(corpus, leaf(data, "corpus.split"))
+            data.get("corpus", {}).pop("split", None)
+            ((_, _, digest),) = source.identity()
+            corpus = IN_MEMORY + digest
+        for setting, value, expected in (
+            ("model.path", model, "a path or a transformers model"),
+            ("model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer"),
+            ("model.dtype", dtype, "float32, bfloat16 or float16"),
+            ("corpus.path", corpus, "a path or a table"),
+        ):
+            if value is not None and not isinstance(value, str | Path):
+                raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
+            if value is not None:
+                put(data, setting, str(value))
+        if targets is not None:
+            names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
+            put(data, "targets.names", names)
+        in_memory = InMemory(reference, source, units)
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
         begun = not resume or (staged / "run.yaml").exists()
@@ -191,47 +226,6 @@ def add_targets(
     names, _ = _targets(targets, "completion")
     asked = validated(TargetSettings, {**old, "datasets": [], **given, "names": names}, "targets")
     return add_target(place, asked, own=own, progress=progress)
-
-
-def _with_inputs(
-    data: dict[str, Any], model: Any, tokenizer: Any, corpus: Any, targets: Any, dtype: str | None
-) -> tuple[dict[str, Any], InMemory]:
-    """The settings with model, corpus and targets named in them, and those of the three that are objects."""
-    reference, source = None, None
-    units: tuple[Unit, ...] = ()
-    if isinstance(model, tuple | list):
-        if len(model) != 2 or tokenizer is not None:
-            raise SettingsError(f"model: got {len(model)} things, expected a model and its tokenizer")
-        model, tokenizer = model
-    if isinstance(model, nn.Module):
-        if tokenizer is None or isinstance(tokenizer, str | Path):
-            raise SettingsError(
-                f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too"
-            )
-        given = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
-        reference = ReferenceModel.from_model(model, tokenizer, given)  # proven as one from a disk is
-        tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
-        put(data, "model.device", str(reference.device))
-        dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
-    if corpus is not None and not isinstance(corpus, str | Path):
-        source = table_source(corpus, leaf(data, "corpus.split"))
-        data.get("corpus", {}).pop("split", None)
-        ((_, _, digest),) = source.identity()
-        corpus = IN_MEMORY + digest
-    for setting, value, expected in (
-        ("model.path", model, "a path or a transformers model"),
-        ("model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer"),
-        ("model.dtype", dtype, "float32, bfloat16 or float16"),
-        ("corpus.path", corpus, "a path or a table"),
-    ):
-        if value is not None and not isinstance(value, str | Path):
-            raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
-        if value is not None:
-            put(data, setting, str(value))
-    if targets is not None:
-        names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
-        put(data, "targets.names", names)
-    return data, InMemory(reference, source, units)
 
 
 def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:

@@ -41,26 +41,25 @@ class Cluster:
 
     def __init__(self, ray: ModuleType, spec: ClusterSpec) -> None:
         self._ray = ray
-        self._threads = spec.threads
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._gpus = int(sum(node.get("GPU", 0) for node in nodes))
+        gpus = int(sum(node.get("GPU", 0) for node in nodes))
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
-        room = self._gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
+        room = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
         asked = room if spec.workers is None else spec.workers
         if room < 1:
             raise EngineError(f"threads: got {spec.threads}, but no node has so many cores; ask for fewer threads")
         if asked > room:
             raise EngineError(
-                f"--workers: got {asked}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for {room} "
+                f"--workers: got {asked}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for {room} "
                 f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
             )
-        self._room = {"num_cpus": self._threads} | ({"num_gpus": 1} if self._gpus else {})  # that a worker takes
+        self._room = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})  # that a worker takes
         wanted = 1 if spec.workers is None else spec.workers
         deadline = time.monotonic() + PATIENCE_SECONDS  # others may be about to give theirs back
         while True:
             resources: dict[str, float] = ray.available_resources()
-            free = int(resources.get("CPU", 0)) // self._threads
-            if self._gpus:
+            free = int(resources.get("CPU", 0)) // spec.threads
+            if gpus:
                 free = min(free, int(resources.get("GPU", 0)))
             if free >= wanted:
                 break

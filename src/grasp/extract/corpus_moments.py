@@ -101,7 +101,7 @@ def position_moments(
                 "--match forward"
             )
         moments = replace(moments, gradient_K=squares.mean())
-    spool.write(0, spool_position_moments(moments))
+    spool.write(0, spool_moments(moments))
     return moments
 
 
@@ -130,25 +130,23 @@ def pooled_moments(spool: FeatureSpool, parts: int, model: Reference) -> Moments
     return accumulator.moments()
 
 
-def spool_moments(moments: Moments, prefix: str) -> dict[str, NDArray[np.generic]]:
-    """As named arrays."""
-    return {
-        f"{prefix}count": np.array([moments.count], dtype=np.int64),
-        f"{prefix}mean": moments.mean_H,
-        f"{prefix}covariance": moments.covariance_HH,
-        f"{prefix}gamma": moments.gamma_V,
-    }
-
-
-def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.generic]]:
-    """As named arrays, `token.` and, where they are built, `input.` and `neighbour.`."""
-    arrays = spool_moments(moments.token, "token.") | {"token.loss": np.array([moments.loss])}
-    if moments.input is not None:
-        arrays |= spool_moments(moments.input, "input.")
-    if moments.gradient_K is not None:
-        arrays["gradient.square"] = moments.gradient_K.astype(np.float32)
-    if moments.states is not None:
-        arrays |= {"neighbour.hidden": moments.states.hidden_MH, "neighbour.label": moments.states.label_M}
+def spool_moments(positions: PositionMoments | None, pooled: Moments | None = None) -> dict[str, NDArray[np.generic]]:
+    """As named arrays: `pooled.`, `token.` and, where they are built, `input.`, `gradient.` and `neighbour.`."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    of_kernels = {"pooled": pooled}
+    if positions is not None:
+        of_kernels |= {"token": positions.token, "input": positions.input}
+        arrays["token.loss"] = np.array([positions.loss])
+        if positions.gradient_K is not None:
+            arrays["gradient.square"] = positions.gradient_K.astype(np.float32)
+        if positions.states is not None:
+            arrays |= {"neighbour.hidden": positions.states.hidden_MH, "neighbour.label": positions.states.label_M}
+    for name, moments in of_kernels.items():
+        if moments is not None:
+            arrays[f"{name}.count"] = np.array([moments.count], dtype=np.int64)
+            arrays[f"{name}.mean"] = moments.mean_H
+            arrays[f"{name}.covariance"] = moments.covariance_HH
+            arrays[f"{name}.gamma"] = moments.gamma_V
     return arrays
 
 

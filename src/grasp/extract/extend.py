@@ -12,7 +12,7 @@ from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
 from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.extract.inputs import identity, prepare, unit_table
-from grasp.extract.local import announce, column_sums, relevance_specs
+from grasp.extract.local import column_sums, relevance_specs
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import BuildSource
 from grasp.features.extract import Reference
@@ -62,7 +62,8 @@ def add_target(
                 "targets that are added this pass"
             )
         left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
-        announce(progress, inputs.store, len(left))
+        share = len(left) / inputs.store.n_shards
+        progress.stage("forward", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share))
         for k in left:
             if kept:
                 shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)

@@ -14,7 +14,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.errors import ArtifactError
 from grasp.extract.backward import square_sums
 from grasp.extract.build import REQUIRED, staging_place
-from grasp.extract.corpus_moments import STATES, reads_once, spool_position_moments
+from grasp.extract.corpus_moments import STATES, reads_once, spool_moments
 from grasp.extract.forward import PositionKernels, forward_shard, position_sums
 from grasp.extract.inputs import ON_DISK, Inputs, prepare
 from grasp.extract.local import alike, claim_settings, decided, first_rows, has_work, refuse_untrained
@@ -73,7 +73,9 @@ def _by_first_rows(inputs: Inputs, kept: int) -> str:
             seconds += (time.perf_counter() - begun) * min(store.n_tokens, features.moment_positions) * per_row_token
         if "gradient" in features.kernels:
             begun = time.perf_counter()
-            moments = replace(moments, gradient_K=square_sums(model, rows, features).mean())
+            squares = square_sums(model, rows, features)
+            if squares.count:
+                moments = replace(moments, gradient_K=squares.mean())
             if not given:
                 sampled = min(1.0, features.gradient_rows / store.n_rows)
                 seconds += (time.perf_counter() - begun) * sampled * store.n_tokens * per_row_token
@@ -95,7 +97,7 @@ def _by_first_rows(inputs: Inputs, kept: int) -> str:
     finished += 8 * (model.hidden_size**2 + model.vocab_size)
     if kernels is not None:
         states = min(store.n_supervised, STATES) / max(1, int(store.supervised()[: len(rows)].sum()))
-        for name, array in spool_position_moments(kernels.moments).items():
+        for name, array in spool_moments(kernels.moments).items():
             finished += round(array.nbytes * (states if name.startswith("neighbour.") else 1))
     if settings.keep_features:
         features_bytes = sum(array.nbytes for array in shard.spool(relevance=False).values())

@@ -34,7 +34,6 @@ from grasp.extract.corpus_moments import (
     position_moments,
     reads_once,
     spool_moments,
-    spool_position_moments,
     unspool_moments,
     unspool_position_moments,
 )
@@ -316,11 +315,13 @@ def forward_shards(
     progress: Progress,
 ) -> Iterator[tuple[int, ShardForward]]:
     """The forward halves of some shards, as they come; their features are kept where the settings say so."""
+    store = inputs.store
     if left:
-        announce(progress, inputs.store, len(left))
+        share = len(left) / store.n_shards
+        progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
     kept = FeatureSpool(out / FEATURES) if inputs.settings.keep_features else None
     keep = kept is not None and "token" in inputs.settings.features.kernels
-    parts = ((k, inputs.store.shard(k)) for k in left)
+    parts = ((k, store.shard(k)) for k in left)
     for k, shard in workers.run(forward_shard, parts, progress.advance, kernel=kernels, keep_positions=keep):
         if kept is not None:
             kept.write(k, shard.spool(relevance=False))
@@ -390,9 +391,6 @@ def close(
 ) -> None:
     """Gains of the sketches, moments, units, manifest: the artifact is complete."""
     sums, n_rows = writer.sums(), inputs.store.n_rows
-    moments = spool_moments(pooled, "pooled.")
-    if kernels is not None:
-        moments |= spool_position_moments(kernels.moments)
     gains = {
         name: sketch_gain(sums[f"{name}.square"], n_rows)
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
@@ -405,7 +403,7 @@ def close(
     given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     writer.finish(
         manifest=given,
-        moments=moments,
+        moments=spool_moments(None if kernels is None else kernels.moments, pooled),
         units=unit_table(inputs),
         gains=gains,
         rows_kept=inputs.settings.keep_tokens,
@@ -437,9 +435,3 @@ def clean(settings: BuildSettings, out: Path) -> None:
     for directory in unwanted:
         if directory.exists():
             shutil.rmtree(directory)
-
-
-def announce(progress: Progress, store: Store, shards: int) -> None:
-    """The forward pass over so many shards begins."""
-    share = shards / store.n_shards
-    progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
