@@ -11,13 +11,13 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, standardised_blocks
-from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.errors import ArtifactError, GraspError
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import succeed
 from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.rounding import rounding
 from tests.vision.images_world import pictures, settings, write_parquet
@@ -35,11 +35,11 @@ def noisy(tmp_path_factory):
     fitting = build_settings(data)
     fit_head(fitting.model, fitting.corpus, root / "head.safetensors", decay=0.3)
     data["model"]["classifier"] |= {"fitted_head": str(root / "head.safetensors")}
-    return build_artifact(build_settings(data), root / "art")
+    return ArtifactReader.open(build_artifact(build_settings(data), root / "art"))
 
 
 def test_wrong_labels_come_first(noisy):
-    found = detect(ArtifactReader.open(noisy), "trusted", truth="changed")
+    found = detect(noisy, "trusted", truth="changed")
     assert list(found.scores) == ["relevance", "geometry", "fused"]
     detections = found.record.detections
     assert detections["fused"].n_planted == 6
@@ -48,28 +48,22 @@ def test_wrong_labels_come_first(noisy):
     assert detections["fused"].at_k.recall >= 5 / 6
 
 
-def test_the_command_and_its_table(noisy, tmp_path):
-    out = tmp_path / "suspects.parquet"
-    said = succeed("detect", noisy, "--target", "trusted", "--truth", "changed", "--top", 3, "--out", out).out
-    assert "against the truth: 6 of 60 rows planted" in said
-    assert "12 x 12 pixels" in said
-    rows = pq.read_table(out).to_pylist()
-    assert len(rows) == 60
-    assert [row["rank"] for row in rows] == list(range(1, 61))
-    assert [row["fused"] for row in rows] == sorted((row["fused"] for row in rows), reverse=True)
-
-
-def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
+def test_the_command_writes_a_table_and_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
     out, page = tmp_path / "suspects.parquet", tmp_path / "report.html"
-    succeed("detect", noisy, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 0)
-    succeed("report", noisy, "--detect", out, "--out", page)
+    told = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
+    assert "against the truth: 6 of 60 rows planted" in told
+    assert "12 x 12 pixels" in told
+    table = pq.read_table(out)
+    assert table["rank"].to_pylist() == list(range(1, 61))
+    assert table["fused"].to_pylist() == sorted(table["fused"].to_pylist(), reverse=True)
+    succeed("report", noisy.path, "--detect", out, "--out", page)
     section = page.read_text().partition('<section id="suspects"')[2].partition("</section>")[0]
     encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', section)
     assert len(encoded) == 12
     shown = [decode_image(base64.b64decode(one)) for one in encoded]
-    first = pq.read_table(out)["row_id"].to_pylist()[0]
-    index = pq.read_table(noisy / "rows.parquet")["row_id"].to_pylist().index(first)
-    own = decode_image(ImageStore.open(noisy / "tokens").rows(np.array([index])).encoded[0])
+    first = table["row_id"].to_pylist()[0]
+    index = pq.read_table(noisy.path / "rows.parquet")["row_id"].to_pylist().index(first)
+    own = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
     assert shown[0].tobytes() == own.tobytes()
     assert "6 rows planted" in section
 
@@ -124,6 +118,7 @@ def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
 
 def test_rows_checked_to_be_right_are_the_null_distribution(marked):
     found = detect(marked, "facts", clean="checked", false_positives=0.1)
+    assert list(found.scores) == ["relevance"]  # nothing is said of labels
     assert found.record.threshold.value == np.sort(found.scores["relevance"][:30])[27]
     said = succeed(
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
@@ -216,47 +211,30 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
         np.testing.assert_allclose(found_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
 
 
-def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
-    artifact = ArtifactReader.open(build_artifact(world(tmp_path), tmp_path / "art"))
-    assert list(detect(artifact, "facts").scores) == ["relevance"]
-    assert list(detect(artifact, "facts", label="topic").scores) == ["relevance", "geometry", "fused"]
+REFUSED = [
+    ("noisy", {"truth": "one"}, "60 of 60 rows are planted"),
+    ("noisy", {"truth": "image_class"}, "truth image_class: row train-0 has 'blue'"),
+    ("noisy", {"clean": "changed"}, "clean changed: 6 rows are known to be right"),
+    ("noisy", {"clean": "nothing"}, r"no columns \['nothing'\]"),
+    ("noisy", {"truth": "nothing"}, r"no columns \['nothing'\]"),
+    ("noisy", {"neighbours": 0}, "neighbours: got 0"),
+    ("noisy", {"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
+    ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
+    ("noisy", {"match": "input"}, "no 'input' relevance"),
+    ("marked", {"neighbours": 5}, "neighbours: no meaning without a label"),
+    ("marked", {"k": 5}, "k: no meaning without truth"),
+    ("marked", {"truth": "part"}, "truth part: row row-4 has no value"),
+    ("marked", {"truth": "minus"}, "truth minus: row row-5 has -1"),
+    ("marked", {"truth": "nan"}, "truth nan: row row-6 has no value"),
+    ("few", {}, "has 9 rows, expected at least 10"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"truth": "one"}, "60 of 60 rows are planted"),
-        ({"truth": "image_class"}, "truth image_class: row train-0 has 'blue'"),
-        ({"clean": "changed"}, "clean changed: 6 rows are known to be right"),
-        ({"clean": "nothing"}, r"no columns \['nothing'\]"),
-        ({"truth": "nothing"}, r"no columns \['nothing'\]"),
-        ({"neighbours": 0}, "neighbours: got 0"),
-        ({"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
-        ({"false_positives": 0.7}, r"got 0\.7"),
-        ({"match": "input"}, "no 'input' relevance"),
-    ],
-)
-def test_what_detects_nothing_is_refused(noisy, changes, said):
+@pytest.mark.parametrize(("name", "changes", "said"), REFUSED)
+def test_what_detects_nothing_is_refused(request, tmp_path, name, changes, said):
+    if name == "few":
+        artifact = ArtifactReader.open(build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art"))
+    else:
+        artifact = request.getfixturevalue(name)
     with pytest.raises(GraspError, match=said):
-        detect(ArtifactReader.open(noisy), "trusted", **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"neighbours": 5}, "neighbours: no meaning without a label"),
-        ({"label": "topic", "neighbours": 0}, "neighbours: got 0"),
-        ({"k": 5}, "k: no meaning without truth"),
-        ({"truth": "part"}, "truth part: row row-4 has no value"),
-        ({"truth": "minus"}, "truth minus: row row-5 has -1"),
-        ({"truth": "nan"}, "truth nan: row row-6 has no value"),
-    ],
-)
-def test_what_detects_nothing_in_texts_is_refused(marked, changes, said):
-    with pytest.raises(SettingsError, match=said):
-        detect(marked, "facts", **changes)
-
-
-def test_too_few_rows_are_refused(tmp_path):
-    artifact = build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
-    assert "has 9 rows, expected at least 10" in refused("detect", artifact, "--target", "facts")
+        detect(artifact, **changes)

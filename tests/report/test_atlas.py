@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.verbs.score import score
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import succeed
 from tests.report.world import HOSTILE, write_artifact
 
 
@@ -37,13 +37,3 @@ def test_the_coordinates_are_the_principal_axes_of_the_sketches(tmp_path):
     table = pq.read_table(tmp_path / "map" / "rows.parquet")
     place_N2 = np.stack([table["projection_x"].to_numpy(), table["projection_y"].to_numpy()], axis=1)
     np.testing.assert_allclose(np.abs(place_N2), np.abs(left_NN[:, :2] * size_N[:2]), atol=1e-3)
-
-
-def test_what_no_map_is_made_of_is_refused(tmp_path):
-    write_artifact(tmp_path / "flat", sketches=False)
-    assert "keeps no sketches" in refused("report", tmp_path / "flat", "--atlas", tmp_path / "map")
-    assert not (tmp_path / "map").exists()
-    write_artifact(tmp_path / "art")
-    (tmp_path / "map").write_text("")
-    assert "map: is a file, expected a directory" in refused("report", tmp_path / "art", "--atlas", tmp_path / "map")
-    assert "got neither --out nor --atlas" in refused("report", tmp_path / "art")
