@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,8 +35,10 @@ def load(root, **changes):
     return ImageClassifier.load(build_settings(settings(root, **changes)).model)
 
 
-def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path):
-    model = load(tmp_path)
+@pytest.mark.parametrize("factory", ["TinyNet", "made"])  # a class, and a function that says what it gives
+def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path, factory):
+    model = load(tmp_path, model__classifier__factory=f"tests.vision.images_world:{factory}")
+    assert (model.vocab_size, model.hidden_size) == (3, 10)
     images, classes = pictures(5)
     pixels = model.pixels(images)
     found = model.features(pixels, torch.tensor(classes), 2, top_k=64)
@@ -50,12 +53,6 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path):
         close = rounding(3 + 10, net.head.weight.grad)  # logits, and the sum over three classes
         torch.testing.assert_close(torch.outer(xi, found.hidden_PH[i]), net.head.weight.grad, rtol=0, atol=close)
         torch.testing.assert_close(found.residual.loss_P[i], loss.detach())
-
-
-@pytest.mark.parametrize("factory", ["TinyNet", "made"])
-def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
-    model = load(tmp_path, model__classifier__factory=f"tests.vision.images_world:{factory}")
-    assert (model.vocab_size, model.hidden_size) == (3, 10)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +71,19 @@ def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
         ("arguments", {"width": 12}, "does not fit TinyNet"),
         ("classes", ["a", "b"], "got 2 names, the head `head` has 3 outputs"),
         ("fitted_head", "nothing.safetensors", "not a fitted head: "),
+        ("path", "nothing.pth", "model.path: `nothing.pth`: no such file"),
+        ("path", "text.pth", "holds no weights that can be read"),
     ],
 )
-def test_what_is_not_such_a_classifier_is_refused(tmp_path, field, value, said):
+def test_what_is_not_such_a_classifier_is_refused(tmp_path, monkeypatch, field, value, said):
+    monkeypatch.chdir(tmp_path)
+    Path("text.pth").write_text("no weights")
     with pytest.raises(ModelError) as caught:
-        load(tmp_path, **{f"model__classifier__{field}": value})
+        load(tmp_path, **{"model__path" if field == "path" else f"model__classifier__{field}": value})
     assert said in str(caught.value)
 
 
-def test_weights_that_are_not_there_or_not_weights_are_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"model.path: `.*nothing.pth`: no such file"):
-        load(tmp_path, model__path=str(tmp_path / "nothing.pth"))
-    (tmp_path / "text.pth").write_text("no weights")
-    with pytest.raises(ModelError, match="holds no weights that can be read"):
-        load(tmp_path, model__path=str(tmp_path / "text.pth"))
+def test_weights_may_lie_under_a_name(tmp_path):
     torch.save({"state_dict": TinyNet(seed=3).state_dict()}, tmp_path / "nested.pth")
     assert load(tmp_path, model__path=str(tmp_path / "nested.pth")).fingerprint() != load(tmp_path).fingerprint()
 
@@ -143,16 +139,6 @@ def test_a_checkpoints_preprocessing_is_its_processors(tmp_path, processor, size
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
     expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_a_plain_vit_sees_the_whole_of_a_wide_picture(tmp_path):
-    ViTImageProcessor(size={"height": 16, "width": 16}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
-        tmp_path
-    )
-    image = photograph(300, 180)
-    squeezed = np.asarray(image.resize((16, 16), Image.Resampling.BILINEAR), np.float32) / 255
-    found = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
-    np.testing.assert_allclose(found, (squeezed.transpose(2, 0, 1) - 0.5) / 0.5, atol=1e-5)
 
 
 def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):

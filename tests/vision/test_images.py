@@ -70,45 +70,33 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
         load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
 
 
-@pytest.mark.parametrize(
-    ("labels", "classes", "said"),
-    [
-        ([0, 1, 3], (), "row 2: class 3, expected a number from 0 to 2"),
-        ([0, -1, 1], COLOURS, "row 1: class -1, expected a number from 0 to 2"),
-        (["red", "rde", "blue"], COLOURS, "row 1: class 'rde', expected"),
-        ([0.0, 0.5, 1.0], COLOURS, "row 1: class 0.5, expected"),
-        ([True, False, True], COLOURS, "row 0: class True, expected"),
-    ],
-)
-def test_a_class_that_the_head_does_not_have_is_refused(tmp_path, labels, classes, said):
-    pq.write_table(pa.table({"image": pictures(3)[0], "label": labels}), tmp_path / "c.parquet")
+IMAGES = pictures(3)[0]
+REFUSED = [
+    ({"image": IMAGES, "label": [0, 1, 3]}, (), "row 2: class 3, expected a number from 0 to 2"),
+    ({"image": IMAGES, "label": [0, -1, 1]}, COLOURS, "row 1: class -1, expected a number from 0 to 2"),
+    ({"image": IMAGES, "label": ["red", "rde", "blue"]}, COLOURS, "row 1: class 'rde', expected"),
+    ({"image": IMAGES, "label": [0.0, 0.5, 1.0]}, COLOURS, "row 1: class 0.5, expected"),
+    ({"image": IMAGES, "label": [True, False, True]}, COLOURS, "row 0: class True, expected"),
+    ({"picture": [1], "label": [1]}, COLOURS, "no column 'image' of images; columns found: picture, label"),
+    ({"image": [1], "kind": [1]}, COLOURS, "no column 'label' of classes; columns found: image, kind"),
+    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' holds int64"),
+    ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken_image)"),
+    (None, COLOURS, "lies in no folder of a class"),
+]
+
+
+@pytest.mark.parametrize(("columns", "classes", "said"), REFUSED)
+def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, said):
+    path = tmp_path / "corpus"
+    if columns is None:
+        path.mkdir()
+        (path / "a.png").write_bytes(IMAGES[0])
+    else:
+        path = path.with_suffix(".parquet")
+        pq.write_table(pa.table(columns), path)
     with pytest.raises(CorpusError) as caught:
-        store(tmp_path, tmp_path / "c.parquet", classes=classes)
+        store(tmp_path, path, classes=classes)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({"picture": 1, "label": 1}, "no column 'image' of images; columns found: picture, label"),
-        ({"image": 1, "kind": 1}, "no column 'label' of classes; columns found: image, kind"),
-        ({"image": 1, "label": 1}, "image column 'image' holds int64"),
-    ],
-)
-def test_columns_that_are_not_there_are_named(tmp_path, columns, said):
-    pq.write_table(pa.table({name: [value] for name, value in columns.items()}), tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=said):
-        store(tmp_path, tmp_path / "c.parquet")
-
-
-def test_nothing_usable_and_loose_files_are_refused(tmp_path):
-    pq.write_table(pa.table({"image": [b"x", b"y"], "label": [0, 1]}), tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=r"none of its 2 records gives a row \(2 broken_image\)"):
-        store(tmp_path, tmp_path / "c.parquet")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.png").write_bytes(pictures(1)[0][0])
-    with pytest.raises(CorpusError, match="lies in no folder of a class"):
-        store(tmp_path, tmp_path / "folder", "s2")
 
 
 def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch):
