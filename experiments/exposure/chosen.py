@@ -21,7 +21,7 @@ from grasp.choose.select import select
 from grasp.geometry.scored import Scored
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import WeightedRows, stack
+from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.environment import Environment
 from grasp.runs.learning import learn, measures
 
@@ -58,7 +58,7 @@ def propose(asked: argparse.Namespace) -> None:
         if not asked.only or one.subset_id.partition(" ")[2] in asked.only
     ]
     index = RowIndex.from_parquet(artifact.rows_path)
-    write_subsets(asked.out, [stack(subsets, artifact.n_rows)], index, weights=True)
+    write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     print("\n".join(f"{one.subset_id}: {len(one.row_index):,} rows" for one in subsets))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import WeightedRows, stack
+from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.seeds import stream
 
 STRENGTH = 0.5  # of the Dirichlet distribution of the shares, around even ones
@@ -51,8 +51,8 @@ def main() -> None:
     asked = parser.parse_args()
     artifact = ArtifactReader.open(asked.artifact)
     column = LabelTable(artifact.rows_path).column(asked.label)
-    block = stack(drawn(column.codes_N, len(column.values), asked.count), artifact.n_rows)
-    write_subsets(asked.out, [block], RowIndex.from_parquet(artifact.rows_path), weights=True)
+    blocks = in_blocks(drawn(column.codes_N, len(column.values), asked.count), artifact.n_rows)
+    write_subsets(asked.out, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True)
 
 
 if __name__ == "__main__":

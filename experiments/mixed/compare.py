@@ -31,7 +31,7 @@ from grasp.predict.families import dirichlet_shares, parse_family
 from grasp.predict.label_slices import label_slices
 from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import WeightedRows, stack
+from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.environment import FULL, Environment, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.seeds import stream
@@ -211,7 +211,7 @@ def main() -> None:
     elif asked.verb == "propose":
         subsets = list(proposed(artifact, Environment.open(asked.environment), asked.by))
         index = RowIndex.from_parquet(artifact.rows_path)
-        write_subsets(asked.out, [stack(subsets, artifact.n_rows)], index, weights=True)
+        write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     else:
         lines = judged(artifact, Environment.open(asked.mixed))
         asked.out.write_text(json.dumps(lines, indent=1) + "\n")

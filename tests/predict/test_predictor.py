@@ -150,8 +150,9 @@ def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, wei
     np.testing.assert_allclose(predictor.unit_change(everything, sums), 0.0, atol=close)
     weights = plain_subsets()
     sums = predictor.sums(weights)
-    shared = [part for name, part in predictor.shared(sums).items() if name.startswith("part_")]
-    parts = sum(predictor.parts(weights, sums).values()) + sum(shared)
+    columns = {name: one.reshape(len(one), -1) for name, one in predictor.parts(weights, sums).items()}
+    assert tuple(columns) == predictor.part_names
+    parts = sum(one for name, one in columns.items() if name.startswith("part_"))
     np.testing.assert_allclose(parts, predictor.change_of(sums), rtol=0, atol=rounding(40, parts))
 
 

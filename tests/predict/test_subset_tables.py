@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, one_subset, stack
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks, one_subset
 
 IDS = [f"doc-{i:03d}" for i in range(30)]
 INDEX = RowIndex.from_ids(IDS)
@@ -80,8 +80,8 @@ def test_an_omitted_table_leaves_the_rest(tmp_path):
 
 
 def test_weights_are_written_when_asked(tmp_path):
-    block = stack([WeightedRows("w", np.array([1, 4]), np.array([0.5, 2.0]))], 30)
-    write_subsets(tmp_path / "s.parquet", [block], INDEX, weights=True)
+    blocks = in_blocks([WeightedRows("w", np.array([1, 4]), np.array([0.5, 2.0]))], 30)
+    write_subsets(tmp_path / "s.parquet", blocks, INDEX, weights=True)
     assert pq.read_table(tmp_path / "s.parquet").to_pylist() == [
         {"subset_id": "w", "row_id": IDS[1], "weight": 0.5},
         {"subset_id": "w", "row_id": IDS[4], "weight": 2.0},
@@ -160,7 +160,7 @@ def test_files_that_are_not_tables(tmp_path):
 )
 def test_blocks_refuse_what_is_not_a_subset(rows, weights, error, said):
     with pytest.raises(error, match=said):
-        stack([WeightedRows("s", np.array(rows, dtype=np.int64), np.array(weights))], 3)
+        list(in_blocks([WeightedRows("s", np.array(rows, dtype=np.int64), np.array(weights))], 3))
 
 
 def test_a_block_has_a_name_for_every_subset():

@@ -6,7 +6,7 @@ Shape letters: N rows, T targets, B subsets.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -161,7 +161,7 @@ class SelectionObjective:
     @property
     def trained(self) -> Predictor:
         """The predictor for the training budget, if one was said."""
-        return self.predictor if self.train_tokens is None else self.predictor.trained(self.exposure)
+        return self.predictor if self.train_tokens is None else replace(self.predictor, exposure=self.exposure)
 
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""

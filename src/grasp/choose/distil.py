@@ -132,7 +132,7 @@ def distil(
                 slices.append(SliceQuality(label=label, value=str(name), rows=len(own), spearman=spearman))
     card = Card(
         target=target,
-        scored_by=predictor.scored_by,
+        scored_by=predictor.protocol.in_words,
         made_by={"grasp": grasp.__version__},
         fingerprints=dict(artifact.manifest.fingerprints),
         rows=len(row_index),

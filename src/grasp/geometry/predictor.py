@@ -10,7 +10,6 @@ Shape letters: B subsets, N rows, E units, T targets, C columns (targets or unit
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +22,13 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch,
 from grasp.predict.predictor import (
     EFFECT_SIZE,
     ColumnSpread,
-    Exposure,
     Kernel,
     Level,
     Predictor,
-    Sketch,
     SubsetSums,
     UnitSelection,
     assembled,
+    sketch_of,
 )
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
 from grasp.predict.weights import Weights
@@ -89,16 +87,11 @@ class InteractionPredictor(Predictor):
     sketches: Mapping[str, NormedSketch]
     terms: GeometryTerms
     family: CalibrationFamily | None  # None: no geometry
-    training: Exposure | None  # a training budget, whose repetition takes a part of every change
 
     @property
     def unit(self) -> str:
         """What a change is measured in."""
         return EFFECT_SIZE if self.family is None else f"standard deviations over {self.family}"
-
-    def trained(self, exposure: Exposure) -> Self:
-        """The same for a training budget."""
-        return replace(self, training=exposure)
 
     def counted(self, weights: Weights) -> Weights:
         """What every row counts: its weight."""
@@ -135,7 +128,9 @@ class InteractionPredictor(Predictor):
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
         change_BT = self._relative(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
         change_BT = change_BT + self.geometry_change(sums)[:, None]
-        return change_BT if self.training is None else change_BT * sums.worth(self.training)[:, None]
+        if self.exposure.epochs is None:
+            return change_BT
+        return change_BT * sums.worth(self.exposure)[:, None]  # repetition takes a part of every change
 
     def change(self, weights: Weights) -> F64:
         """The same for subsets given by their weights."""
@@ -155,39 +150,29 @@ class InteractionPredictor(Predictor):
         return gain_E * self._relative(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """What each kernel adds to a change, (B, T)."""
+        """What each kernel, (B, T), and each component, (B,), adds to a change; components in natural units."""
+        assert isinstance(sums, InteractionSums)
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], self.task.means[name]
             sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.counted_B, mean_T))
             offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
-            parts[name] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
-        return parts
+            parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
+        parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}
+        return parts | {f"value_{name}": value_B for name, value_B in self.terms.values(sums.normed, sums.mass).items()}
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """What `parts` has."""
+        names = tuple(self.protocol.components)
+        parts = tuple(f"part_{name}" for name in (*self.task_kernels, *names))
+        return (*parts, *(f"value_{name}" for name in names))
 
     def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
         """What rows are ranked by where tokens are spent; where rows add up, that of a token."""
         if self.protocol.weighting == "mean":
             return effect_N
         return (effect_N + float(self.task.offset_C @ weights_T)) / tokens_N
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """What `parts` has."""
-        return tuple(self.task_kernels)
-
-    @property
-    def shared_names(self) -> tuple[str, ...]:
-        """What each component adds to a change, then its values in natural units."""
-        names = tuple(self.protocol.components)
-        return (*(f"part_{name}" for name in names), *(f"value_{name}" for name in names))
-
-    def shared(self, sums: SubsetSums) -> dict[str, F64]:
-        """Columns of a prediction that are the same for every target and unit, (B, 1)."""
-        assert isinstance(sums, InteractionSums)
-        parts, values = self.terms.parts(sums.normed, sums.mass), self.terms.values(sums.normed, sums.mass)
-        return {f"part_{name}": part_B[:, None] for name, part_B in parts.items()} | {
-            f"value_{name}": value_B[:, None] for name, value_B in values.items()
-        }
 
     def geometry_change(self, sums: SubsetSums) -> F64:
         """What geometry adds to a change, the same for every target, (B,)."""
@@ -222,8 +207,6 @@ def bind(
     assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     wanted = sorted({*halves_needed(protocol.components), *sketches})
-    first = protocol.standardize.task == "mean_of_standardised"
-    names = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
 
     def spreads(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
         """What brings kernels to one scale: their spread over the rows; with geometry, that of A over the family."""
@@ -231,21 +214,13 @@ def bind(
             return {name: kernel.rows.spread for name, kernel in kernels.items()}
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
-    by_unit: dict[str, Kernel] = {}
-    if per_unit or first:
-        by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in names.items()}
-    unit_spread = spreads(by_unit)
-    scales = {name: unit_spread[name].inverse_E for name in names} if first else None
-    kernels = {
-        name: Kernel.for_tasks(artifact, name, units, less, 1.0 if scales is None else scales[name])
-        for name, less in names.items()
-    }
-    unit_level = Level.from_kernels(protocol, by_unit, unit_spread, None) if per_unit else None
-    spread = spreads(kernels)
-    plain = assembled(protocol, units, kernels, unit_level, spread, components=components, unit_scales=scales)
+    first = protocol.standardize.task == "mean_of_standardised"
+    plain, (spread, unit_spread) = assembled(
+        artifact, protocol, units, per_unit=per_unit, components=components, spreads=spreads, units_first=first
+    )
     if not protocol.interacts:
-        return replace(plain, sketches={half: Sketch.from_artifact(artifact, half) for half in wanted})
-    held = {half: NormedSketch.from_artifact(artifact, half) for half in wanted}
+        return replace(plain, sketches={half: sketch_of(artifact, half) for half in wanted})
+    held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
     own = {
         "task": _level(plain.task, terms, spread),
@@ -254,7 +229,7 @@ def bind(
         "dropped": (*plain.dropped, *terms.dropped),
     }
     shared = {one.name: getattr(plain, one.name) for one in fields(Predictor)}
-    return InteractionPredictor(**shared | own, terms=terms, family=family, training=None)
+    return InteractionPredictor(**shared | own, terms=terms, family=family)
 
 
 def _level(level: Level, terms: GeometryTerms, spread: Mapping[str, ColumnSpread]) -> InteractionLevel:

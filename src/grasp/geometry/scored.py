@@ -169,12 +169,12 @@ class Scored(Joined):
                     gain_C, offset_C = level.gain_C, level.offset_C
                 rows = RowMoments(predictor.n_rows, offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
-                found.append(gain_C * known.std_E * known.varies_E)
+                found.append(gain_C * known.std_E * (known.inverse_E > 0))
         else:
             blocks = self._family.blocks(self.source.n_rows)
             drawn = (replace(self, blocks=(one,)).changes(predictor) for one in blocks)
             sampled = sampled_moments(dict(zip("tu", changes, strict=True)) for changes in drawn)
-            found = [known.std_E * known.varies_E for known in sampled.values()]
+            found = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
         return found[0], found[-1]
 
     def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:
@@ -183,7 +183,7 @@ class Scored(Joined):
             return {}
         protocol = binding.protocol([], components)
         fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
-        sketches = {half: NormedSketch.from_artifact(self.source, half) for half in halves_needed(fitted.components)}
+        sketches = {half: NormedSketch(self.source, half) for half in halves_needed(fitted.components)}
         terms = GeometryTerms.from_artifact(self.source, fitted, sketches, self._family)
         z = [
             terms.z(

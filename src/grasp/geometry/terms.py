@@ -42,54 +42,44 @@ from grasp.geometry.sums import (
 )
 from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import ColumnSpread, Kernel, RowMoments, Sketch
+from grasp.predict.predictor import ColumnSpread, Kernel, RowMoments
 from grasp.predict.rows import cached, label_column
 from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
 
 BLOCK_ROWS = 8_192
 
 
-@dataclass(frozen=True, slots=True)
-class NormedSketch(Sketch):
-    """One sketch of every row, with ||phi||^2 beside it as the last column of what is held."""
+class NormedSketch(RowSums):
+    """One sketch of every row, and sums of ||phi||^2 beside its own."""
 
-    totals: SketchTotals
-    norms: RowMoments  # of ||phi||^2 over the corpus
-    artifact: ArtifactReader
-    name: str  # of its array
+    def __init__(self, artifact: ArtifactReader, half: str) -> None:
+        self.artifact, self.name = artifact, f"{half}_sketch"  # of its array
+        width = next(artifact.array_blocks(self.name, block_rows=1))[1].shape[1]
 
-    @classmethod
-    def from_artifact(cls, artifact: ArtifactReader, half: str) -> Self:
-        """Read the sketch, and hold it where it fits."""
+        def with_norms() -> Blocks:
+            for start, block in artifact.array_blocks(self.name, block_rows=block_rows(width + 1)):
+                wider = np.empty((len(block), width + 1), dtype=np.float32)
+                wider[:, :-1], wider[:, -1] = block, np.einsum("nd,nd->n", block, block, dtype=np.float64)
+                yield start, wider
 
-        name = f"{half}_sketch"
-
-        def blocks() -> Blocks:
-            return _with_norms(artifact.array_blocks(name, block_rows=block_rows(width)))
-
-        width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1] + 1
-        held = RowSums(blocks, artifact.n_rows, width)
-        totals, norms = cached(artifact, (name, "norms"), 8 * width, lambda: _totals(held.blocks()))
-        return cls(held, totals.total_D, totals, norms, artifact, name)
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.held.width - 1
+        self.normed = RowSums(with_norms, artifact.n_rows, width + 1)  # ||phi||^2 is the last column
+        held_NC = None if self.normed.held_NC is None else self.normed.held_NC[:, :-1]
+        super().__init__(self.blocks, artifact.n_rows, width, held_NC=held_NC)
+        self.totals, self.norms = cached(
+            artifact, (self.name, "norms"), 8 * width, lambda: _totals(self.normed.blocks())
+        )  # sums over the corpus, and the moments of ||phi||^2
 
     def blocks(self) -> Blocks:
         """The sketch in blocks of BLOCK_ROWS, from memory where it is held."""
-        held_NC = self.held.held_NC
-        if held_NC is None:
+        if self.held_NC is None:
             yield from self.artifact.array_blocks(self.name, block_rows=BLOCK_ROWS)
             return
-        for start in range(0, len(held_NC), BLOCK_ROWS):
-            yield start, held_NC[start : start + BLOCK_ROWS, :-1]
+        for start in range(0, len(self.held_NC), BLOCK_ROWS):
+            yield start, self.held_NC[start : start + BLOCK_ROWS]
 
     def rows(self, row_index: NDArray[np.int64]) -> F32:
         """Chosen rows, in the order given."""
-        held_NC = self.held.held_NC
-        return self.artifact.array_rows(self.name, row_index) if held_NC is None else held_NC[row_index, :-1]
+        return self.artifact.array_rows(self.name, row_index) if self.held_NC is None else self.held_NC[row_index]
 
     def dot(self, vector_D: F64) -> F64:
         """<phi_i, vector> of every row, (N,)."""
@@ -102,12 +92,12 @@ class NormedSketch(Sketch):
 
     def sums(self, weights: Weights) -> F64:
         """sum_i w_i phi_i of every subset, (B, D)."""
-        return self.held.sums(weights)[:, :-1]
+        return self.normed.sums(weights)[:, :-1]
 
     def normed_sums(self, weights: Weights) -> SketchSums:
         """Sums over B subsets."""
-        both_BC = self.held.sums(weights)
-        square_B = both_BC[:, -1] if weights.is_plain else self.held.sums(weights.mapped(np.square))[:, -1]
+        both_BC = self.normed.sums(weights)
+        square_B = both_BC[:, -1] if weights.is_plain else self.normed.sums(weights.mapped(np.square))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 
@@ -125,14 +115,6 @@ def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
     total_C = np.sum([total for total, _ in parts], axis=0)
     norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
     return SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows), norms
-
-
-def _with_norms(blocks: Blocks) -> Iterator[tuple[int, F32]]:
-    for start, block in blocks:
-        norm_n = np.einsum("nd,nd->n", block, block, dtype=np.float64)
-        wider = np.empty((len(block), block.shape[1] + 1), dtype=np.float32)
-        wider[:, :-1], wider[:, -1] = block, norm_n
-        yield start, wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +202,7 @@ class GeometryTerms:
     @property
     def dropped(self) -> tuple[str, ...]:
         """Components that do not vary over the family, and hence contribute nothing."""
-        return tuple(name for name, item in self.moments.items() if not item.varies_E.any())
+        return tuple(name for name, item in self.moments.items() if not item.inverse_E.any())
 
 
 def family_moments(
@@ -240,7 +222,11 @@ def family_moments(
         mass = SubsetMass.from_weights(weights)
         values = {
             name: subset_relevance(
-                kernel.held.sums(weights), kernel.rows.total_E, mass, protocol.side, protocol.weighting
+                kernel.held.sums(weights),
+                kernel.rows.mean_E * kernel.rows.n_rows,
+                mass,
+                protocol.side,
+                protocol.weighting,
             )
             for name, kernel in kernels.items()
         }

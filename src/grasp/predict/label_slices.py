@@ -210,7 +210,7 @@ def _redundancy(predictor: Predictor, slices: SubsetSums) -> F64 | None:
     if not halves:
         return None
     slice_GD = np.concatenate([slices.sketch[half] for half in halves], axis=1)
-    rest_GD = np.concatenate([predictor.sketches[half].total_D for half in halves]) - slice_GD
+    rest_GD = slice_GD.sum(axis=0) - slice_GD
     norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
     floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
     product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)

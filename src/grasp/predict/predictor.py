@@ -1,4 +1,4 @@
-"""The one predictor: relevance once, added up over a subset.
+"""The one predictor, all of it: relevance once, added up over a subset.
 
     effect_i    the row's relevance to the target, kernels added, mean 0 and standard deviation 1 over the rows
     change(S)   sum_i w_i effect_i / sum_i w_i
@@ -7,21 +7,24 @@ is all of it where all rows that are kept have one weight. The change is against
 positive is better. Its unit, *effect size*, does not depend on the question, and a slice's mean effect explains its
 rank: dropping a share p of the rows with the mean effect m changes -p / (1 - p) m.
 
-Repetition takes a part. Rows count by the law of exposure (`weights.Exposure`), x_i in place of w_i, and together
-less than as many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is worth b effects, so
+Repetition takes a part. Rows count by the law of exposure (`Exposure`), x_i in place of w_i, and together less than as
+many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is worth b effects, so
 
     change(S) = worth(S) (sum_i x_i effect_i / sum_i x_i + b) - b
 
 b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
 
-Where rows bear on one another, or are not averaged, `grasp.geometry` has a predictor that is this and more.
+From top to bottom: what a row counts (`Exposure`), what it is worth (`Kernel`, `Level`), what a subset is worth
+(`Predictor`). Sums over the rows of subsets are in `grasp.predict.weights`. Where rows bear on one another, or are not
+averaged, `grasp.geometry` has a predictor that is this and more.
 Source: eq:method-additive, eq:component-predictor.
-Shape letters: B subsets, N rows, E units, T targets, G slices, C columns (targets or units), D sketch width.
+Shape letters: B subsets, N rows, n rows of a block, E units, T targets, G slices, C columns (targets or units), D
+sketch width.
 """
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -29,7 +32,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, Blocks
+from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.predict.protocol import (
@@ -43,12 +46,16 @@ from grasp.predict.protocol import (
 from grasp.predict.rows import cached, checked_targets
 from grasp.predict.weights import RowSums, Weights, block_rows
 
+EFFECT_SIZE = "effect size"
+REPETITION = "repetition"  # beside the kernels, as a part of a change
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
 ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
+# A spread this small against the size of the numbers is rounding, not variance.
+RELATIVE_ZERO = 1e-9
+Floats = TypeVar("Floats", bound=np.floating[Any])
 
 
-def _seen(x: F64) -> F64:
-    return np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
+# ------------------------------------------------------------------------------------------------ what a row counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +94,11 @@ class Exposure:
         return np.asarray(self(weight * times) / self(times))
 
 
-# A spread this small against the size of the numbers is rounding, not variance.
-RELATIVE_ZERO = 1e-9
-Floats = TypeVar("Floats", bound=np.floating[Any])
+def _seen(x: F64) -> F64:
+    return np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
+
+
+# --------------------------------------------------------------------------------------------- what a row is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +109,10 @@ class ColumnSpread:
     std_E: F64
 
     @property
-    def varies_E(self) -> NDArray[np.bool_]:  # noqa: N802 - a shape suffix
-        """Where there is a variance worth the name; elsewhere a column is dropped."""
-        return np.asarray(self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
-
-    @property
     def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / std; 0 where nothing varies."""
-        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
+        """1 / std; 0 where there is no variance worth the name: such a column is dropped."""
+        varies_E = self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny)
+        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=varies_E)
 
     def z(self, value_BE: F64) -> F64:
         """(x - mean) / std; 0 where nothing varies. Source: eq:component-predictor."""
@@ -130,17 +135,24 @@ class RowMoments:
         apart_NE = values_NE - mean_E
         return cls(len(values_NE), mean_E, np.einsum("ne,ne->e", apart_NE, apart_NE))
 
+    @classmethod
+    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], held_NE: F32 | None = None) -> Self:
+        """Moments of rows that arrive in blocks; `held_NE` keeps them."""
+        moments: Self | None = None
+        for start, block in blocks:
+            if held_NE is not None:
+                held_NE[start : start + len(block)] = block
+            of_block = cls.from_values(block)
+            moments = of_block if moments is None else moments.merge(of_block)
+        assert moments is not None
+        return moments
+
     def merge(self, other: Self) -> Self:
         """Moments of both sets of rows (Chan's merge)."""
         n_rows = self.n_rows + other.n_rows
         shift_E = other.mean_E - self.mean_E
         scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
         return type(self)(n_rows, self.mean_E + shift_E * (other.n_rows / n_rows), scatter_E)
-
-    @property
-    def total_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """Sum over the corpus."""
-        return np.asarray(self.mean_E * self.n_rows)
 
     @property
     def spread(self) -> ColumnSpread:
@@ -160,13 +172,20 @@ def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
     return np.asarray(np.maximum(relevance_NE, less_NE))
 
 
+def relevance_blocks(artifact: ArtifactReader, kernel: str, columns: I64, negative: float = 1.0) -> Blocks:
+    """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
+    rows = block_rows(len(columns))
+    for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns, block_rows=rows):
+        yield start, counted(block, negative)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitSelection:
     """Units of the chosen targets: their columns in the artifact, target by target."""
 
     targets: tuple[str, ...]
-    columns_E: NDArray[np.int64]
-    counts_T: NDArray[np.int64]
+    columns_E: I64
+    counts_T: I64
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
@@ -204,115 +223,87 @@ class Kernel:
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
         """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
-        return cls(_moments(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
+        return cls(RowMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
     @classmethod
     def for_tasks(
-        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float = 1.0
+        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, scale_E: F64 | float = 1.0
     ) -> Self:
-        """Every task a column; one pass, always held: 4 bytes a row and task.
+        """Every task a column: the mean over its units of their counted relevance; one pass, 4 bytes a row and task.
 
         Args:
-            inverse_E: what each unit is multiplied by before the mean over units.
+            scale_E: what each unit is multiplied by before the mean over units.
         """
         task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
-
         blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
-        reduced = ((start, units.mean_per_task(block, inverse_E)) for start, block in blocks)
-        return cls(_moments(_written(task_NT, reduced)), RowSums.over(task_NT))
-
-
-def effects(
-    kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], held_NC: F32 | None
-) -> tuple[RowSums, ColumnSpread]:
-    """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
-
-    The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the units of
-    a task. Then each kernel is divided by its spread over the rows (that is in its slope), kernels are added, and the
-    sum is divided by its own spread. That is known only when all rows were added.
-
-    Returns:
-        The effects, and the mean and standard deviation that were taken out.
-
-    Args:
-        held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result is
-            made anew whenever it is summed, unless it is small.
-    """
-
-    def added() -> Iterator[tuple[int, F64]]:
-        readers = [kernels[name].held.blocks() for name in slopes]
-        for parts in zip(*readers, strict=True):
-            start = parts[0][0]
-            terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
-            yield start, functools.reduce(operator.iadd, terms)
-
-    def standardised() -> Blocks:
-        for start, block in added():
-            yield start, ((block - spread.mean_E) * inverse_C).astype(np.float32)
-
-    spread = _moments(added() if held_NC is None else _written(held_NC, added())).spread
-    inverse_C = spread.inverse_E
-    if held_NC is None:
-        first = next(iter(kernels.values()))
-        return RowSums(standardised, first.rows.n_rows, first.held.width), spread
-    sums = RowSums.over(held_NC)
-    for _, block in sums.blocks():
-        block[:] = (block - spread.mean_E) * inverse_C
-    return sums, spread
-
-
-def relevance_blocks(
-    artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64], negative: float = 1.0
-) -> Blocks:
-    """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
-    rows = block_rows(len(columns))
-    for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns, block_rows=rows):
-        yield start, counted(block, negative)
-
-
-def _written(out_NC: NDArray[np.float32], blocks: Iterable[tuple[int, F64]]) -> Iterator[tuple[int, F64]]:
-    """The same blocks, which are kept on their way."""
-    for start, block in blocks:
-        out_NC[start : start + len(block)] = block
-        yield start, block
-
-
-def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:
-    return functools.reduce(RowMoments.merge, (RowMoments.from_values(block) for _, block in blocks))
+        reduced = ((start, units.mean_per_task(block, scale_E)) for start, block in blocks)
+        return cls(RowMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """One sketch of every row."""
+class Level:
+    """What is added up over rows, a column each: the tasks, or the units."""
 
-    held: RowSums
-    total_D: F64  # over the corpus
+    effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
+    spread: ColumnSpread  # what both were before
+    shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
+    means: Mapping[str, F64]  # by kernel: over the rows, as it is counted
+    base_C: F64  # what any new row is worth, in effects of the column
 
     @classmethod
-    def from_artifact(cls, artifact: ArtifactReader, half: str) -> Self:
-        """Read the sketch, and hold it where it fits."""
-        name = f"{half}_sketch"
-        width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
-        held = RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
-        totals = (block.sum(axis=0, dtype=np.float64) for _, block in held.blocks())
-        return cls(held, cached(artifact, name, 8 * width, lambda: np.asarray(np.sum(list(totals), axis=0))))
+    def from_kernels(
+        cls,
+        protocol: ScoringProtocol,
+        kernels: Mapping[str, Kernel],
+        spread: Mapping[str, ColumnSpread],
+        held_NC: F32 | None,
+    ) -> Self:
+        """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
+
+        The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the
+        units of a task. Then each kernel is divided by its spread (that is in its slope), kernels are added, and the
+        sum is divided by its own spread over the rows. That is known only when all rows were added.
+
+        Args:
+            held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result
+                is made anew whenever it is summed, unless it is small.
+        """
+        slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+
+        def added() -> Iterator[tuple[int, F64]]:
+            readers = [kernels[name].held.blocks() for name in slopes]
+            for parts in zip(*readers, strict=True):
+                terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
+                yield parts[0][0], functools.reduce(operator.iadd, terms)
+
+        def standardised() -> Blocks:
+            for start, block in added():
+                yield start, ((block - before.mean_E) * inverse_C).astype(np.float32)
+
+        before = RowMoments.from_blocks(added(), held_NC).spread
+        inverse_C = before.inverse_E
+        if held_NC is None:
+            first = next(iter(kernels.values()))
+            effects = RowSums(standardised, first.rows.n_rows, first.held.width)
+        else:
+            effects = RowSums.over(held_NC)
+            for _, block in effects.blocks():
+                block[:] = (block - before.mean_E) * inverse_C
+        return cls(
+            effects=effects,
+            spread=before,
+            shares={name: slope_C * inverse_C for name, slope_C in slopes.items()},
+            means={name: kernels[name].rows.mean_E for name in slopes},
+            base_C=np.full(len(before.std_E), ANY_TEXT),
+        )
 
     @property
-    def width(self) -> int:
-        """D."""
-        return self.held.width
-
-    def sums(self, weights: Weights) -> F64:
-        """sum_i w_i phi_i of every subset, (B, D)."""
-        return self.held.sums(weights)
-
-    def dot(self, vector_D: F64) -> F64:
-        """<phi_i, vector> of every row, (N,)."""
-        return self.held.dot(vector_D)
+    def whole_C(self) -> F64:  # noqa: N802 - a shape suffix
+        """Level of the corpus: what its own prediction is, before a change is taken."""
+        return self.spread.mean_E * self.spread.inverse_E
 
 
-EFFECT_SIZE = "effect size"
-REPETITION = "repetition"  # beside the kernels, as a part of a change
+# ------------------------------------------------------------------------------------------- what a subset is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,39 +329,9 @@ class SubsetSums:
         return SubsetSums(self.n_rows, kept_B, kept_B, kept_B, np.cumsum(self.effect_BT, axis=0), sketch)
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """What is added up over rows, a column each: the tasks, or the units."""
-
-    effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
-    spread: ColumnSpread  # what both were before
-    shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
-    means: Mapping[str, F64]  # by kernel: over the rows, as it is counted
-    base_C: F64  # what any new row is worth, in effects of the column
-
-    @classmethod
-    def from_kernels(
-        cls,
-        protocol: ScoringProtocol,
-        kernels: Mapping[str, Kernel],
-        spread: Mapping[str, ColumnSpread],
-        held_NC: F32 | None,
-    ) -> Self:
-        """Add kernels up, each by its spread."""
-        slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
-        held, before = effects(kernels, slopes, held_NC)
-        return cls(
-            effects=held,
-            spread=before,
-            shares={name: slope_C * before.inverse_E for name, slope_C in slopes.items()},
-            means={name: kernels[name].rows.mean_E for name in slopes},
-            base_C=np.full(len(before.std_E), ANY_TEXT),
-        )
-
-    @property
-    def whole_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """Level of the corpus: what its own prediction is, before a change is taken."""
-        return self.spread.mean_E * self.spread.inverse_E
+def inverse(mass_B: F64) -> F64:
+    """1 / x; 0 where x is 0."""
+    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +347,7 @@ class Predictor:
     n_rows: int
     task: Level
     unit_level: Level | None
-    sketches: Mapping[str, Sketch]
+    sketches: Mapping[str, RowSums]  # what rows are like, whatever they are good for: alike if their sums are
     dropped: tuple[str, ...]  # what does not vary, and hence contributes nothing
     unit_shares: Mapping[str, F64]  # by kernel: what a unit's relevance adds to the effect of its task, times its units
     task_kernels: Mapping[str, Kernel] = field(repr=False)  # empty unless asked for
@@ -419,20 +380,20 @@ class Predictor:
         """
         fitted = (protocol or default_protocol()).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
+        law = exposure or Exposure()
         if fitted.beside:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
-            return bound if exposure is None else bound.trained(exposure)
-        held = {half: Sketch.from_artifact(artifact, half) for half in sorted(sketches)}
-        law = exposure or Exposure()
+            return replace(bound, exposure=law)
+        held = {half: sketch_of(artifact, half) for half in sorted(sketches)}
         if per_unit or components or units is not None:
-            bound = _bound(artifact, fitted, selected, per_unit=per_unit, components=components)
+            bound, _ = assembled(artifact, fitted, selected, per_unit=per_unit, components=components)
             return replace(bound, sketches=held, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = cached(artifact, key, n_bytes, lambda: _bound(artifact, fitted, selected))
-        own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which packs, and adds up, for itself
+        bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected)[0])
+        own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
         return replace(bound, task=own, sketches=held, exposure=law)
 
     @property
@@ -452,33 +413,14 @@ class Predictor:
         return EFFECT_SIZE
 
     @property
-    def scored_by(self) -> str:
-        """The protocol in words."""
-        protocol = self.protocol
-        kernels = " + ".join(
-            kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in kernel_weights(protocol).items()
-        )
-        less = any(protocol.negative_of(kernel) != 1 for kernel in kernel_weights(protocol))
-        negative = f", negative relevance times {protocol.negative:g}" if less else ""
-        results = len(protocol.selected_on or ())
-        chosen = f"selected on {results} development results" if results else "not selected on development results"
-        return f"protocol {protocol.name} ({kernels}{negative}{protocol.beside_kernels}; {chosen})"
-
-    @property
-    def provenance(self) -> str:
-        """Unit and protocol of a change in one line."""
-        return f"{self.scale}; {self.scored_by}"
-
-    @property
     def scale(self) -> str:
         """What a change is, in words."""
         return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better"
 
-    # ------------------------------------------------------------------------------------------ prediction
-
-    def trained(self, exposure: Exposure) -> "Predictor":
-        """The same for a training budget."""
-        return replace(self, exposure=exposure)
+    @property
+    def provenance(self) -> str:
+        """Unit and protocol of a change in one line."""
+        return f"{self.scale}; {self.protocol.in_words}"
 
     def counted(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1."""
@@ -545,34 +487,27 @@ class Predictor:
         return self._mean(sum_BE, sums, ANY_TEXT)
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """What each kernel adds to a change, (B, T), and what repetition takes of what any row is worth."""
+        """Columns of `part_names`: what each kernel adds to a change, and what repetition takes of any row's worth.
+
+        (B, T) each, or (B,) where it is the same for every target and unit.
+        """
         parts, counted = dict[str, F64](), self.counted(weights)
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], self.task.means[name]
             sum_BT = share_T * (kernel.held.sums(counted) - np.outer(sums.counted_B, mean_T))
-            parts[name] = self._mean(sum_BT, sums, 0.0)
-        parts[REPETITION] = np.outer(sums.worth(self.exposure) - 1.0, self.task.base_C)
+            parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
+        parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.base_C)
         return parts
-
-    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
-        """What rows are ranked by where tokens are spent: their effect, for all rows count alike."""
-        del weights_T, tokens_N
-        return effect_N
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """What `parts` has."""
-        return (*self.task_kernels, REPETITION)
+        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION))
 
-    @property
-    def shared_names(self) -> tuple[str, ...]:
-        """Columns of `shared`."""
-        return ()
-
-    def shared(self, sums: SubsetSums) -> dict[str, F64]:
-        """Columns of a prediction that are the same for every target and unit, (B, 1)."""
-        del sums
-        return {}
+    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
+        """What rows are ranked by where tokens are spent: their effect, for all rows count alike."""
+        del weights_T, tokens_N
+        return effect_N
 
     def _mean(self, sum_BC: F64, sums: SubsetSums, base_C: F64 | float) -> F64:
         """worth (mean + b) - b of values that add up to 0 over the corpus."""
@@ -581,72 +516,69 @@ class Predictor:
         return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * base_C)
 
 
-def inverse(mass_B: F64) -> F64:
-    """1 / x; 0 where x is 0."""
-    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
+def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
+    """One sketch of every row."""
+    name = f"{half}_sketch"
+    width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
+    return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
+
+
+Spreads = Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]]
 
 
 def assembled(
-    protocol: ScoringProtocol,
-    units: UnitSelection,
-    kernels: Mapping[str, Kernel],
-    unit_level: Level | None,
-    spread: Mapping[str, ColumnSpread],
-    *,
-    components: bool,
-    unit_scales: Mapping[str, F64] | None = None,
-) -> Predictor:
-    """An additive predictor out of kernels.
-
-    Args:
-        kernels: by task.
-        spread: of each of them.
-        components: keep them.
-        unit_scales: by kernel: what units were multiplied by before a task took their mean; None: nothing.
-    """
-    some = next(iter(kernels.values()))
-    assert some.held.held_NC is not None
-    held_NT = np.empty_like(some.held.held_NC) if components else some.held.held_NC
-    task = Level.from_kernels(protocol, kernels, spread, held_NT)
-    shares = {name: np.repeat(share_T, units.counts_T) for name, share_T in task.shares.items()}
-    if unit_level is not None:
-        unit_level = replace(unit_level, base_C=unit_level.base_C * _of_tasks(unit_level, units))
-    return Predictor(
-        protocol=protocol,
-        units=units,
-        n_rows=some.rows.n_rows,
-        task=task,
-        unit_level=unit_level,
-        sketches={},
-        dropped=tuple(name for name, one in spread.items() if not one.varies_E.any()),
-        unit_shares=shares if unit_scales is None else {name: shares[name] * unit_scales[name] for name in shares},
-        task_kernels=kernels if components else {},
-        exposure=Exposure(),
-    )
-
-
-def _bound(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
     units: UnitSelection,
     *,
     per_unit: bool = False,
     components: bool = False,
-) -> Predictor:
-    """Read the relevance, and add its kernels up."""
-    names = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in names.items()} if per_unit else {}
-    kernels = {name: Kernel.for_tasks(artifact, name, units, less) for name, less in names.items()}
-    # what brings kernels to one scale: their spread over the rows
-    by_unit_spread, spread = ({name: one.rows.spread for name, one in own.items()} for own in (by_unit, kernels))
-    unit_level = Level.from_kernels(protocol, by_unit, by_unit_spread, None) if per_unit else None
-    return assembled(protocol, units, kernels, unit_level, spread, components=components)
+    spreads: Spreads | None = None,
+    units_first: bool = False,
+) -> tuple[Predictor, tuple[Mapping[str, ColumnSpread], Mapping[str, ColumnSpread]]]:
+    """Read the relevance, and add its kernels up.
+
+    Args:
+        per_unit: a level of the units, too.
+        components: keep the kernels.
+        spreads: what brings kernels to one scale; None: their spread over the rows.
+        units_first: bring every unit to one scale before a task takes the mean.
+    Returns:
+        The predictor, without sketches, and the spreads that were used: by kernel, of tasks and of units.
+    """
+    negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
+    by_unit: dict[str, Kernel] = {}
+    if per_unit or units_first:
+        by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in negative.items()}
+    unit_spread = _over_rows(by_unit) if spreads is None else spreads(by_unit)
+    scales = {name: unit_spread[name].inverse_E if units_first else 1.0 for name in negative}
+    kernels = {name: Kernel.for_tasks(artifact, name, units, less, scales[name]) for name, less in negative.items()}
+    spread = _over_rows(kernels) if spreads is None else spreads(kernels)
+    unit_level = Level.from_kernels(protocol, by_unit, unit_spread, None) if per_unit else None
+    first_NT = next(iter(kernels.values())).held.held_NC
+    assert first_NT is not None
+    task = Level.from_kernels(protocol, kernels, spread, np.empty_like(first_NT) if components else first_NT)
+    if unit_level is not None:  # a task's effect in those of each of its units: its standard deviation over them
+        blocks = unit_level.effects.blocks()
+        of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
+        unit_level = replace(unit_level, base_C=unit_level.base_C * np.repeat(of_tasks.spread.std_E, units.counts_T))
+    predictor = Predictor(
+        protocol=protocol,
+        units=units,
+        n_rows=artifact.n_rows,
+        task=task,
+        unit_level=unit_level,
+        sketches={},
+        dropped=tuple(name for name, one in spread.items() if not one.inverse_E.any()),
+        unit_shares={name: np.repeat(part_T, units.counts_T) * scales[name] for name, part_T in task.shares.items()},
+        task_kernels=kernels if components else {},
+        exposure=Exposure(),
+    )
+    return predictor, (spread, unit_spread)
 
 
-def _of_tasks(level: Level, units: UnitSelection) -> F64:
-    """Standard deviation of a task's mean effect over its units, for each of them, (E,): a task's effect in theirs."""
-    blocks = (RowMoments.from_values(units.mean_per_task(block)) for _, block in level.effects.blocks())
-    return np.repeat(functools.reduce(RowMoments.merge, blocks).spread.std_E, units.counts_T)
+def _over_rows(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+    return {name: kernel.rows.spread for name, kernel in kernels.items()}
 
 
 def additive_predictor(
@@ -663,20 +595,15 @@ def additive_predictor(
         match: one kernel in the place of the protocol's.
         unit: one unit in the place of all those of the target.
     """
-    chosen = as_protocol(protocol)
+    chosen, units = as_protocol(protocol), None
     if match is not None:
         alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")
-    return Predictor.from_artifact(artifact, chosen.additive, [target], units=_one_unit(artifact, target, unit))
-
-
-def _one_unit(artifact: ArtifactReader, target: str, unit: str | None) -> UnitSelection | None:
-    if unit is None:
-        return None
-    columns = artifact.unit_columns(target)
-    names = artifact.units.column("unit_id").to_pylist()
-    found = [int(e) for e in columns if names[e] == unit]
-    if not found:
-        some = ", ".join(names[e] for e in columns[:3])
-        raise ProtocolError(f"unit: {target} has no unit {unit!r}; it has {len(columns):,}, e.g. {some}")
-    return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
+    if unit is not None:
+        columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
+        column = next((e for e in columns if names[e] == unit), None)
+        if column is None:
+            some = ", ".join(names[e] for e in columns[:3])
+            raise ProtocolError(f"unit: {target} has no unit {unit!r}; it has {len(columns):,}, e.g. {some}")
+        units = UnitSelection((target,), np.array([column]), np.ones(1, dtype=np.int64))
+    return Predictor.from_artifact(artifact, chosen.additive, [target], units=units)

@@ -104,6 +104,17 @@ class ScoringProtocol(Settings):
         return ""
 
     @property
+    def in_words(self) -> str:
+        """A fitted protocol in one line: what it adds up, and what it was selected on."""
+        weights = kernel_weights(self)
+        kernels = " + ".join(kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in weights.items())
+        less = any(self.negative_of(kernel) != 1 for kernel in weights)
+        negative = f", negative relevance times {self.negative:g}" if less else ""
+        results = len(self.selected_on or ())
+        chosen = f"selected on {results} development results" if results else "not selected on development results"
+        return f"protocol {self.name} ({kernels}{negative}{self.beside_kernels}; {chosen})"
+
+    @property
     def additive(self) -> "ScoringProtocol":
         """The same without what rows do to one another."""
         return self

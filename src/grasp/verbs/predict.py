@@ -439,15 +439,14 @@ def prediction_table(
                 raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {predictor.n_rows}")
             sums = predictor.sums(block.weights)
             change_BT = predictor.change_of(sums)
-            shared = predictor.shared(sums) if components else {}
-            numbers = shared | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
+            parts = predictor.parts(block.weights, sums) if components else {}
+            shared = {name: part_B[:, None] for name, part_B in parts.items() if part_B.ndim == 1}
+            numbers = parts | shared | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
             if intervals is not None:
                 nats = intervals.predict(block.weights)
                 numbers |= nats.columns
                 if outside is not None:
                     outside.add(block.subset_ids, nats)
-            if components:
-                numbers |= {f"part_{name}": part_BT for name, part_BT in predictor.parts(block.weights, sums).items()}
             names = {"target": np.array(units.targets, dtype=object)}
             yield _lines(schema, block.subset_ids, names, numbers)
             if predictor.unit_level is not None:
@@ -466,7 +465,7 @@ def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) 
     names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
     numbers = ["change", *expected]
     if components:
-        numbers += ["level", *(f"part_{name}" for name in predictor.part_names), *predictor.shared_names]
+        numbers += ["level", *predictor.part_names]
     schema = pa.schema([(name, pa.string()) for name in names] + [(name, pa.float64()) for name in numbers])
     return schema.with_metadata(metadata_of(predictor))
 
