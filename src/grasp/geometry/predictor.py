@@ -20,7 +20,6 @@ from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sums import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch, family_moments
 from grasp.predict.predictor import (
-    EFFECT_SIZE,
     ColumnSpread,
     Kernel,
     Level,
@@ -28,6 +27,7 @@ from grasp.predict.predictor import (
     SubsetSums,
     UnitSelection,
     assembled,
+    over_rows,
     sketch_of,
 )
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
@@ -86,12 +86,6 @@ class InteractionPredictor(Predictor):
     unit_level: InteractionLevel | None
     sketches: Mapping[str, NormedSketch]
     terms: GeometryTerms
-    family: CalibrationFamily | None  # None: no geometry
-
-    @property
-    def unit(self) -> str:
-        """What a change is measured in."""
-        return EFFECT_SIZE if self.family is None else f"standard deviations over {self.family}"
 
     def counted(self, weights: Weights) -> Weights:
         """What every row counts: its weight."""
@@ -211,7 +205,7 @@ def bind(
     def spreads(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
         """What brings kernels to one scale: their spread over the rows; with geometry, that of A over the family."""
         if family is None or not kernels:
-            return {name: kernel.rows.spread for name, kernel in kernels.items()}
+            return over_rows(kernels)
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
     first = protocol.standardize.task == "mean_of_standardised"
@@ -227,9 +221,10 @@ def bind(
         "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms, unit_spread),
         "sketches": held,
         "dropped": (*plain.dropped, *terms.dropped),
+        "unit": plain.unit if family is None else f"standard deviations over {family}",
     }
     shared = {one.name: getattr(plain, one.name) for one in fields(Predictor)}
-    return InteractionPredictor(**shared | own, terms=terms, family=family)
+    return InteractionPredictor(**shared | own, terms=terms)
 
 
 def _level(level: Level, terms: GeometryTerms, spread: Mapping[str, ColumnSpread]) -> InteractionLevel:

@@ -17,11 +17,11 @@ A draw that comes out empty (for groups: or whole) is made again from the same s
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64, I64
 from grasp.errors import SubsetError
 from grasp.predict.labels import Label, LabelColumn
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
@@ -69,104 +69,87 @@ class Family:
         """
         if n_rows < 1:
             raise SubsetError(f"family {self}: the corpus has {n_rows} rows; there is nothing to draw from")
-        column = self._column(labels, n_rows)
-        if self.kind in ("groups", "dirichlet") and column is not None:
-            return self._by_value(n_subsets, column, seed, purpose, block)
-        return in_blocks(self._subsets(n_subsets, n_rows, column, seed, purpose), n_rows, block)
+        if self.label is None:
+            return in_blocks(self._of_rows(n_subsets, n_rows, None, seed, purpose), n_rows, block)
+        if labels is None:
+            raise SubsetError(f"family {self}: needs the label {self.label!r} of every row, got none")
+        column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
+        if len(column.codes_N) != n_rows:
+            raise SubsetError(f"family {self}: got {len(column.codes_N)} labels for {n_rows} rows; expected one a row")
+        if self.kind == "mixture":
+            return in_blocks(self._of_rows(n_subsets, n_rows, column, seed, purpose), n_rows, block)
+        if len(column.values) < 2:
+            raise SubsetError(
+                f"family {self}: label {self.label!r} has the single value {column.values[0]!r}; "
+                f"{self.kind} needs two or more, or every subset would be empty or whole"
+            )
+        return self._of_values(n_subsets, column, seed, purpose, block)
 
-    def _by_value(
+    def _of_values(
         self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
     ) -> Iterator[SubsetBlock]:
-        """Whole values: a number for each of them is all that a subset takes."""
+        """Groups and dirichlet: whole values; a weight for each of them is all that a subset takes."""
         values = Weights.from_slices(column.codes_N, len(column.values))
-        draw = _union if self.kind == "groups" else _mixture
+        even_G = column.counts / column.counts.sum()
         for first in range(0, n_subsets, block):
-            last = min(first + block, n_subsets)
-            drawn = [draw(stream(seed, "family", purpose, b), column.counts) for b in range(first, last)]
-            names = tuple(_name(purpose, b) for b in range(first, last))
-            yield SubsetBlock(names, values.mixed(np.stack(drawn)))
+            names, drawn = [], []
+            for b in range(first, min(first + block, n_subsets)):
+                rng = stream(seed, "family", purpose, b)
+                if self.kind == "dirichlet":
+                    weight_G = dirichlet_shares(rng, even_G) / even_G  # of mean 1 over the corpus
+                else:
+                    while (keep_G := rng.random(len(even_G)) < 0.5).all() or not keep_G.any():
+                        pass
+                    weight_G = keep_G.astype(np.float64)
+                names.append(f"{purpose}-{b:06d}")
+                drawn.append(weight_G)
+            yield SubsetBlock(tuple(names), values.mixed(np.stack(drawn)))
 
-    def _subsets(
+    def _of_rows(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
     ) -> Iterator[WeightedRows]:
-        parts = None if column is None else _Parts.from_column(column)
+        """Uniform, bernoulli and mixture: rows one by one."""
+        fraction = self.fraction or 0.0
+        if column is not None:
+            rows_N = np.argsort(column.codes_N, kind="stable")  # those of the first value, then of the second, ...
+            by_value = column.counts, rows_N, column.codes_N[rows_N].astype(np.int64)
+
+        def draw(rng: np.random.Generator) -> I64:
+            if column is not None:
+                return _some_of_each(rng, *by_value)
+            if self.kind == "uniform":
+                return _choose(rng, n_rows, max(1, round(fraction * n_rows)))
+            return np.flatnonzero(rng.random(n_rows) < fraction)
+
         for b in range(n_subsets):
             rng = stream(seed, "family", purpose, b)
             redrawn = 0
-            while (rows := self._rows(rng, n_rows, parts)).size == 0:
+            while (rows := draw(rng)).size == 0:
                 redrawn += 1
                 if redrawn == MAX_REDRAWS:
                     raise SubsetError(
                         f"family {self}: {MAX_REDRAWS} draws in a row left none of the {n_rows} rows; "
                         "ask for a larger fraction"
                     )
-            yield WeightedRows(_name(purpose, b), rows)
-
-    def _rows(self, rng: np.random.Generator, n_rows: int, parts: "_Parts | None") -> NDArray[np.int64]:
-        if parts is not None:
-            return parts.mixed(rng)
-        if self.kind == "uniform":
-            return _choose(rng, n_rows, max(1, round(_fraction(self) * n_rows)))
-        return np.flatnonzero(rng.random(n_rows) < _fraction(self))
-
-    def _column(self, labels: LabelColumn | Sequence[Label] | None, n_rows: int) -> LabelColumn | None:
-        if self.label is None:
-            return None
-        if labels is None:
-            raise SubsetError(f"family {self}: needs the label {self.label!r} of every row, got none")
-        column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
-        if column.n_rows != n_rows:
-            raise SubsetError(f"family {self}: got {column.n_rows} labels for {n_rows} rows; expected one a row")
-        if self.kind != "mixture" and len(column.values) < 2:
-            raise SubsetError(
-                f"family {self}: label {self.label!r} has the single value {column.values[0]!r}; "
-                f"{self.kind} needs two or more, or every subset would be empty or whole"
-            )
-        return column
+            yield WeightedRows(f"{purpose}-{b:06d}", rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The rows of each value of a label, to draw from. Shape letters: G values, N rows."""
-
-    counts_G: NDArray[np.int64]
-    rows_N: NDArray[np.int64]  # those of the first value, then those of the second, ...
-    code_N: NDArray[np.int64]  # of these rows, ascending
-
-    @classmethod
-    def from_column(cls, column: LabelColumn) -> Self:
-        rows_N = np.argsort(column.codes_N, kind="stable")
-        return cls(column.counts, rows_N, column.codes_N[rows_N].astype(np.int64))
-
-    def mixed(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Of each value a fraction drawn from Beta(1/2, 1/2); ascending."""
-        kept_G = np.rint(rng.beta(0.5, 0.5, size=len(self.counts_G)) * self.counts_G).astype(np.int64)
-        first_G = np.cumsum(self.counts_G) - self.counts_G
-        if len(kept_G) > MANY_VALUES:  # shuffle within all values by one sort, and take the first of each
-            shuffled_N = self.rows_N[np.argsort(self.code_N + rng.random(len(self.rows_N)), kind="stable")]
-            place_N = np.arange(len(shuffled_N)) - first_G[self.code_N]
-            return np.sort(shuffled_N[place_N < kept_G[self.code_N]])
-        picks = [
-            self.rows_N[first + _choose(rng, int(n), int(kept))]
-            for first, n, kept in zip(first_G, self.counts_G, kept_G, strict=True)
-        ]
-        return np.sort(np.concatenate(picks))
+def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: I64) -> I64:
+    """Of each value a fraction drawn from Beta(1/2, 1/2); ascending. Shape letters: G values, N rows by value."""
+    kept_G = np.rint(rng.beta(0.5, 0.5, size=len(counts_G)) * counts_G).astype(np.int64)
+    first_G = np.cumsum(counts_G) - counts_G
+    if len(kept_G) > MANY_VALUES:  # shuffle within all values by one sort, and take the first of each
+        shuffled_N = rows_N[np.argsort(code_N + rng.random(len(rows_N)), kind="stable")]
+        place_N = np.arange(len(shuffled_N)) - first_G[code_N]
+        return np.sort(shuffled_N[place_N < kept_G[code_N]])
+    picks = [
+        rows_N[first + _choose(rng, int(n), int(kept))]
+        for first, n, kept in zip(first_G, counts_G, kept_G, strict=True)
+    ]
+    return np.sort(np.concatenate(picks))
 
 
-def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each value kept with probability 1/2, but never none, nor all."""
-    while (keep_G := rng.random(len(count_G)) < 0.5).all() or not keep_G.any():
-        pass
-    return keep_G.astype(np.float64)
-
-
-def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights of the values' rows, of mean 1 over the corpus."""
-    even_G = count_G / count_G.sum()
-    return np.asarray(dirichlet_shares(rng, even_G) / even_G)
-
-
-def dirichlet_shares(rng: np.random.Generator, around_G: NDArray[np.float64]) -> NDArray[np.float64]:
+def dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """(G,) shares over decades, some of them 0, around those given."""
     strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(around_G)
     share_G = rng.dirichlet(np.maximum(strength * around_G / around_G.sum(), 1e-3))
@@ -196,14 +179,5 @@ def parse_family(text: str) -> Family:
     raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {SPELLINGS}")
 
 
-def _name(purpose: str, b: int) -> str:
-    return f"{purpose}-{b:06d}"
-
-
-def _fraction(family: Family) -> float:
-    assert family.fraction is not None
-    return family.fraction
-
-
-def _choose(rng: np.random.Generator, n: int, size: int) -> NDArray[np.int64]:
+def _choose(rng: np.random.Generator, n: int, size: int) -> I64:
     return np.sort(rng.choice(n, size=size, replace=False, shuffle=False)).astype(np.int64, copy=False)

@@ -8,7 +8,6 @@ Shape letters: G slices, N rows, E units, T targets, R resamples.
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -67,11 +66,6 @@ class LabelSlices:
     def names(self) -> tuple[str, ...]:
         return tuple(one.name for one in self.slices)
 
-    @property
-    def column(self) -> LabelColumn:
-        """The label of every row, with the values that share a slice merged into one."""
-        return LabelColumn(self.label, self.names, self.codes_N)
-
     @functools.cached_property
     def each(self) -> Weights:
         """The slices as subsets, (G, N)."""
@@ -125,26 +119,23 @@ def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple
     more values.
     """
     most = min(most, source.n_rows - 1)
+
+    def cuts(name: str) -> bool:
+        seen: set[Label] = set()
+        for batch in source.row_batches([name]):
+            seen.update(batch.column(0).unique().to_pylist())
+            if len(seen) > most:
+                return False
+        return len(seen) >= 2
+
     schema = source.rows(np.empty(0, dtype=np.int64)).schema
     own = [field for field in schema if field.name not in OWN_COLUMNS]
     text = [field.name for field in own if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
     other = [field.name for field in own if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)]
     for names in (text, other):
-        found = itertools.islice((name for name in names if 2 <= _n_values(source, name, most) <= most), MOST_LABELS)
-        if chosen := tuple(found):
+        if chosen := tuple(itertools.islice(filter(cuts, names), MOST_LABELS)):
             return chosen
     return ()
-
-
-def _n_values(source: ArtifactReader, name: str, most: int) -> int:
-    """Different values, counted up to one more than `most`."""
-    seen: set[Label] = set()
-    batches: Iterator[pa.RecordBatch] = source.row_batches([name])
-    for batch in batches:
-        seen.update(batch.column(0).unique().to_pylist())
-        if len(seen) > most:
-            break
-    return min(len(seen), most + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +155,20 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.kept_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
+    halves, redundancy_G = [half for half in SIMILAR if half in sums.sketch], None
+    if halves:
+        slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
+        rest_GD = slice_GD.sum(axis=0) - slice_GD  # every row is in one slice
+        norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+        floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+        product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+        redundancy_G = np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
-        redundancy_G=_redundancy(predictor, sums),
+        redundancy_G=redundancy_G,
     )
 
 
@@ -202,19 +201,6 @@ def dropped_intervals(
             bounds[:, t] = np.quantile(change_GE[:, start:stop] @ weights_RE.T, TAILS, axis=1)
     bounds[:, :, rows_G == predictor.n_rows] = np.nan
     return bounds[0].T, bounds[1].T
-
-
-def _redundancy(predictor: Predictor, slices: SubsetSums) -> F64 | None:
-    """Cosine of each slice's sketch sum to the sum of all other rows, (G,); NaN where either is zero."""
-    halves = [half for half in SIMILAR if half in slices.sketch]
-    if not halves:
-        return None
-    slice_GD = np.concatenate([slices.sketch[half] for half in halves], axis=1)
-    rest_GD = slice_GD.sum(axis=0) - slice_GD
-    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
-    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-    return np.asarray(np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor))
 
 
 def cosines(slices: SubsetSums) -> F64 | None:

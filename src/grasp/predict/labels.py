@@ -1,6 +1,10 @@
-"""A label column in little memory (its values, and for each row the position of its value in them), and conditions.
+"""Labels of rows: a column in little memory, conditions out of its values, and expressions that select rows.
 
-A condition is a label expression out of values: what a person, or a table that is sent to one, can paste behind --drop.
+A condition is what a person, or a table that is sent to one, can paste behind --drop: `topic = 'Games'`. An expression,
+`topic = 'Games' AND format != 'FAQs'`, is not trusted. DuckDB parses it (it is not run for that), the parse tree is
+checked against a list of what a condition on labels may contain, and only then is it evaluated, on batches of rows
+handed in from memory, by a connection that has external access off and its configuration locked. Two walls: what the
+list lets through by mistake still cannot reach a file, the environment, or another table.
 """
 
 import functools
@@ -8,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.arrays import Bool
 from grasp.errors import SubsetError
 from grasp.store.contents import readable_table
 from grasp.text import did_you_mean, different, plain
@@ -28,6 +33,34 @@ NO_LABEL = "(no label)"
 EMPTY = "(empty)"
 PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_]*")
 LONGEST_LITERAL = 80  # characters; longer text is named by its checksum
+
+BATCH = 1 << 16
+SHOWN = 5  # values in a message, each so long at most
+MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
+LONGEST = 60
+MAX_LENGTH = 20_000
+OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
+
+_CLASSES = """
+    CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
+"""
+EXPRESSION_CLASSES = frozenset(_CLASSES.split())
+_FUNCTION_NAMES = """
+    + - * / // % ** || ~~ !~~ ~~* !~~* ~~~ like_escape ilike_escape not_like_escape not_ilike_escape
+    regexp_matches regexp_full_match lower upper trim ltrim rtrim length strlen contains starts_with ends_with
+    prefix suffix substring substr left right replace concat split_part levenshtein jaccard
+    abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
+    year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
+"""
+FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_STATEMENT_WORDS = """
+    attach call copy create delete detach drop export from import insert install load pragma select set update with
+"""
+STATEMENTS = frozenset(_STATEMENT_WORDS.split())
+STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
+PLAIN_SELECT = frozenset(
+    ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +77,6 @@ class LabelColumn:
         code_of: dict[Label, int] = {}
         codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
         return cls(name, tuple(code_of), codes_N)
-
-    @classmethod
-    def from_batches(cls, name: str, batches: Iterable[pa.Array]) -> "LabelColumn":
-        """From a column of a table that arrives in batches."""
-        code_of: dict[Label, int] = {}
-        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
-        for batch in batches:
-            encoded = batch.dictionary_encode(null_encoding="encode")
-            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
-            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
-        return cls(name, tuple(code_of), np.concatenate(parts))
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.codes_N)
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -92,20 +110,22 @@ def equals(column: str, value: Label) -> str:
         return f"{name} IS NULL"
     if isinstance(value, float) and not math.isfinite(value):
         return f"isnan({name})" if math.isnan(value) else f"isinf({name}) AND {name} {'>' if value > 0 else '<'} 0"
-    if isinstance(value, str) and not _is_shown(value):
+    if isinstance(value, str) and not (len(value) <= LONGEST_LITERAL and value.isprintable()):
         return f"md5({name}) = '{hashlib.md5(value.encode(), usedforsecurity=False).hexdigest()}'"
-    return f"{name} = {_literal(value)}"
+    if isinstance(value, str):
+        return f"{name} = '" + value.replace("'", "''") + "'"
+    return f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
 
 
 def none_of(column: str, values: Sequence[Label]) -> str:
     """The condition that a column has a value, and none of these."""
-    name = identifier(column)
-    listed = [value for value in values if value is not None]
+    name, listed = identifier(column), [value for value in values if value is not None]
     if not listed:
         return f"{name} IS NOT NULL"
-    if all((isinstance(value, str) and _is_shown(value)) or isinstance(value, bool | int) for value in listed):
-        return f"{name} NOT IN ({', '.join(_literal(value) for value in listed)})"
-    return f"{name} IS NOT NULL AND NOT ({' OR '.join(equals(column, value) for value in listed)})"
+    spelled, head = [equals(column, value) for value in listed], f"{name} = "
+    if all(one.startswith(head) and not isinstance(value, float) for one, value in zip(spelled, listed, strict=True)):
+        return f"{name} NOT IN ({', '.join(one.removeprefix(head) for one in spelled)})"
+    return f"{name} IS NOT NULL AND NOT ({' OR '.join(spelled)})"
 
 
 def identifier(column: str) -> str:
@@ -113,16 +133,6 @@ def identifier(column: str) -> str:
     if PLAIN_NAME.fullmatch(column) and column not in _keywords():
         return column
     return '"' + column.replace('"', '""') + '"'
-
-
-def _is_shown(text: str) -> bool:
-    return len(text) <= LONGEST_LITERAL and text.isprintable()
-
-
-def _literal(value: Label) -> str:
-    if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @functools.cache
@@ -133,41 +143,16 @@ def _keywords() -> frozenset[str]:
         return frozenset(name for (name,) in found.fetchall())
 
 
-BATCH = 1 << 16
-SHOWN = 5  # values in a message, each so long at most
-MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
-LONGEST = 60
-MAX_LENGTH = 20_000
-OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
-
-_CLASSES = """
-    CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
-"""
-EXPRESSION_CLASSES = frozenset(_CLASSES.split())
-_FUNCTION_NAMES = """
-    + - * / // % ** || ~~ !~~ ~~* !~~* ~~~ like_escape ilike_escape not_like_escape not_ilike_escape
-    regexp_matches regexp_full_match lower upper trim ltrim rtrim length strlen contains starts_with ends_with
-    prefix suffix substring substr left right replace concat split_part levenshtein jaccard
-    abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
-    year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
-"""
-FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
-_STATEMENT_WORDS = """
-    attach call copy create delete detach drop export from import insert install load pragma select set update with
-"""
-STATEMENTS = frozenset(_STATEMENT_WORDS.split())
-STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
-PLAIN_SELECT = frozenset(
-    ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
-)
+# --------------------------------------------------------------------------------------------------------- expressions
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
     """Rows that satisfy an expression, (N,); `n_null` rows gave neither true nor false: not selected."""
 
-    mask_N: NDArray[np.bool_]
+    mask_N: Bool
     n_null: int
+    columns: tuple[str, ...]  # that the expression names
 
 
 class LabelTable:
@@ -178,11 +163,7 @@ class LabelTable:
         with readable_table(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
             self._schema: pa.Schema = file.schema_arrow
             self.n_rows = int(file.metadata.num_rows)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns an expression may name."""
-        return tuple(self._schema.names)
+        self.columns: tuple[str, ...] = tuple(self._schema.names)  # that an expression may name
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
@@ -191,18 +172,34 @@ class LabelTable:
             SubsetError: syntax error (and where), unknown column (and the close ones), anything that is not a
                 condition on one row's columns, or a value that cannot be compared.
         """
+        where, query = f"expression {expression!r}", f"{OPENING}{expression}\n) AS selected FROM row_batch"
         with _locked_connection() as db:
-            names = self._columns_of(_checked(db, expression, self.columns), expression)
-            query = f"{OPENING}{expression}\n) AS selected FROM row_batch"
-            self._expect_boolean(db, expression, query, names)
+            tree = _checked(db, expression, self.columns)
+            paths = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
+            if dotted := [".".join(path) for path in paths if len(path) != 1]:
+                raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
+            names = sorted({self._known(path[0], where) for path in paths})
+
+            def evaluate(batch: pa.RecordBatch) -> pa.Table:
+                try:
+                    db.register("row_batch", pa.Table.from_batches([batch]))
+                    return db.sql(query).to_arrow_table()
+                except duckdb.Error as err:
+                    raise SubsetError(f"{where}: {_one_line(err)}") from err
+
+            fields = [self._schema.field(name) for name in names or self.columns[:1]]
+            # type errors are found before the file is read
+            kind = evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema.types[0]
+            if kind != pa.bool_():
+                raise SubsetError(f"{where}: gives {kind}, expected a condition that is true or false")
             mask_N = np.zeros(self.n_rows, dtype=np.bool_)
             start = n_null = 0
             for batch in self._batches(names):
-                result = _evaluate(db, expression, query, batch).column(0)
+                result = evaluate(batch).column(0)
                 n_null += result.null_count
                 mask_N[start : start + batch.num_rows] = result.fill_null(False).to_numpy()
                 start += batch.num_rows
-        return Matched(mask_N, n_null)
+        return Matched(mask_N, n_null, tuple(names))
 
     def matching(self, expression: str) -> Matched:
         """`selection`, for questions: a condition that tells no rows apart is a mistake.
@@ -214,31 +211,32 @@ class LabelTable:
         matched = int(selection.mask_N.sum())
         if 0 < matched < self.n_rows:
             return selection
-        with _locked_connection() as db:
-            names = self._columns_of(_checked(db, expression, self.columns), expression)
-        how_many = "every row" if matched else "no row"
-        raise SubsetError(f"expression {expression!r}: matches {how_many}; {self._hint(names, expression)}")
-
-    def _hint(self, names: list[str], expression: str) -> str:
-        """What there is to ask for."""
-        if not names:
+        asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
+        hints = [self._values_of(name, asked) for name in selection.columns]
+        if not hints:
             spelled = ", ".join(identifier(name) for name in self.columns)
-            return (
+            hints = [
                 "it names no column: 'single quotes' are for values, \"double quotes\" for a column with blanks, as in "
                 f"\"doc type\" = 'FAQs'; the columns are {spelled}"
-            )
-        asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
-        return "; ".join(self._values_of(name, asked) for name in names)
+            ]
+        how_many = "every row" if matched else "no row"
+        raise SubsetError(f"expression {expression!r}: matches {how_many}; {'; '.join(hints)}")
 
     def _values_of(self, name: str, asked: list[str]) -> str:
         """The most frequent values, and those that are spelled almost as what was asked for."""
+
+        def shown(value: Label) -> str:
+            if value is None:
+                return "NULL"
+            return "'" + plain(value)[:LONGEST] + "'" if isinstance(value, str) else str(value)
+
         column = self.column(name)
         spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
         meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
         order = np.argsort(-column.counts, kind="stable")[:SHOWN]
-        shown = ", ".join(f"{_shown_value(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
+        first = ", ".join(f"{shown(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
         more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
-        return f"{identifier(name)} has {shown}{more}{meant}"
+        return f"{identifier(name)} has {first}{more}{meant}"
 
     def column(self, name: str, where: str = "label") -> LabelColumn:
         """One label column, factorised: 4 bytes a row.
@@ -248,8 +246,14 @@ class LabelTable:
         Raises:
             SubsetError: no such column.
         """
-        self._known(name, where)
-        return LabelColumn.from_batches(name, (batch.column(0) for batch in self._batches([name])))
+        name = self._known(name, where)
+        code_of: dict[Label, int] = {}
+        parts = [np.empty(0, np.int32)]
+        for batch in self._batches([name]):
+            encoded = batch.column(0).dictionary_encode(null_encoding="encode")
+            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
+            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
+        return LabelColumn(name, tuple(code_of), np.concatenate(parts))
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         try:
@@ -258,7 +262,7 @@ class LabelTable:
         except (pa.ArrowException, OSError) as err:
             raise SubsetError(f"{self.path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
 
-    def _known(self, name: str, where: str = "label") -> str:
+    def _known(self, name: str, where: str) -> str:
         """The column as the file spells it; SQL does not mind case."""
         if name in self.columns:
             return name
@@ -269,29 +273,6 @@ class LabelTable:
             f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
             f"{list(self.columns)}; text goes in 'single quotes'"
         )
-
-    def _columns_of(self, tree: dict[str, Any], expression: str) -> list[str]:
-        where = f"expression {expression!r}"
-        names = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
-        dotted = [".".join(path) for path in names if len(path) != 1]
-        if dotted:
-            raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
-        return sorted({self._known(path[0], where) for path in names})
-
-    def _expect_boolean(self, db: duckdb.DuckDBPyConnection, expression: str, query: str, names: list[str]) -> None:
-        """Find type errors before the file is read."""
-        fields = [self._schema.field(name) for name in names or self.columns[:1]]
-        empty = pa.RecordBatch.from_pylist([], schema=pa.schema(fields))
-        kind = _evaluate(db, expression, query, empty).schema.types[0]
-        if kind != pa.bool_():
-            raise SubsetError(f"expression {expression!r}: gives {kind}, expected a condition that is true or false")
-
-
-def _shown_value(value: Label) -> str:
-    """A value as a message shows it."""
-    if value is None:
-        return "NULL"
-    return "'" + plain(value)[:LONGEST] + "'" if isinstance(value, str) else str(value)
 
 
 def _locked_connection() -> duckdb.DuckDBPyConnection:
@@ -317,28 +298,33 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
         )
     if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
         raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
-    parsed = _parse(db, expression)
+    try:
+        row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
+        parsed: dict[str, Any] = json.loads(row[0])
+    except RecursionError as err:
+        raise SubsetError(f"expression {expression[:60]!r}...: is nested too deeply; split it") from err
+    except duckdb.Error as err:
+        raise SubsetError(f"{where}: {_one_line(err)}") from err
     if parsed.get("error"):
-        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}{_quoting(expression, columns)}")
+        bare = [name for name in columns if identifier(name) != name]
+        bare = [name for name in bare if name in expression.replace(identifier(name), "")]
+        quoting = f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
+        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}{quoting}")
     statements = parsed["statements"]
     node = statements[0]["node"]
-    if len(statements) != 1 or not _is_plain(node):
+    is_plain = (
+        node["type"] == "SELECT_NODE"
+        and node["from_table"]["type"] == "EMPTY"
+        and len(node["select_list"]) == 1
+        and not any(node.get(key) for key in PLAIN_SELECT)
+        and not node["cte_map"]["map"]
+    )
+    if len(statements) != 1 or not is_plain:
         raise SubsetError(f"{where}: is more than a condition; expected one, such as topic = 'Games' AND n_tokens > 64")
     condition: dict[str, Any] = node["select_list"][0]
     for item in _expressions(condition):
         _allow(item, where)
     return condition
-
-
-def _parse(db: duckdb.DuckDBPyConnection, expression: str) -> dict[str, Any]:
-    try:
-        row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
-        tree: dict[str, Any] = json.loads(row[0])
-    except RecursionError as err:
-        raise SubsetError(f"expression {expression[:60]!r}...: is nested too deeply; split it") from err
-    except duckdb.Error as err:
-        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
-    return tree
 
 
 def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
@@ -349,22 +335,6 @@ def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
     if not 0 <= at < len(expression):
         return f"{message.split(' at or near')[0]} at its end"
     return f"{message} (character {at + 1}: ...{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]})"
-
-
-def _quoting(expression: str, columns: tuple[str, ...]) -> str:
-    """What to write for a column that needs quotes and stands without them."""
-    bare = [name for name in columns if identifier(name) != name and name in expression.replace(identifier(name), "")]
-    return f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
-
-
-def _is_plain(node: dict[str, Any]) -> bool:
-    return (
-        node["type"] == "SELECT_NODE"
-        and node["from_table"]["type"] == "EMPTY"
-        and len(node["select_list"]) == 1
-        and not any(node.get(key) for key in PLAIN_SELECT)
-        and not node["cte_map"]["map"]
-    )
 
 
 def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
@@ -386,30 +356,19 @@ def _allow(item: dict[str, Any], where: str) -> None:
         raise SubsetError(
             f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
         )
-    if kind == "FUNCTION":
-        name = item["function_name"]
-        if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
-            raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
-        if name.lower() == "replace" and _may_grow(item["arguments"]):
+    if kind != "FUNCTION":
+        return
+    name = item["function_name"]
+    if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
+        raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
+    if name.lower() == "replace":  # what a NULL, a number or a column is replaced by may be anything
+        literals = [one["expression"].get("literal", {}) for one in item["arguments"][1:]]
+        texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
+        if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
             raise SubsetError(
                 f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, the "
                 "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
             )
-
-
-def _may_grow(arguments: list[dict[str, Any]]) -> bool:
-    """Whether a replacement may be longer than what it replaces; a NULL, a number or a column may be anything."""
-    literals = [one["expression"].get("literal", {}) for one in arguments[1:]]
-    texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
-    return len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode())
-
-
-def _evaluate(db: duckdb.DuckDBPyConnection, expression: str, query: str, batch: pa.RecordBatch) -> pa.Table:
-    try:
-        db.register("row_batch", pa.Table.from_batches([batch]))
-        return db.sql(query).to_arrow_table()
-    except duckdb.Error as err:
-        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
 
 
 def _one_line(err: duckdb.Error) -> str:

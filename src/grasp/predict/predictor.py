@@ -38,7 +38,6 @@ from grasp.errors import ProtocolError
 from grasp.predict.protocol import (
     ScoringProtocol,
     as_protocol,
-    default_protocol,
     geometry,
     kernel_weights,
     protocol_from,
@@ -352,6 +351,7 @@ class Predictor:
     unit_shares: Mapping[str, F64]  # by kernel: what a unit's relevance adds to the effect of its task, times its units
     task_kernels: Mapping[str, Kernel] = field(repr=False)  # empty unless asked for
     exposure: Exposure  # how weights count
+    unit: str  # what a change is measured in
 
     @staticmethod
     def from_artifact(
@@ -378,7 +378,7 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = (protocol or default_protocol()).fitted(artifact.array_names, artifact.feature_settings)
+        fitted = as_protocol(protocol).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         law = exposure or Exposure()
         if fitted.beside:
@@ -408,19 +408,9 @@ class Predictor:
         return held_NT
 
     @property
-    def unit(self) -> str:
-        """What a change is measured in."""
-        return EFFECT_SIZE
-
-    @property
     def scale(self) -> str:
         """What a change is, in words."""
         return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better"
-
-    @property
-    def provenance(self) -> str:
-        """Unit and protocol of a change in one line."""
-        return f"{self.scale}; {self.protocol.in_words}"
 
     def counted(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1."""
@@ -523,7 +513,9 @@ def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
     return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
-Spreads = Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]]
+def over_rows(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+    """The spread of kernels over the rows of the artifact, by name."""
+    return {name: kernel.rows.spread for name, kernel in kernels.items()}
 
 
 def assembled(
@@ -533,7 +525,7 @@ def assembled(
     *,
     per_unit: bool = False,
     components: bool = False,
-    spreads: Spreads | None = None,
+    spreads: Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]] = over_rows,
     units_first: bool = False,
 ) -> tuple[Predictor, tuple[Mapping[str, ColumnSpread], Mapping[str, ColumnSpread]]]:
     """Read the relevance, and add its kernels up.
@@ -541,7 +533,7 @@ def assembled(
     Args:
         per_unit: a level of the units, too.
         components: keep the kernels.
-        spreads: what brings kernels to one scale; None: their spread over the rows.
+        spreads: what brings kernels to one scale; as a rule their spread over the rows.
         units_first: bring every unit to one scale before a task takes the mean.
     Returns:
         The predictor, without sketches, and the spreads that were used: by kernel, of tasks and of units.
@@ -550,10 +542,10 @@ def assembled(
     by_unit: dict[str, Kernel] = {}
     if per_unit or units_first:
         by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in negative.items()}
-    unit_spread = _over_rows(by_unit) if spreads is None else spreads(by_unit)
+    unit_spread = spreads(by_unit)
     scales = {name: unit_spread[name].inverse_E if units_first else 1.0 for name in negative}
     kernels = {name: Kernel.for_tasks(artifact, name, units, less, scales[name]) for name, less in negative.items()}
-    spread = _over_rows(kernels) if spreads is None else spreads(kernels)
+    spread = spreads(kernels)
     unit_level = Level.from_kernels(protocol, by_unit, unit_spread, None) if per_unit else None
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
@@ -573,12 +565,9 @@ def assembled(
         unit_shares={name: np.repeat(part_T, units.counts_T) * scales[name] for name, part_T in task.shares.items()},
         task_kernels=kernels if components else {},
         exposure=Exposure(),
+        unit=EFFECT_SIZE,
     )
     return predictor, (spread, unit_spread)
-
-
-def _over_rows(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
-    return {name: kernel.rows.spread for name, kernel in kernels.items()}
 
 
 def additive_predictor(

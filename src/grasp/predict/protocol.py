@@ -126,7 +126,17 @@ class ScoringProtocol(Settings):
             ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
                 all of them in one message.
         """
-        match = self._resolved(array_names)
+        if self.match == "auto":
+            there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
+            first: list[Match] = [kernel for kernel in there if kernel in ("token", "input")]
+            beside = ("neighbour",) if "neighbour" in there else ("shift", "tilt")  # by what is trained
+            match: dict[Match, float] = dict.fromkeys((*first, *(one for one in there if one in beside)), 1.0)
+            if "gradient" in there:
+                match = dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
+            if "token" not in there:
+                match = {"pooled": 1.0}
+        else:
+            match = {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
         needed = self.model_copy(update={"match": match}).arrays
         problems = [
             f"needs array {name!r}, the artifact has {list(array_names)}" for name in needed if name not in array_names
@@ -142,18 +152,6 @@ class ScoringProtocol(Settings):
             )
         return self.model_copy(update={"match": match})
 
-    def _resolved(self, array_names: Sequence[str]) -> dict[Match, float]:
-        if self.match == "auto":
-            there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
-            if "token" not in there:
-                return {"pooled": 1.0}
-            first: list[Match] = [kernel for kernel in there if kernel in ("token", "input")]
-            if "gradient" in there:
-                return dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
-            beside = ("neighbour",) if "neighbour" in there else ("shift", "tilt")  # by what is trained
-            return dict.fromkeys((*first, *(kernel for kernel in there if kernel in beside)), 1.0)
-        return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
-
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
     """Kernels of a fitted protocol and their weights."""
@@ -168,14 +166,14 @@ def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
 
 def default_protocol() -> ScoringProtocol:
     """The protocol that ships with the package."""
-    with as_file(files("grasp.predict").joinpath("default.yaml")) as path:
-        return load_protocol(path)
+    return as_protocol(None)
 
 
-def as_protocol(protocol: "ScoringProtocol | Path | str | None") -> ScoringProtocol:
+def as_protocol(protocol: ScoringProtocol | Path | str | None) -> ScoringProtocol:
     """A protocol, its file, or the one that ships."""
     if protocol is None:
-        return default_protocol()
+        with as_file(files("grasp.predict").joinpath("default.yaml")) as path:
+            return load_protocol(path)
     return protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
 
 

@@ -1,4 +1,8 @@
-"""What is asked of an artifact: which targets and rows, columns of its row table, and what an earlier question made."""
+"""What is asked of an artifact: which targets and rows, columns of its row table, what an earlier question made, and
+rows in the order of their values.
+
+Shape letters: N rows.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -10,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from grasp.arrays import I64, Bool, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
@@ -23,6 +27,8 @@ from grasp.text import did_you_mean, listed
 
 T = TypeVar("T")
 
+ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
+SHORT = 32  # tokens: the relevance of shorter rows is noisy
 CACHED_BYTES = 512 << 20  # of what the questions of one opened artifact share
 
 _lock = Lock()  # of what is cached, never held while something is made; two threads may make one thing, alike
@@ -82,7 +88,7 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
     return checked_targets(artifact, target)[0]
 
 
-def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> NDArray[np.int64]:
+def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:
     """Tokens of every row, (N,).
 
     Args:
@@ -98,7 +104,7 @@ def length_column(artifact: ArtifactReader) -> str:
     return LOSS_TOKENS if LOSS_TOKENS in pq.read_schema(artifact.rows_path).names else "n_tokens"
 
 
-def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
+def row_documents(artifact: ArtifactReader) -> I64:
     """The document of every row as a number, in order of first appearance, (N,)."""
     read = (batch.column(0) for batch in artifact.row_batches(["doc_id"]))
     return cached(
@@ -132,7 +138,7 @@ def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
     return places
 
 
-def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64]:
+def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
     """Where rows stand.
 
     Raises:
@@ -145,47 +151,32 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64
     return np.array([places[row] for row in rows], dtype=np.int64)
 
 
-ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
-SHORT = 32  # tokens: the relevance of shorter rows is noisy
+# ----------------------------------------------------------------------------------------------------- rows in order
 
 
-def ranked(
-    values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None, count: int | None = None
-) -> NDArray[np.int64]:
+def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None = None) -> I64:
     """Row indices, highest value first; equal ones in corpus order.
 
     Args:
         count: the first so many, which are found without sorting all others; None: all.
     """
-    down = -values_N if among_N is None else -values_N[among_N]
+    down, among = -values_N, None if among_N is None else np.flatnonzero(among_N)
+    if among is not None:
+        down = down[among]
     if count is not None and 0 < count < len(down):
         last = np.partition(down, count - 1)[count - 1]
         head = np.flatnonzero(~(down > last))  # with all that equal the last one: which come first is seen below
-        order = head[_ascending(down[head])][:count]
-    else:
-        order = _ascending(down)[:count]
-    return order if among_N is None else np.flatnonzero(among_N)[order]
-
-
-def _ascending(values_N: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-    """A stable sort of finite values in half of the time: numpy's fast one, then equal values by their place."""
-    order = np.argsort(values_N)
-    sorted_N = values_N[order]
+        down, among = down[head], head if among is None else among[head]
+    # A stable sort of finite values in half of the time: numpy's fast one, then equal values by their place.
+    order = np.argsort(down)
+    sorted_N = down[order]
     equal_N = sorted_N[1:] == sorted_N[:-1]
     tied = np.flatnonzero(np.append(equal_N, False) | np.insert(equal_N, 0, False))
     order[tied] = order[tied][np.lexsort((order[tied], sorted_N[tied]))]
-    return order
+    return order[:count] if among is None else among[order[:count]]
 
 
-def best(values_N: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
-    """The rows with the `count` highest values, in corpus order; of equal ones the first."""
-    last = np.partition(values_N, -count)[-count]
-    above_N = values_N > last
-    above_N[np.flatnonzero(values_N == last)[: count - int(above_N.sum())]] = True
-    return np.flatnonzero(above_N)
-
-
-def short_rows(artifact: ArtifactReader, row_index: NDArray[np.int64]) -> int:
+def short_rows(artifact: ArtifactReader, row_index: I64) -> int:
     """How many of some rows are too short for their relevance to be trusted; 0 where all rows are, as images are."""
     length_N = row_tokens(artifact, length_column(artifact))
     return int((length_N[row_index] < SHORT).sum()) if length_N.max() >= SHORT else 0
@@ -196,9 +187,7 @@ def short_of(column: str) -> str:
     return "tokens with loss" if column == LOSS_TOKENS else "tokens"
 
 
-def write_ranked(
-    artifact: ArtifactReader, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
-) -> None:
+def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: Path, by: str) -> None:
     """Rows in order; Parquet some at a time. The file appears only when whole."""
     if path.suffix != ".parquet":
         write_table(ranked_table(artifact, order, values_N, by), path)
@@ -209,9 +198,7 @@ def write_ranked(
             writer.write(ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
 
 
-def ranked_table(
-    artifact: ArtifactReader, row_index: NDArray[np.int64], values_N: NDArray[np.floating[Any]], by: str
-) -> pa.Table:
+def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:
     """Chosen rows of the row table, in the order given, with what they are ordered by."""
     table = artifact.rows(row_index)
     kept = [name for name in table.column_names if name not in ("row_index", by)]

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from grasp.arrays import F64, I64
 from grasp.errors import SubsetError
 from grasp.files import written_aside
 from grasp.predict.weights import (
@@ -105,13 +106,17 @@ def read_subsets(
             subset, a subset without rows, weights out of range, or all 0. The message names subset and
             rows.
     """
-    table = source if isinstance(source, pa.Table) else Path(source)
-    has_weight = _check_schema(table, corpus)
-    if side == "omitted" and has_weight:
+    source = source if isinstance(source, pa.Table) else Path(source)
+    where = "subsets" if isinstance(source, pa.Table) else str(source)
+    names = _checked_columns(source, where, corpus)
+    if side == "omitted" and "weight" in names:
         raise SubsetError(
-            f"{_where(table)}: names omitted rows with a column 'weight'; omitted rows have none, drop the column"
+            f"{where}: names omitted rows with a column 'weight'; omitted rows have none, drop the column"
         )
-    return in_blocks(_subsets(table, row_index_of, has_weight, side), row_index_of.n_rows, block)
+    kept = _subsets(source, where, names, row_index_of)
+    if side == "omitted":
+        return in_blocks((MissingRows(item.subset_id, item.row_index) for item in kept), row_index_of.n_rows, block)
+    return in_blocks(kept, row_index_of.n_rows, block)
 
 
 def write_subsets(
@@ -142,14 +147,13 @@ def write_subsets(
             writer.write(pa.table(columns, schema=schema))
 
 
-def _where(source: Path | pa.Table) -> str:
-    """What a message names."""
-    return "subsets" if isinstance(source, pa.Table) else str(source)
-
-
-def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
-    """Whether the table has weights; refuses what is not a table of subsets, or one of another corpus."""
-    where, schema = _where(source), _schema(source)
+def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) -> list[str]:
+    """Columns of a table; refuses what is not one of subsets, or one of another corpus."""
+    if isinstance(source, pa.Table):
+        schema = source.schema
+    else:
+        with readable_table(source, SubsetError, EXPECTED):
+            schema = pq.read_schema(source)
     names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
     if corpus and made_from and made_from != corpus:
         raise SubsetError(
@@ -164,165 +168,125 @@ def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
         close = difflib.get_close_matches(name, others, 1)
         if name not in names and close:
             raise SubsetError(f"{where}: column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
-    return "weight" in names
+    return names
 
 
-def _schema(source: Path | pa.Table) -> pa.Schema:
-    if isinstance(source, pa.Table):
-        return source.schema
-    with readable_table(source, SubsetError, EXPECTED):
-        return pq.read_schema(source)
-
-
-def _batches(source: Path | pa.Table, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    if isinstance(source, pa.Table):
-        yield from source.select(columns).to_batches(max_chunksize=BATCH)
-        return
-    yield from sealed_batches(source, columns)
-
-
-def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBatch]:
-    has_id = "subset_id" in _schema(source).names
-    columns = [*(["subset_id"] if has_id else []), "row_id", *(["weight"] if has_weight else [])]
+def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """The lines of a table, in batches of ENTRY_SCHEMA."""
+    columns = [name for name in ("subset_id", "row_id", "weight") if name in names]
     start = 0
-    with readable_table(_where(source), SubsetError, EXPECTED):
-        for batch in _batches(source, columns):
+    with readable_table(where, SubsetError, EXPECTED):
+        if isinstance(source, pa.Table):
+            batches = iter(source.select(columns).to_batches(max_chunksize=BATCH))
+        else:
+            batches = sealed_batches(source, columns)
+        for batch in batches:
             n = batch.num_rows
             batch.validate(full=True)  # names that are no text would stop DuckDB
-            weight = batch.column("weight").cast(pa.float64()) if has_weight else pa.array(np.ones(n))
+            weight = batch.column("weight").cast(pa.float64()) if "weight" in names else pa.array(np.ones(n))
             row_ids = batch.column("row_id").cast(pa.string())
-            subset_ids = batch.column("subset_id").cast(pa.string()) if has_id else pa.repeat(ONE_SUBSET, n)
+            subset_ids = batch.column("subset_id").cast(pa.string()) if "subset_id" in names else None
+            subset_ids = pa.repeat(ONE_SUBSET, n) if subset_ids is None else subset_ids
             entry = pa.array(np.arange(start, start + n), pa.int64())
             yield pa.record_batch([subset_ids, row_ids, weight, entry], schema=ENTRY_SCHEMA)
             start += n
 
 
-def _subsets(
-    source: Path | pa.Table, index: RowIndex, has_weight: bool, side: Side
-) -> Iterator[WeightedRows | MissingRows]:
+def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIndex) -> Iterator[WeightedRows]:
+    """Subsets in order of first appearance, their rows ascending; only one subset is held at a time."""
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
-        _join(db, source, index, has_weight)
-        _check_lines(db, _where(source))
-        for item in _in_order(db):
-            if side == "retained":
-                yield item
-            else:
-                yield MissingRows(item.subset_id, item.row_index)
+        for table, schema, batches in (
+            ("entry", ENTRY_SCHEMA, _entries(source, where, names)),
+            ("name", ID_SCHEMA, index.batches()),
+        ):  # one batch at a time: a stream that fails inside DuckDB loses its own error
+            db.register("batch", schema.empty_table())
+            db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
+            for batch in batches:
+                db.register("batch", pa.Table.from_batches([batch]))
+                db.execute(f"INSERT INTO {table} SELECT * FROM batch")
+            db.unregister("batch")
+        # `line`, one a named row; row_index NULL if unknown; `subset`, one a subset
+        db.execute(
+            "CREATE TABLE line AS SELECT e.subset_id, e.row_id, n.row_index, e.weight, e.entry "
+            "FROM entry e LEFT JOIN name n ON e.row_id = n.row_id"
+        )
+        db.execute("DROP TABLE entry")
+        db.execute("DROP TABLE name")
+        db.execute(
+            "CREATE TABLE subset AS SELECT subset_id, min(entry) AS first, count(row_id) AS n_named, "
+            "count(row_index) AS n_known, sum(weight) AS total FROM line GROUP BY subset_id"
+        )
+        if problems := list(_problems(db)):
+            raise SubsetError(f"{where}: " + "; ".join(problems))
+        subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
+        reader = db.sql(
+            "SELECT rank, row_index, weight FROM line "
+            "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
+            "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
+        ).to_arrow_reader(BATCH)
+        held: list[tuple[I64, F64]] = []
+        current = 0
+
+        def gathered() -> WeightedRows:
+            row_index, weights = (np.concatenate(parts) for parts in zip(*held, strict=True))
+            return WeightedRows(subset_ids[current], row_index, weights if (weights != 1.0).any() else None)
+
+        for batch in reader:
+            rank, row, weight = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
+            for part in np.split(np.arange(len(rank)), np.flatnonzero(np.diff(rank)) + 1):
+                if not part.size:
+                    continue
+                if rank[part[0]] != current:
+                    yield gathered()
+                    held, current = [], int(rank[part[0]])
+                held.append((row[part], weight[part]))
+        yield gathered()
 
 
-def _join(db: duckdb.DuckDBPyConnection, source: Path | pa.Table, index: RowIndex, has_weight: bool) -> None:
-    """Make the tables `line` (one a named row; row_index NULL if unknown) and `subset` (one a subset)."""
-    _fill(db, "entry", ENTRY_SCHEMA, _entries(source, has_weight))
-    _fill(db, "name", ID_SCHEMA, index.batches())
-    db.execute(
-        "CREATE TABLE line AS SELECT e.subset_id, e.row_id, n.row_index, e.weight, e.entry "
-        "FROM entry e LEFT JOIN name n ON e.row_id = n.row_id"
+def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
+    """Every mistake of the lines, so that all are in one message."""
+
+    def first(query: str) -> list[tuple[Any, ...]]:
+        return db.execute(f"{query} LIMIT {EXAMPLES}").fetchall()
+
+    ((unnamed, without_row),) = first(
+        "SELECT count(*) FILTER (subset_id IS NULL), count(*) FILTER (row_id IS NULL) FROM line"
     )
-    db.execute("DROP TABLE entry")
-    db.execute("DROP TABLE name")
-    db.execute(
-        "CREATE TABLE subset AS SELECT subset_id, min(entry) AS first, count(row_id) AS n_named, "
-        "count(row_index) AS n_known, sum(weight) AS total FROM line GROUP BY subset_id"
-    )
-
-
-def _fill(db: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Copy batches into a new table, one at a time: a stream that fails inside DuckDB loses its own error."""
-    db.register("batch", schema.empty_table())
-    db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
-    for batch in batches:
-        db.register("batch", pa.Table.from_batches([batch]))
-        db.execute(f"INSERT INTO {table} SELECT * FROM batch")
-    db.unregister("batch")
-
-
-def _check_lines(db: duckdb.DuckDBPyConnection, where: str) -> None:
-    """Every mistake of the table in one message."""
-    problems = [text for check in (_unnamed, _unknown, _repeated, _bad_weights) if (text := check(db))]
-    if not db.execute("SELECT count(*) FROM subset").fetchall()[0][0]:
-        problems.append("has no lines; expected at least one subset with one row")
-    if problems:
-        raise SubsetError(f"{where}: " + "; ".join(problems))
-
-
-def _unnamed(db: duckdb.DuckDBPyConnection) -> str | None:
-    lines = db.execute("SELECT count(*) FROM line WHERE subset_id IS NULL").fetchall()[0][0]
-    if lines:
-        return f"{lines} lines have no subset_id"
-    empty = db.execute(f"SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first LIMIT {EXAMPLES}").fetchall()
-    if empty:
-        return f"subsets {[row[0] for row in empty]} name no rows"
-    lines = db.execute("SELECT count(*) FROM line WHERE row_id IS NULL").fetchall()[0][0]
-    return f"{lines} lines have no row_id" if lines else None
-
-
-def _unknown(db: duckdb.DuckDBPyConnection) -> str | None:
-    counted = db.execute(
-        "SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first"
-    ).fetchmany(EXAMPLES)
-    if not counted:
-        return None
-    parts = []
-    for subset_id, n in counted:
+    empty = [] if unnamed else first("SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first")
+    if unnamed:
+        yield f"{unnamed} lines have no subset_id"
+    elif empty:
+        yield f"subsets {[row[0] for row in empty]} name no rows"
+    elif without_row:
+        yield f"{without_row} lines have no row_id"
+    unknown = []
+    for subset_id, n in first("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first"):
         rows = db.execute(
             "SELECT row_id FROM line WHERE subset_id = ? AND row_id IS NOT NULL AND row_index IS NULL "
             f"ORDER BY entry LIMIT {EXAMPLES}",
             [subset_id],
         ).fetchall()
-        parts.append(f"subset {subset_id!r} names {n} rows that the corpus does not have, e.g. {[r[0] for r in rows]}")
-    return "; ".join(parts) + "; expected row_id of this artifact's rows.parquet"
-
-
-def _repeated(db: duckdb.DuckDBPyConnection) -> str | None:
-    twice = db.execute(
+        names = [row[0] for row in rows]
+        unknown.append(f"subset {subset_id!r} names {n} rows that the corpus does not have, e.g. {names}")
+    if unknown:
+        yield "; ".join(unknown) + "; expected row_id of this artifact's rows.parquet"
+    twice = first(
         "SELECT subset_id, row_id FROM line WHERE row_id IS NOT NULL GROUP BY subset_id, row_id "
-        f"HAVING count(*) > 1 ORDER BY min(entry) LIMIT {EXAMPLES}"
-    ).fetchall()
-    if not twice:
-        return None
-    named = [f"{subset_id}: {row_id}" for subset_id, row_id in twice]
-    return f"rows named twice in one subset: {named}; name a row once, or give it a weight"
-
-
-def _bad_weights(db: duckdb.DuckDBPyConnection) -> str | None:
-    bad = db.execute(
+        "HAVING count(*) > 1 ORDER BY min(entry)"
+    )
+    if twice:
+        named = [f"{subset_id}: {row_id}" for subset_id, row_id in twice]
+        yield f"rows named twice in one subset: {named}; name a row once, or give it a weight"
+    bad = first(
         "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
-        f"{LEAST_WEIGHT!r} AND {MOST_WEIGHT!r}) ORDER BY entry LIMIT {EXAMPLES}"
-    ).fetchall()
+        f"{LEAST_WEIGHT!r} AND {MOST_WEIGHT!r}) ORDER BY entry"
+    )
+    zero = first("SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first")
     if bad:
-        return f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
-    zero = db.execute(
-        f"SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first LIMIT {EXAMPLES}"
-    ).fetchall()
-    return f"subsets {[row[0] for row in zero]} have weights that sum to 0; one must be positive" if zero else None
-
-
-def _in_order(db: duckdb.DuckDBPyConnection) -> Iterator[WeightedRows]:
-    """Subsets in order of first appearance, their rows ascending; only one subset is held at a time."""
-    names = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
-    reader = db.sql(
-        "SELECT rank, row_index, weight FROM line "
-        "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
-        "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
-    ).to_arrow_reader(BATCH)
-    held: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
-    current = 0
-    for batch in reader:
-        rank, row, weight = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
-        cuts = np.flatnonzero(np.diff(rank)) + 1
-        for part in np.split(np.arange(len(rank)), cuts):
-            if not part.size:
-                continue
-            if rank[part[0]] != current:
-                yield _gathered(names[current], held)
-                held, current = [], int(rank[part[0]])
-            held.append((row[part], weight[part]))
-    yield _gathered(names[current], held)
-
-
-def _gathered(subset_id: str, parts: list[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> WeightedRows:
-    weights = np.concatenate([weight for _, weight in parts])
-    row_index = np.concatenate([row for row, _ in parts])
-    return WeightedRows(subset_id, row_index, weights if (weights != 1.0).any() else None)
+        yield f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
+    elif zero:
+        yield f"subsets {[row[0] for row in zero]} have weights that sum to 0; one must be positive"
+    if not first("SELECT subset_id FROM subset"):
+        yield "has no lines; expected at least one subset with one row"

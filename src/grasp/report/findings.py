@@ -28,7 +28,7 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.rows import SHORT, best, checked_targets, label_column, length_column, row_tokens
+from grasp.predict.rows import SHORT, checked_targets, label_column, length_column, ranked, row_tokens
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.suspects import ShownSuspects, read_suspects
@@ -232,7 +232,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         settings=yaml_text(manifest.settings),
         unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
         plain_unit=predictor.unit,
-        scored_by=predictor.provenance,
+        scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
         labels=tuple(labels),
         parts=parts,
         best=_best(predictor, nats),
@@ -303,7 +303,8 @@ def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
     count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
     effects = by_column(predictor.effect_NT, np.arange(predictor.n_rows))
     subsets = (
-        WeightedRows(target, best(effect_N, count)) for target, effect_N in zip(predictor.targets, effects, strict=True)
+        WeightedRows(target, np.sort(ranked(effect_N, count=count)))
+        for target, effect_N in zip(predictor.targets, effects, strict=True)
     )
     blocks = list(in_blocks(subsets, predictor.n_rows, n_targets))
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs, written_aside
 from grasp.predict.families import parse_family
-from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
+from grasp.predict.label_slices import dropped_intervals, label_slices, slice_effects
 from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
@@ -70,19 +69,17 @@ class SlicePrediction(Prediction):
 
     def __repr__(self) -> str:
         """A table a target; of many values the most and the least useful."""
-        return "\n".join([plain(self.headline), *self._tables(), *map(plain, self.notes)])
-
-    def _tables(self) -> Iterator[str]:
         names = [name for name in self.table.column_names if name != "target"]
-        lines = self.table.to_pylist()
+        headings = [self.label if name == "value" else name.replace("_", " ") for name in names]
+        lines, text = self.table.to_pylist(), [plain(self.headline)]
         for target in dict.fromkeys(line["target"] for line in lines):
             of_target = [line for line in lines if line["target"] == target]
             shown = of_target if len(of_target) <= SHOWN else of_target[: SHOWN // 2] + of_target[-(SHOWN // 2) :]
-            headings = [self.label if name == "value" else name.replace("_", " ") for name in names]
             cells = [[_cell(name, line[name]) for name in names] for line in shown]
-            yield text_table(f"{target}: what each {self.label} is worth", headings, cells)
+            text.append(text_table(f"{target}: what each {self.label} is worth", headings, cells))
             if len(shown) < len(of_target):
-                yield f"... and {len(of_target) - len(shown):,} more values between these halves"
+                text.append(f"... and {len(of_target) - len(shown):,} more values between these halves")
+        return "\n".join([*text, *map(plain, self.notes)])
 
 
 def predict(
@@ -139,8 +136,15 @@ def predict(
     if not isinstance(weight, Mapping):
         weight = parse_weights(several(weight), "weight")
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) != 1:
+        got = ", ".join(given) or "nothing to predict"
+        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
-    _one_question(asked, idle | {"components": components and by is not None})
+    idle |= {"components": components and by is not None}
+    if any(idle.values()):
+        useless = ", ".join(name for name, value in idle.items() if value)
+        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
     targets = checked_targets(artifact, target)
     labels = LabelTable(artifact.rows_path)
     chosen = as_protocol(protocol)
@@ -149,14 +153,25 @@ def predict(
         column = label_column(artifact, by, "by")  # or it says what there is
         predictor = Predictor.from_artifact(artifact, chosen, targets, sketches=sketches)
         return _by(artifact, predictor, column, None if beside is None else learn(predictor, artifact, beside), out)
+    blocks: Iterable[SubsetBlock]
     if subsets is not None:
         blocks, headline = _listed(artifact, subsets, omitted), ""
     elif family is not None:
-        blocks, headline = _drawn(labels, family, count, seed)
+        drawn = parse_family(family)
+        of_rows = None if drawn.label is None else labels.column(drawn.label, "family")
+        blocks = drawn.draw(count, n_rows=labels.n_rows, labels=of_rows, seed=seed, purpose="drawn")
+        headline = f"{count:,} subsets drawn from {drawn}"
     elif weight:
         blocks, headline = _weighted(labels, weight)
     else:
-        blocks, headline = _matched(labels, drop, keep)
+        expression = drop if drop is not None else keep
+        assert expression is not None
+        selection = labels.matching(expression)
+        verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
+        blocks = [one_subset(f"{verb} {expression}", mask_N)]
+        headline = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
+        if selection.n_null:
+            headline += f"; {selection.n_null:,} rows have no label there and count as not selected"
     predictor = Predictor.from_artifact(
         artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
     )
@@ -195,40 +210,21 @@ def share(rows: int, of: int) -> str:
 # ----------------------------------------------------------------------------------------------- questions
 
 
-def _one_question(asked: Mapping[str, object], idle: Mapping[str, bool]) -> None:
-    """See that one thing is asked, and that nothing is given that says nothing of it."""
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) != 1:
-        got = ", ".join(given) or "nothing to predict"
-        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
-    if any(idle.values()):
-        useless = ", ".join(name for name, value in idle.items() if value)
-        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
-
-
 def _listed(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[SubsetBlock]:
-    source = subsets if isinstance(subsets, Path | str) else _subset_table(subsets)
+    """Subsets of a file, a table, a DataFrame, or name -> row_ids."""
+    if isinstance(subsets, Mapping):
+        lists = {str(name): [str(row_id) for row_id in row_ids] for name, row_ids in subsets.items()}
+        empty = [name for name, row_ids in lists.items() if not row_ids]
+        if empty:
+            raise SettingsError(f"subsets: {', '.join(empty)}: names no rows; a subset has one at least")
+        names = [name for name, row_ids in lists.items() for _ in row_ids]
+        row_ids = [row_id for row_ids in lists.values() for row_id in row_ids]
+        subsets = pa.table({"subset_id": pa.array(names, pa.string()), "row_id": pa.array(row_ids, pa.string())})
+    elif not isinstance(subsets, Path | str | pa.Table):
+        subsets = pa.Table.from_pandas(subsets, preserve_index=False)
     index = RowIndex.from_parquet(artifact.rows_path)
     corpus = artifact.manifest.fingerprints.get("corpus")
-    return read_subsets(source, index, side="omitted" if omitted else "retained", corpus=corpus)
-
-
-def _drawn(labels: LabelTable, family: str, count: int, seed: int) -> tuple[Iterable[SubsetBlock], str]:
-    drawn = parse_family(family)
-    column = None if drawn.label is None else labels.column(drawn.label, "family")
-    blocks = drawn.draw(count, n_rows=labels.n_rows, labels=column, seed=seed, purpose="drawn")
-    return blocks, f"{count:,} subsets drawn from {drawn}"
-
-
-def _matched(labels: LabelTable, drop: str | None, keep: str | None) -> tuple[Iterable[SubsetBlock], str]:
-    expression = drop if drop is not None else keep
-    assert expression is not None
-    selection = labels.matching(expression)
-    verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
-    said = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
-    if selection.n_null:
-        said += f"; {selection.n_null:,} rows have no label there and count as not selected"
-    return [one_subset(f"{verb} {expression}", mask_N)], said
+    return read_subsets(subsets, index, side="omitted" if omitted else "retained", corpus=corpus)
 
 
 def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
@@ -273,21 +269,6 @@ def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
     return weights
 
 
-def _subset_table(subsets: Any) -> pa.Table:
-    """A table, a DataFrame, or name -> row_ids, as subset_id, row_id[, weight]."""
-    if isinstance(subsets, pa.Table):
-        return subsets
-    if isinstance(subsets, Mapping):
-        lists = {str(name): [str(row_id) for row_id in row_ids] for name, row_ids in subsets.items()}
-        empty = [name for name, row_ids in lists.items() if not row_ids]
-        if empty:
-            raise SettingsError(f"subsets: {', '.join(empty)}: names no rows; a subset has one at least")
-        names = [name for name, row_ids in lists.items() for _ in row_ids]
-        row_ids = [row_id for row_ids in lists.values() for row_id in row_ids]
-        return pa.table({"subset_id": pa.array(names, pa.string()), "row_id": pa.array(row_ids, pa.string())})
-    return pa.Table.from_pandas(subsets, preserve_index=False)
-
-
 # --------------------------------------------------------------------------------------------------- slices
 
 
@@ -307,21 +288,40 @@ def _by(
     effects = slice_effects(predictor, slices)
     # one kind of interval a table: with runs it is theirs, of nine in ten runs
     bounds = None if many or intervals is not None else dropped_intervals(artifact, predictor, effects, slices)
-    table, outside = slice_table(predictor, slices, effects, bounds, intervals)
+    numbers: dict[str, F64] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
+    if bounds is not None:
+        numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
+    numbers["if_doubled"] = effects.doubled_GT
+    if effects.redundancy_G is not None:
+        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(predictor.targets), axis=1)
+    outside = Outside()
+    if intervals is not None:
+        nats = intervals.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
+        numbers |= nats.columns
+        outside.add([f"without {name}" for name in slices.names], nats)
+    g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
+    order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # the most useful first for each target
+    columns: dict[str, pa.Array] = {
+        "value": pa.array(slices.names, pa.string()).take(pa.array(g[order])),
+        "target": pa.array(predictor.targets, pa.string()).take(pa.array(t[order])),
+        "rows": pa.array(slices.rows_G[g[order]], pa.int64()),
+        "tokens": pa.array(slices.tokens_G[g[order]], pa.int64()),
+    }
+    for name, value_GT in numbers.items():
+        columns[name] = pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
+    table = pa.table(columns, metadata=_metadata(predictor))
     said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
-    said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
-    said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
-    counts = dict(zip(predictor.targets, predictor.units.counts_T.tolist(), strict=True))
-    said += few_units(counts) if bounds is not None else []
-    said += (
-        ["redundancy: how alike the slice is to all other rows; near 1 they can stand in for it, below 0 they cannot"]
-        if effects.redundancy_G is not None
-        else []
-    )
+    said.append("effect: mean of the rows, above 0 they help more than the corpus does on average")
+    if bounds is not None:
+        said.append("low, high: 95 % interval of if dropped over other units of the target")
+        said += few_units(dict(zip(predictor.targets, predictor.units.counts_T.tolist(), strict=True)))
+    if effects.redundancy_G is not None:
+        alike = "how alike the slice is to all other rows; near 1 they can stand in for it, below 0 they cannot"
+        said.append(f"redundancy: {alike}")
     result = SlicePrediction(
         table,
         f"what dropping, or doubling, each {column.name} does",
-        (*said, *outside, *notes(predictor, intervals)),
+        (*said, *outside.notes, *notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,
@@ -330,45 +330,6 @@ def _by(
         return result
     result.write(out)
     return replace(result, table=table.slice(0, 0))
-
-
-def slice_table(
-    predictor: Predictor,
-    slices: LabelSlices,
-    effects: SliceEffects,
-    bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-    intervals: OutcomePredictor | None,
-) -> tuple[pa.Table, tuple[str, ...]]:
-    """One line a value and target, the most useful first for each target, and what lies beyond the runs.
-
-    Columns: value, target, rows, tokens, effect, if_dropped, if_doubled; where they are known if_dropped_low and
-    if_dropped_high, redundancy, and nats, nats_low and nats_high (or the metric of the runs) of dropping it.
-    """
-    n_targets = len(predictor.targets)
-    numbers: dict[str, NDArray[np.float64]] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
-    if bounds is not None:
-        numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
-    numbers["if_doubled"] = effects.doubled_GT
-    if effects.redundancy_G is not None:
-        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], n_targets, axis=1)
-    outside = Outside()
-    if intervals is not None:
-        nats = intervals.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
-        numbers |= nats.columns
-        outside.add([f"without {name}" for name in slices.names], nats)
-    g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
-    order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))
-    columns: dict[str, pa.Array] = {
-        "value": pa.array(slices.names, pa.string()).take(pa.array(g[order])),
-        "target": pa.array(predictor.targets, pa.string()).take(pa.array(t[order])),
-        "rows": pa.array(slices.rows_G[g[order]], pa.int64()),
-        "tokens": pa.array(slices.tokens_G[g[order]], pa.int64()),
-    }
-    columns |= {
-        name: pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
-        for name, value_GT in numbers.items()
-    }
-    return pa.table(columns, metadata=metadata_of(predictor)), outside.notes
 
 
 def _cell(name: str, value: Any) -> str:
@@ -431,7 +392,10 @@ def prediction_table(
         ShapeError: subsets of a corpus with another number of rows.
     """
     expected = () if intervals is None else columns_of(intervals.unit)
-    schema, units = _schema(predictor, components=components, expected=expected), predictor.units
+    names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
+    columns = ["change", *expected, *(["level", *predictor.part_names] if components else [])]
+    fields = [(name, pa.string()) for name in names] + [(name, pa.float64()) for name in columns]
+    schema, units = pa.schema(fields, _metadata(predictor)), predictor.units
 
     def tables() -> Iterator[pa.Table]:
         for block in blocks:
@@ -461,18 +425,10 @@ def prediction_table(
     return PredictionTable(schema, tables())
 
 
-def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) -> pa.Schema:
-    names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
-    numbers = ["change", *expected]
-    if components:
-        numbers += ["level", *predictor.part_names]
-    schema = pa.schema([(name, pa.string()) for name in names] + [(name, pa.float64()) for name in numbers])
-    return schema.with_metadata(metadata_of(predictor))
-
-
-def metadata_of(predictor: Predictor) -> dict[str, str]:
+def _metadata(predictor: Predictor) -> dict[str, str]:
     """What a file of predictions says of itself."""
-    return {"grasp.protocol": predictor.protocol.name, "grasp.provenance": predictor.provenance}
+    provenance = f"{predictor.scale}; {predictor.protocol.in_words}"
+    return {"grasp.protocol": predictor.protocol.name, "grasp.provenance": provenance}
 
 
 def _lines(

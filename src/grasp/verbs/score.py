@@ -125,8 +125,18 @@ def score(
     if idle := [name for name, given in (("match", match), ("unit", unit)) if given is not None and published]:
         raise SettingsError(f"{idle[0]}: no meaning with method; leave one of them out")
     known = LabelTable(artifact.rows_path)
-    shown = _label_columns(artifact, known, labels)
-    among_N = _among(artifact, known, where, min_tokens)
+    if labels is None:
+        shown = artifact.manifest.details.get("labels", [])[:2]
+    else:
+        shown = listed(labels, known.columns)
+        if unknown := [name for name in shown if name not in known.columns]:
+            raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
+    among_N = None if where is None else known.matching(where).mask_N
+    if min_tokens:
+        long_N = row_tokens(artifact, length_column(artifact)) >= min_tokens
+        among_N = long_N if among_N is None else among_N & long_N
+        if not among_N.any():
+            raise SettingsError(f"min_tokens: got {min_tokens}, no row of {artifact.where} is as long")
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(
@@ -146,10 +156,15 @@ def score(
         write_ranked(artifact, values_N, chosen, Path(out), by)
     kinds = [(len(best), "helpful"), (len(worst), "harmful")]
     asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
+    notes, first = [f"{by}: {said}"], min(PRINTED, len(chosen))
+    if short := short_rows(artifact, chosen[:first]):
+        these = "these" if first == len(chosen) else f"the first {first:,}"
+        noisy = f"{short_of(length_column(artifact))}, and their relevance is noisy: --min-tokens {SHORT} passes over"
+        notes.insert(0, f"{short:,} of {these} rows have fewer than {SHORT} {noisy} them")
     return RankedRows(
         ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
         f"{asked} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
-        (*_short(artifact, chosen), f"{by}: {said}"),
+        tuple(notes),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),
         lines=len(chosen),
@@ -176,35 +191,3 @@ def _published(method: str | None, given: Mapping[str, Any]) -> ConfiguredMethod
         if name in named and needed not in chosen.method.looks_at:
             raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
     return chosen
-
-
-def _short(artifact: ArtifactReader, chosen: NDArray[np.int64]) -> tuple[str, ...]:
-    """What is to be known of the first rows, if some of them are short."""
-    first = min(PRINTED, len(chosen))
-    short = short_rows(artifact, chosen[:first])
-    these = "these" if first == len(chosen) else f"the first {first:,}"
-    noisy = f"{short_of(length_column(artifact))}, and their relevance is noisy: --min-tokens {SHORT} passes over them"
-    return (f"{short:,} of {these} rows have fewer than {SHORT} {noisy}",) if short else ()
-
-
-def _among(
-    artifact: ArtifactReader, labels: LabelTable, where: str | None, min_tokens: int
-) -> NDArray[np.bool_] | None:
-    among_N = None if where is None else labels.matching(where).mask_N
-    if min_tokens:
-        long_N = row_tokens(artifact, length_column(artifact)) >= min_tokens
-        among_N = long_N if among_N is None else among_N & long_N
-    if among_N is not None and not among_N.any():
-        raise SettingsError(f"min_tokens: got {min_tokens}, no row of {artifact.where} is as long")
-    return among_N
-
-
-def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: str | Sequence[str] | None) -> list[str]:
-    """Columns of the row table to show: those asked for, else the first two labels."""
-    if labels is None:
-        return list(artifact.manifest.details.get("labels", []))[:2]
-    shown = listed(labels, known.columns)
-    unknown = [name for name in shown if name not in known.columns]
-    if unknown:
-        raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
-    return list(shown)
