@@ -15,7 +15,6 @@ from grasp.geometry.standardize import (
     ColumnSpread,
     PairSums,
     RowMoments,
-    has_closed_form,
     pair_moments,
     relevance_moments,
     sampled_moments,
@@ -133,12 +132,3 @@ def test_large_bernoulli_families_stay_cheap_and_exact():
     assert got.mean_E[0] == pytest.approx(0.3 * 0.1 * 5_000_000, rel=1e-9)
     second_moment = 1.0 + 0.1**2
     assert got.std_E[0] == pytest.approx(math.sqrt(0.3 * 0.7 * 5_000_000 * second_moment), rel=1e-5)
-
-
-def test_which_families_have_closed_forms():
-    assert [has_closed_form(parse_family(f)) for f in ("uniform:0.5", "bernoulli:0.5", "mixture:a", "groups:a")] == [
-        True,
-        True,
-        False,
-        False,
-    ]

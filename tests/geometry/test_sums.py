@@ -60,15 +60,6 @@ def test_sides_and_weightings_need_no_complement(seed, side, weighting, plain):
             assert a[b, e] == pytest.approx(sign * reference.dot(effective, relevance_NE[:, e]), abs=1e-9)
 
 
-@settings(max_examples=25)
-@given(seed=seeds, block=st.integers(1, 13))
-def test_blocks_of_rows_change_nothing(seed, block):
-    weights_BN, sketch_ND, _ = world(seed)
-    parts = [(start, sketch_ND[start : start + block]) for start in range(0, len(sketch_ND), block)]
-    (got,) = sums_over(parts, [Weights(weights_BN)], sketch_ND.shape[1])
-    np.testing.assert_allclose(got, weights_BN @ sketch_ND, rtol=1e-12, atol=1e-12)
-
-
 @given(seed=seeds)
 def test_raw_is_self_plus_pair_and_the_expansion_of_the_square(seed):
     weights_BN, sketch_ND, _ = world(seed)
@@ -305,9 +296,3 @@ def test_float32_sketches_are_summed_in_float64():
 def test_rows_beyond_the_corpus_are_refused():
     with pytest.raises(ShapeError, match="rows 3 to 5 were given for a corpus of 4 rows"):
         sums_over([(3, np.zeros((2, 2)))], [Weights(csr_array(np.ones((1, 4))))], 2)
-
-
-def test_halves_needed():
-    assert geo.halves_needed({"joint.pair": -1.0}) == ("hidden", "residual")
-    assert geo.halves_needed({"product.raw": 1.0, "hidden.self": 1.0}) == ("hidden", "product")
-    assert geo.halves_needed({}) == ()

@@ -1,0 +1,55 @@
+"""Rows in order, equal ones as the corpus has them; what one question leaves for the next, whoever asks meanwhile."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from grasp.predict import rows
+
+
+@pytest.mark.parametrize("levels", [1, 7, 10_000])
+@pytest.mark.parametrize("count", [None, 1, 60, 300])
+def test_equal_rows_stay_in_corpus_order(levels, count):
+    generator = np.random.default_rng(levels)
+    value_N = generator.integers(-levels, levels, size=300) / 8
+    among_N = generator.random(300) < 0.7
+    among = np.flatnonzero(among_N)
+    in_order = sorted(among, key=lambda row: (-value_N[row], row))
+    assert rows.ranked(value_N, among_N=among_N, count=count).tolist() == in_order[:count]
+
+
+class Opened:
+    """Stands for an opened artifact: what is kept of it is kept by it."""
+
+
+def test_threads_share_what_is_kept_and_stay_within_the_bytes(monkeypatch):
+    monkeypatch.setattr(rows, "CACHED_BYTES", 100)
+    opened, failed = Opened(), []
+
+    def ask(start):
+        try:
+            for i in range(3_000):
+                key = (start + i) % 40
+                assert rows.cached(opened, key, 10, lambda key=key: -key) == -key
+        except Exception as err:  # noqa: BLE001 - whatever a race makes
+            failed.append(err)
+
+    threads = [threading.Thread(target=ask, args=(7 * k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert sum(size for _, size in rows._cached[opened].values()) <= 100
+
+
+def test_what_is_too_large_is_made_and_not_kept(monkeypatch):
+    monkeypatch.setattr(rows, "CACHED_BYTES", 100)
+    opened, made = Opened(), []
+    for _ in range(2):
+        rows.cached(opened, "large", 101, lambda: made.append(1))
+    assert len(made) == 2
+    with pytest.raises(ZeroDivisionError):
+        rows.cached(opened, "fails", 1, lambda: 1 / 0)
+    assert rows.cached(opened, "fails", 1, lambda: 2) == 2
