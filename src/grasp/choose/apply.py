@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from grasp.arrays import I64
 from grasp.choose.export import MANIFEST, write_documents
 from grasp.choose.limits import parse_budget
 from grasp.choose.ngrams import as_bytes
@@ -223,7 +223,7 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
         content = form.read(record, where)  # of a conversation the turns, one after the other
         return (content.text or "") if content.conversation is None else str(content.conversation)
 
-    def named(file: str, position: NDArray[np.int64], *ids: Sequence[str | None]) -> pa.Table:
+    def named(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
         columns = [pa.array([file] * len(position)), pa.array(position), *ids]
         return pa.table(columns, schema=pa.schema(list(_SCHEMA)[:4]))
 

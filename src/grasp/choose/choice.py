@@ -118,6 +118,7 @@ class SelectionObjective:
 
     artifact: ArtifactReader
     predictor: Predictor
+    trained: Predictor  # for the training budget, if one was said
     weights_T: F64
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
@@ -151,17 +152,15 @@ class SelectionObjective:
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
+        trained = (
+            predictor if train_tokens is None else replace(predictor, exposure=exposure_of(train_tokens, tokens_N))
+        )
+        return cls(artifact, predictor, trained, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
 
     @property
     def exposure(self) -> Exposure:
         """What rows count that are seen more, or less, often."""
         return exposure_of(self.train_tokens, self.tokens_N)
-
-    @property
-    def trained(self) -> Predictor:
-        """The predictor for the training budget, if one was said."""
-        return self.predictor if self.train_tokens is None else replace(self.predictor, exposure=self.exposure)
 
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""

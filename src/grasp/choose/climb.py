@@ -42,7 +42,7 @@ def climb(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F6
             nudge_G = NUDGE * (p_G + 1.0 / len(p_G))
             values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
             slope_G = (values[1:] - values[0]) / nudge_G
-            corner_G = solve(replace(linear, linear_G=slope_G))
+            corner_G = solve(linear, slope_G)
             path_BG = p_G + REACH[:, None] * (corner_G - p_G)
             along_B = value(path_BG)
             best = int(np.argmax(along_B))

@@ -52,23 +52,27 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
             CorpusError: the list cannot be read, or the document lacks the field.
         """
         if self._names is None:
-            self._names = _read_names(self.ids, self.by)
-        return True if self._name_of(doc) in self._names else (False, "not_selected")
+            try:
+                with fsspec.open(self.ids, "rt", encoding="utf-8-sig") as file:
+                    names = (line.rstrip("\n") for line in file)
+                    # a made name is the hash of the text, a dash, and the position in the corpus
+                    self._names = frozenset(n.rpartition("-")[0] if self.by == CONTENT else n for n in names)
+            except (OSError, UnicodeDecodeError) as err:
+                why = " ".join(str(err).split())
+                raise CorpusError(f"{self.ids}: cannot be read as a list of names: {why}") from err
+        if self.by not in ("id", CONTENT) and self.by not in doc.metadata:
+            raise CorpusError(
+                f"document {doc.id!r}: its metadata have no field {self.by!r}; they have {', '.join(doc.metadata)}"
+            )
+        if self.by == CONTENT:
+            name = content_hash(doc.text.encode())
+        else:
+            name = str(doc.id if self.by == "id" else doc.metadata[self.by])
+        return True if name in self._names else (False, "not_selected")
 
     def __getstate__(self) -> dict[str, Any]:
         # workers read the list themselves: it is not sent along with the pipeline
         return {**self.__dict__, "_names": None}
-
-    def _name_of(self, doc: Document) -> str:
-        if self.by == "id":
-            return str(doc.id)
-        if self.by == CONTENT:
-            return content_hash(doc.text.encode())
-        if self.by not in doc.metadata:
-            raise CorpusError(
-                f"document {doc.id!r}: its metadata have no field {self.by!r}; they have {', '.join(doc.metadata)}"
-            )
-        return str(doc.metadata[self.by])
 
 
 class ScoredDocuments(BaseFilter):  # type: ignore[misc]
@@ -109,13 +113,3 @@ class ScoredDocuments(BaseFilter):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         # workers read the scorer themselves: it is not sent along with the pipeline
         return {**self.__dict__, "_opened": None}
-
-
-def _read_names(ids: str, by: str) -> frozenset[str]:
-    try:
-        with fsspec.open(ids, "rt", encoding="utf-8-sig") as file:
-            names = (line.rstrip("\n") for line in file)
-            # a made name is the hash of the text, a dash, and the position in the corpus
-            return frozenset(name.rpartition("-")[0] if by == CONTENT else name for name in names)
-    except (OSError, UnicodeDecodeError) as err:
-        raise CorpusError(f"{ids}: cannot be read as a list of names: {' '.join(str(err).split())}") from err

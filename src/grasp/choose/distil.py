@@ -18,7 +18,7 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from scipy.stats import rankdata
 
 import grasp
-from grasp.arrays import F64, I64
+from grasp.arrays import F32, F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
 from grasp.choose.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
@@ -218,7 +218,7 @@ class _Problem:
         return value_P.reshape(len(LENGTHS), SLOTS), mean - float(expected_J @ self.expected_NJ.mean(axis=0))
 
     @staticmethod
-    def rarity_V(share_NP: csr_array) -> NDArray[np.float32]:  # noqa: N802 - a shape suffix
+    def rarity_V(share_NP: csr_array) -> F32:  # noqa: N802 - a shape suffix
         """Minus the logarithm of the share of each sequence of 4 bytes in some rows, (V,)."""
         here = slice(FAMILIAR * SLOTS, (FAMILIAR + 1) * SLOTS)
         return -np.log(np.asarray(share_NP.mean(axis=0), dtype=np.float64)[here] + RARER / 10).astype(np.float32)
@@ -265,7 +265,7 @@ def _held_out(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progre
 # ---------------------------------------------------------------------------------------------------- how well it ranks
 
 
-def _resampled(document_N: I64, seed: int) -> NDArray[np.float32]:
+def _resampled(document_N: I64, seed: int) -> F32:
     """How often each row is drawn where documents are drawn with replacement, (1 + R, N); the first: once each."""
     _, own_N = np.unique(document_N, return_inverse=True)
     count = int(own_N.max()) + 1
@@ -288,11 +288,11 @@ def _with_interval(value_R: F64) -> tuple[float, float, float]:
     return float(value_R[0]), float(low), float(high)
 
 
-def _spearman(score_N: F64, relevance_N: F64, weight_RN: NDArray[np.float32]) -> tuple[float, float, float]:
+def _spearman(score_N: F64, relevance_N: F64, weight_RN: F32) -> tuple[float, float, float]:
     return _with_interval(_correlation(rankdata(score_N), rankdata(relevance_N), weight_RN.astype(np.float64)))
 
 
-def _quality(score_N: F64, relevance_N: F64, weight_RN: NDArray[np.float32]) -> Quality:
+def _quality(score_N: F64, relevance_N: F64, weight_RN: F32) -> Quality:
     best_N, taken_N = (values_N >= np.quantile(values_N, 0.9) for values_N in (relevance_N, score_N))
     fifth_N, chosen_N = (values_N >= np.quantile(values_N, 0.8) for values_N in (relevance_N, score_N))
     recall_R = (weight_RN @ (best_N & taken_N)) / np.maximum(weight_RN @ best_N, 1)

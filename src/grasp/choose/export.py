@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from grasp.arrays import F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.corpus.documents import Tokenizer, read_documents
@@ -56,7 +56,7 @@ NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a 
 
 Decode = Callable[[list[list[int]]], list[str]]
 Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
-IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
+IsKept = Callable[[int, int], Bool]  # of records [start, stop), asked for in order; fewer where they end
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: T
 class Kept:
     """Whole documents that are kept, and how that compares with the rows that were chosen."""
 
-    mask_M: NDArray[np.bool_]
+    mask_M: Bool
     names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
     records: tuple[int, ...]  # their places in the corpus
     tokens: int  # in rows of kept documents
@@ -230,7 +230,7 @@ class Kept:
         write_whole(path, ("\n".join(self.names) + "\n").encode())
 
 
-def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule, *, others: bool = False) -> Kept:
+def kept_documents(rows: Iterable[Row], chosen_N: Bool, rule: Rule, *, others: bool = False) -> Kept:
     """Which documents have any, half or all of their tokens in chosen rows, or all the others.
 
     A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
@@ -262,8 +262,8 @@ def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule,
 def write_rows(
     artifact: ArtifactReader,
     rows: Iterator[Row],
-    row_index: NDArray[np.int64],
-    effect: NDArray[np.float64],
+    row_index: I64,
+    effect: F64,
     out: Path,
     kind: Format,
     asked: Mapping[str, Any],
@@ -320,8 +320,8 @@ def _kept_records(corpus: CorpusSettings, kept: IsKept) -> Iterator[Item]:
 def _row_tables(
     artifact: ArtifactReader,
     rows: Iterator[Row],
-    order_N: NDArray[np.int64],
-    effect: NDArray[np.float64],
+    order_N: I64,
+    effect: F64,
     decode: Decode,
 ) -> Iterator[pa.Table]:
     """The chosen rows, some thousands of the corpus at a time."""

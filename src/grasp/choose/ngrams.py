@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F32, F64, I64
 
 LENGTHS = (3, 4, 5, 6)
 BITS = 18  # tables of 1 MB lie in a core's cache; with twice the slots scoring takes 1.3 times as long
@@ -85,9 +85,7 @@ def _across(block: _Block, length: int, count: int) -> I64:
     return across[across < count]
 
 
-def mean_over(
-    texts: pa.LargeBinaryArray, tables_KV: NDArray[np.float32], rarity_V: NDArray[np.float32]
-) -> tuple[F64, F64]:
+def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tuple[F64, F64]:
     """Of every text the sum over lengths of the mean value of its sequences, and the mean rarity of those of 4 bytes.
 
     A text without a sequence of some length gets 0 for it.

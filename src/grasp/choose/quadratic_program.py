@@ -61,24 +61,20 @@ class Programme:
         return float(self.linear_G @ p_G) + curved
 
 
-def solve(programme: Programme) -> F64:
-    """The best mixture, (G,).
-
-    Raises:
-        SettingsError: no mixture satisfies the bounds and the distance.
-    """
-    return maximised(programme, programme.linear_G, np.zeros((len(programme.linear_G), len(programme.linear_G))))
-
-
-def maximised(programme: Programme, linear_G: F64, down_GG: F64) -> F64:
-    """The mixture with the highest l'p + p'Q p + sum_g c_g(p_g), Q negative semidefinite.
+def solve(programme: Programme, linear_G: F64 | None = None, down_GG: F64 | None = None) -> F64:
+    """The mixture with the highest l'p + p'Q p + sum_g c_g(p_g), (G,).
 
     Variables are p, with a distance t >= |p - current|, and what of each straight piece is filled. Numbers are
     scaled so that the largest is 1.
 
+    Args:
+        linear_G: l; None: that of the programme.
+        down_GG: Q, negative semidefinite; None: 0.
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance.
     """
+    linear_G = programme.linear_G if linear_G is None else linear_G
+    down_GG = np.zeros((len(linear_G), len(linear_G))) if down_GG is None else down_GG
     n = len(linear_G)
     slopes = np.empty(0) if programme.segments is None else programme.segments.slope_GK.reshape(-1)
     # on the simplex a constant changes nothing

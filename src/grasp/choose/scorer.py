@@ -13,9 +13,9 @@ from typing import Literal, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import F32, Bool
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
 from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry, kind_of
@@ -133,8 +133,8 @@ class Scorer:
     """
 
     card: Card
-    tables_KV: NDArray[np.float32]
-    rarity_V: NDArray[np.float32]
+    tables_KV: F32
+    rarity_V: F32
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -171,7 +171,7 @@ class Scorer:
         )
         return path
 
-    def score(self, texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def score(self, texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> tuple[F32, Bool]:
         """The score of every text in standard deviations of relevance, and whether it is unlike what was learned from.
 
         An empty text, or one of less than 3 bytes, is scored 0 sequences: the intercept.

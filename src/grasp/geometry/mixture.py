@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grasp.arrays import F64
+from grasp.choose import quadratic_program
 from grasp.choose.choice import SelectionObjective
 from grasp.choose.mixture import ExposureCurves, Mixed
-from grasp.choose.quadratic_program import Programme, maximised
+from grasp.choose.quadratic_program import Programme
 from grasp.errors import ProtocolError
 from grasp.geometry.predictor import InteractionPredictor, InteractionSums
 from grasp.predict.label_slices import LabelSlices
@@ -111,7 +112,7 @@ def solve(programme: Programme, quadratic_GG: F64) -> Solution:
         SettingsError: no mixture satisfies the bounds and the distance.
     """
     down_GG, up_GG = _split(quadratic_GG)
-    first = maximised(programme, programme.linear_G, down_GG)
+    first = quadratic_program.solve(programme, programme.linear_G, down_GG)
 
     def value(p_G: F64) -> float:
         return programme.value(p_G) + float(p_G @ quadratic_GG @ p_G)
@@ -136,16 +137,15 @@ def _split(quadratic_GG: F64) -> tuple[F64, F64]:
 def _starts(programme: Programme) -> Iterator[F64]:
     """The current mixture, and corners of the feasible mixtures: farthest out towards each value, and at random."""
     n = len(programme.linear_G)
-    flat_GG = np.zeros((n, n))
     random_RG = stream(0, "mixture", "starts").standard_normal((RANDOM_STARTS, n))
     yield programme.current_G
     for direction_G in np.concatenate([np.eye(n), random_RG]):
-        yield maximised(programme, direction_G, flat_GG)
+        yield quadratic_program.solve(programme, direction_G)
 
 
 def _climb(programme: Programme, value: Callable[[F64], float], down_GG: F64, up_GG: F64, p_G: F64) -> F64:
     for _ in range(STEPS):
-        found = maximised(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
+        found = quadratic_program.solve(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
         if value(found) - value(p_G) <= STILL * abs(value(found)):
             return found
         p_G = found

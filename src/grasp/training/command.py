@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.corpus.documents import read_documents
 from grasp.corpus.packing import pack
 from grasp.errors import ModelError, SettingsError
@@ -70,7 +70,7 @@ def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) ->
             file.write(json_text({"text": text, "row_id": row.row_id, **labels}, None, only_ascii=False) + "\n")
 
 
-def write_subset(rows: Path, weight_N: NDArray[np.float64], seed: int, out: Path) -> None:
+def write_subset(rows: Path, weight_N: F64, seed: int, out: Path) -> None:
     """Copy the rows of a subset: a row of weight 2 twice, one of weight 0.3 with probability 0.3.
 
     The draw of a row depends on the seed alone, so two subsets of a seed share the rows that they can.
@@ -85,12 +85,12 @@ def write_subset(rows: Path, weight_N: NDArray[np.float64], seed: int, out: Path
 def utility_by_command(
     words: Sequence[str],
     run: Run,
-    weight_N: NDArray[np.float64],
+    weight_N: F64,
     environment: Path,
     tokenizer: HfTokenizer,
     tokens: Sequence[UnitTokens],
     device: str,
-) -> NDArray[np.float64]:
+) -> F64:
     """Train one run by the command and score what it leaves: -loss of every unit, (E,).
 
     The corpus and the checkpoint are removed afterwards; the checkpoint of the whole corpus is kept as the reference.
@@ -129,7 +129,7 @@ def job_of(run: Run, environment: Path) -> Path:
     return environment.resolve() / JOBS / run.stem
 
 
-def job_line(words: Sequence[str], run: Run, weight_N: NDArray[np.float64], environment: Path) -> str:
+def job_line(words: Sequence[str], run: Run, weight_N: F64, environment: Path) -> str:
     """Write the corpus of a run, and give the shell line that trains on it; the line may be run again."""
     work = job_of(run, environment)
     work.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def _call(words: Sequence[str], log: Path) -> None:
         raise ModelError(f"exit status {ended.returncode}: {last} (all of it: {complained})")
 
 
-def _losses(checkpoint: Path, tokenizer: HfTokenizer, tokens: Sequence[UnitTokens], device: str) -> NDArray[np.float64]:
+def _losses(checkpoint: Path, tokenizer: HfTokenizer, tokens: Sequence[UnitTokens], device: str) -> F64:
     if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
         raise ModelError("the command left no checkpoint in the directory that {checkpoint} names")
     own = any((checkpoint / name).exists() for name in TOKENIZER_FILES)

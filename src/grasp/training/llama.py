@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grasp.arrays import F64
 from grasp.errors import ModelError
 from grasp.models.checkpoint import TRAIN
 from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
@@ -166,7 +166,7 @@ class StackedLlama:
             x_KTH = x_KTH + _times(swiglu(packed), w[prefix + "down"])
         return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
 
-    def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> NDArray[np.float64]:
+    def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
         """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
 
         Args:

@@ -63,8 +63,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         )
         if command is not None and not (is_environment(out) and (out / ROWS).exists()):
             write_corpus(settings.corpus, tokenizer, out)
-        targets = recorded_targets(settings, tokenizer)
-        checked_tokens(settings, recipe, tokenizer, targets)
+        targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
             raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
@@ -220,21 +219,22 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
 # ---------------------------------------------------------------------------------------- what is scored
 
 
-def recorded_targets(settings: RetrainSettings, tokenizer: HfTokenizer) -> dict[str, tuple[Unit, ...]]:
-    """Units by the name that the environment gives them: `sciq`, and `sciq@all` for the loss on every token."""
-    units = load_units(settings.targets).written_out(tokenizer).units
+def recorded_units(
+    settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer
+) -> tuple[dict[str, tuple[Unit, ...]], list[UnitTokens]]:
+    """Units by the name that the environment gives them, `sciq`, and `sciq@all` for the loss on every token; their
+    tokens in this order.
+
+    Raises:
+        SettingsError: units that are longer than the recipe reads.
+    """
+    loaded = load_units(settings.targets).written_out(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:
-        for name in dict.fromkeys(unit.target for unit in units):
-            own = tuple(replace(unit, loss_on=loss_on) for unit in units if unit.target == name)
+        for name in dict.fromkeys(unit.target for unit in loaded):
+            own = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
             recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = own
-    return recorded
-
-
-def checked_tokens(
-    settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer, targets: dict[str, tuple[Unit, ...]]
-) -> list[UnitTokens]:
-    units = UnitSet(tuple(chain.from_iterable(targets.values())))
+    units = UnitSet(tuple(chain.from_iterable(recorded.values())))
     tokens = units.tokenize(tokenizer, settings.targets.max_length)
     long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
     if long:
@@ -243,7 +243,7 @@ def checked_tokens(
             f"{recipe.name} reads, e.g. {units.units[long[0]].unit_id!r} with {len(tokens[long[0]].input_ids)}; "
             f"set targets.max_length to {recipe.shape.context}, here and in the build"
         )
-    return tokens
+    return recorded, tokens
 
 
 # ------------------------------------------------------------------------------------- what is dropped

@@ -37,10 +37,9 @@ from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.command import command_words, job_line, job_of, utility_by_command
 from grasp.training.plan import (
-    checked_tokens,
     fitted_lengths,
     prepare,
-    recorded_targets,
+    recorded_units,
     resolved_recipe,
     row_names,
     tokenizer_of,
@@ -184,9 +183,7 @@ class Worker:
     @cached_property
     def tokens(self) -> list[UnitTokens]:
         """Units of every target and loss, in the order of the environment."""
-        return checked_tokens(
-            self.settings, self.recipe, self.tokenizer, recorded_targets(self.settings, self.tokenizer)
-        )
+        return recorded_units(self.settings, self.recipe, self.tokenizer)[1]
 
     @cached_property
     def subsets(self) -> dict[str, csr_array]:

@@ -27,13 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
-from grasp.arrays import F64
+from grasp.arrays import F32, F64, I64, Bool
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
@@ -55,7 +54,7 @@ class Share:
     often_N: F64  # from 0, left out, to 1
 
     @classmethod
-    def from_batch(cls, n_rows: int, batch_rows: int, retained: NDArray[np.bool_] | F64 | None) -> "Share":
+    def from_batch(cls, n_rows: int, batch_rows: int, retained: Bool | F64 | None) -> "Share":
         """Check a subset.
 
         Args:
@@ -85,7 +84,7 @@ class Share:
         return digest.hexdigest()
 
 
-def row_order(often_N: NDArray[np.bool_] | F64, *, seed: int, start: int = 0) -> Iterator[NDArray[np.int64]]:
+def row_order(often_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
     """Rows in training order from position `start` on, without end, in pieces of at most an epoch.
 
     Epoch e visits the corpus in one permutation of all its rows, the same for every subset of a seed; rows
@@ -102,9 +101,7 @@ def row_order(often_N: NDArray[np.bool_] | F64, *, seed: int, start: int = 0) ->
         epoch, start = epoch + 1, max(start - n_seen, 0)
 
 
-def batch_order(
-    often_N: NDArray[np.bool_] | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int
-) -> Iterator[NDArray[np.int64]]:
+def batch_order(often_N: Bool | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int) -> Iterator[I64]:
     """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two epochs."""
     pieces = row_order(often_N, seed=seed, start=first_step * batch_rows)
     ready = np.zeros(0, dtype=np.int64)
@@ -119,20 +116,20 @@ def batch_order(
 class TokenBatch:
     """One step for K models: `ids_KBL` padded on the right with 0, and which of these tokens carry loss."""
 
-    row_index_KB: NDArray[np.int64]
-    ids_KBL: NDArray[np.int64]
-    labelled_KBL: NDArray[np.bool_]
+    row_index_KB: I64
+    ids_KBL: I64
+    labelled_KBL: Bool
 
 
 def token_batches(
-    rows: RowStore, orders: Sequence[Iterator[NDArray[np.int64]]], *, steps: int, context: int, vocab_size: int
+    rows: RowStore, orders: Sequence[Iterator[I64]], *, steps: int, context: int, vocab_size: int
 ) -> Iterator[TokenBatch]:
     """Batches of `steps` steps, model k fed by ``orders[k]``; rows are fetched for many steps at once.
 
     Raises:
         ModelError: a row that is longer than `context`, or with a token outside the vocabulary.
     """
-    window: list[NDArray[np.int64]] = []
+    window: list[I64] = []
     for step in range(steps):
         window.append(np.stack([next(order) for order in orders]))
         if (len(window) + 1) * window[0].size > WINDOW_ROWS or step == steps - 1:
@@ -140,7 +137,7 @@ def token_batches(
             window = []
 
 
-def _fetched(rows: RowStore, index_SKB: NDArray[np.int64], context: int, vocab_size: int) -> Iterator[TokenBatch]:
+def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> Iterator[TokenBatch]:
     unique, position = np.unique(index_SKB, return_inverse=True)
     fetched = rows.rows(unique)
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
@@ -194,9 +191,9 @@ class Trainer:
         self._losses_SK = torch.full((recipe.steps, len(seeds)), math.nan, device=self.device)
 
     @property
-    def losses(self) -> NDArray[np.float32]:
+    def losses(self) -> F32:
         """Training loss of every step so far, (step, K): mean over the batch's labels, nats."""
-        losses: NDArray[np.float32] = self._losses_SK[: self.step].cpu().numpy()
+        losses: F32 = self._losses_SK[: self.step].cpu().numpy()
         return losses
 
     def advance(self, batch: TokenBatch) -> None:
@@ -251,7 +248,7 @@ class Trainer:
             for moment in ("exp_avg", "exp_avg_sq")
         }
 
-    def restore(self, step: int, optimizer_state: Mapping[str, Tensor], losses_SK: NDArray[np.float32]) -> None:
+    def restore(self, step: int, optimizer_state: Mapping[str, Tensor], losses_SK: F32) -> None:
         """Go on after `step` steps; the weights must have been loaded into `model`."""
         for name, buffer in self._buffers.items():
             self.optimizer.state[buffer] = {
@@ -263,7 +260,7 @@ class Trainer:
         self._losses_SK[:step] = torch.from_numpy(losses_SK).to(self.device)
 
 
-def label_weights(batch: TokenBatch) -> NDArray[np.float32]:
+def label_weights(batch: TokenBatch) -> F32:
     """Weight of every position's label in the loss, (K, B, L); sums to 1 for each model, 0 on padding."""
     has_label_KBL = np.zeros_like(batch.labelled_KBL)
     has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
@@ -284,7 +281,7 @@ class TrainedModel:
     """A finished training run."""
 
     model: LlamaForCausalLM  # on the CPU, float32, eval mode
-    losses: NDArray[np.float32]  # (steps,), nats a label
+    losses: F32  # (steps,), nats a label
     checkpoints: tuple[Path, ...]  # intermediate ones, by step
 
 
@@ -293,7 +290,7 @@ def train(
     rows: RowStore,
     *,
     seed: int,
-    retained: NDArray[np.bool_] | NDArray[np.float64] | None = None,
+    retained: Bool | F64 | None = None,
     tokenizer: HfTokenizer | None = None,
     out: Path | None = None,
     checkpoints: tuple[int, ...] = (),
@@ -430,7 +427,7 @@ def train_stacked(
     rows: RowStore,
     *,
     seeds: Sequence[int],
-    retained: Sequence[NDArray[np.bool_] | NDArray[np.float64] | None],
+    retained: Sequence[Bool | F64 | None],
     device: str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Trainer:
