@@ -15,7 +15,6 @@ from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry import mixture as quadratic
 from grasp.predict.label_slices import label_slices
-from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH, Exposure
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
@@ -312,5 +311,3 @@ def test_bounds_that_only_the_solver_sees_to_be_infeasible():
     """Each bound can be met, all of them together with the distance cannot."""
     with pytest.raises(SettingsError, match="floor, cap, distance: no mixture satisfies all of them"):
         solve(Programme(np.ones(2), np.array([0.9, 0.0]), np.ones(2), np.full(2, 0.5), 0.1))
-    with pytest.raises(Exception, match="has the single value"):
-        label_slices(LabelColumn.from_values(["x"] * 4, "topic"), np.ones(4, dtype=int))

@@ -111,18 +111,6 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
         read_summary(SelectionSummary, path, ArtifactReader.open(art))
 
 
-def test_select_without_geometry_is_optimal_and_says_so(art):
-    out = succeed("select", art, "--budget", "10", "--target", "facts=3").out
-    assert "optimal: rows are worth what they are worth" in out
-    assert next(cells(line)[1] for line in out.splitlines() if line.startswith("facts ")) == "1.00"
-
-
-def test_select_proposes_a_budget_for_a_training_run(art):
-    out = succeed("select", art, "--train-tokens", "2k").out
-    assert re.search(r"no budget was given: [\d,]+ rows have the highest value for the training budget", out)
-    assert re.search(r"in 2,000 training tokens each is seen [\d.]+ times", out)
-
-
 def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
     out = succeed("select", art, "--budget", "10", "--target", "facts", "--by", "row_id").out
     assert out.count("row-") == 30
