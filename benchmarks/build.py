@@ -40,7 +40,7 @@ from grasp.extract.backward import GradientKernel, examples_of, square_sums
 from grasp.extract.forward import PositionBatch, PositionKernels, PositionSums, forward_units
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
-from grasp.features.extract import extract, position_mask, supervised_positions
+from grasp.features.extract import extract, position_mask
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
@@ -156,7 +156,7 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
             ids, labelled = pad_rows([rows.ids(int(i)) for i in index])
             hidden = model.hidden(ids)
             if spec is not None:
-                used = hidden[position_mask(spec, supervised_positions(labelled)).to(model.device)]
+                used = hidden[position_mask(spec, labelled).to(model.device)]
                 for start in range(0, len(used), len(buffer)):
                     part = used[start : start + len(buffer)]
                     model.head.linear_logits(part, out=buffer[: len(part)])

@@ -34,7 +34,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.corpus_moments import unspool_position_moments
 from grasp.extract.forward import forward_units
-from grasp.features.extract import row_passes
+from grasp.features.extract import forward_passes
 from grasp.features.moments import Whitener
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
@@ -110,7 +110,7 @@ def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[
     model, features = material.model, material.settings.features
     mean_H = torch.from_numpy(whitener.mean_H).float()
     for start, stop in material.blocks():
-        for index, batch in row_passes(model, material.rows(start, stop), ("all",), features.top_k):
+        for index, batch in forward_passes(model, material.rows(start, stop), ("all",), features.top_k):
             for first in range(0, len(index), AT_ONCE):
                 rows = torch.nonzero((batch.row_P >= first) & (batch.row_P < first + AT_ONCE))[:, 0]
                 row_P = batch.row_P[rows] - first

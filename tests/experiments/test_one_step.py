@@ -158,7 +158,7 @@ def test_the_sketch_is_the_inner_product_of_sketched_gradients(game):
     gradients, players, _ = game
     of_units = gradients.compute(units())
     left, right = (torch.cat([one.flatten(1) for one in side], dim=1).numpy() for side in (players, of_units))
-    dense = CountSketch.draw(left.shape[1], 64, 7, "one-step").dense()
+    dense = CountSketch.draw(left.shape[1], 64, 7, "one-step").matrix().toarray()
     np.testing.assert_allclose(
         sketched(players, of_units, 64, 7), (left @ dense) @ (right @ dense).T, rtol=1e-4, atol=1e-6
     )

@@ -17,7 +17,6 @@ from grasp.features.input_match import (
     hidden_gradient,
     input_relevance,
     input_tokens,
-    input_whitener,
 )
 from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
@@ -52,7 +51,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
     tokens = input_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     moments = accumulator.moments()
-    whitener = input_whitener(moments, tau=tau, alpha=alpha, epsilon=epsilon)
+    whitener = Whitener.fit(moments, centred=False, tau=tau, alpha=alpha, epsilon=epsilon)
     row = torch.arange(POSITIONS) * N // POSITIONS
     unit = torch.sort(torch.arange(UNIT_POSITIONS) % E).values
     return head, (residual, token, row), (unit_residual, unit_token, unit), whitener
@@ -188,8 +187,8 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
-    targets = prepare_targets(delta_SH, input_tokens(unit.inputs(0)), unit.row_P, 2, whitener, 3)
-    found = input_relevance(targets, model.head, row.residual, row.inputs(0), row.row_P, 3).numpy()
+    targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.chosen[0]]), unit.row_P, 2, whitener, 3)
+    found = input_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1

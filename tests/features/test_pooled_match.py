@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.errors import ShapeError
-from grasp.features.pooled_match import damp, hidden_match, pooled_relevance, prepare_units, residual_match
+from grasp.features.pooled_match import damp, pooled_relevance, prepare_units
 from grasp.predict.predictor import counted
 from tests.predict import reference
 from tests.rounding import rounding
@@ -43,14 +42,6 @@ def test_shared_coordinates_are_kept_dense_and_rare_ones_sparse():
     units = prepare_units(unit_hidden, csr_array(unit_residual), d)
     assert set(units.shared_C) >= {0, 1, 2}
     assert 0 < units.rare_VE.nnz < unit_residual.astype(bool).sum()
-
-
-def test_matches_factorise():
-    hidden, unit_hidden, residual, unit_residual, d = world()
-    units = prepare_units(unit_hidden, csr_array(unit_residual), d)
-    product = residual_match(csr_array(residual), units) * damp(hidden_match(hidden, unit_hidden))
-    assert np.array_equal(product, pooled_relevance(hidden, csr_array(residual), units))
-    np.testing.assert_allclose(residual_match(csr_array(residual), units), (residual * d) @ unit_residual.T)
 
 
 def test_a_row_does_not_depend_on_its_block():
@@ -96,17 +87,3 @@ def test_what_is_counted_of_negative_relevance(values, negative):
     assert (counted(relevance, 1.0) == relevance).all()
     assert (counted(relevance, 0.0) >= 0).all()
     assert counted(relevance.astype(np.float32), 0.5).dtype == np.float32
-
-
-def test_shapes_that_do_not_fit_are_named():
-    hidden, unit_hidden, residual, unit_residual, d = world()
-    units = prepare_units(unit_hidden, csr_array(unit_residual), d)
-    for rows, residuals, said in (
-        (hidden[:, :4], residual, r"\(7, 4\) and units of shape \(9, 5\) differ in width"),
-        (hidden, residual[:, :39], r"\(7, 39\) and units of shape \(9, 40\) differ in vocabulary"),
-        (hidden, np.concatenate([residual] * 2), "7 hidden summaries for 14 residuals"),
-    ):
-        with pytest.raises(ShapeError, match=said):
-            pooled_relevance(rows, csr_array(residuals), units)
-    with pytest.raises(ShapeError, match=r"preconditioner \(3,\)"):
-        prepare_units(unit_hidden, csr_array(unit_residual), d[:3])

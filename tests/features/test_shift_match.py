@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from grasp.features.input_match import hidden_gradient, input_tokens, input_whitener, prepare_shift, shift_relevance
+from grasp.features.input_match import hidden_gradient, input_tokens, prepare_shift, shift_relevance
 from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
 from grasp.models.head import OutputHead
@@ -53,7 +53,7 @@ def test_directions_in_which_all_rows_pull_count_less():
     accumulator = MomentAccumulator(H, V)
     delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))
     accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
-    whitener = input_whitener(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
+    whitener = Whitener.fit(accumulator.moments(), centred=False, tau=0.01, alpha=1.0, epsilon=0.3)
     unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, whitener)
     second = (delta_PH.T @ delta_PH).double().numpy() / 30
     inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))

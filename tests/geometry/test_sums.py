@@ -221,7 +221,7 @@ def gaussian_map(width, seed):
 
 
 def count_map(width, seed):
-    return CountSketch.draw(SIZE, width, seed, "residual").dense()
+    return CountSketch.draw(SIZE, width, seed, "residual").matrix().toarray()
 
 
 def off_by(vectors_XV, project_VD):

@@ -35,7 +35,7 @@ from grasp.extract.extend import kernels
 from grasp.extract.forward import PositionBatch, forward_units
 from grasp.extract.pictures import Pictured, vision
 from grasp.extract.reopen import BuildSource
-from grasp.features.extract import BatchFeatures, position_mask, row_passes, supervised_positions
+from grasp.features.extract import BatchFeatures, forward_passes, position_mask
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.gradients import Example
@@ -139,7 +139,7 @@ class _Question:
         if by_position:
             n = self.n_columns = self.n_positions = len(features.unit_S)
             device = features.unit_S.device
-            used_S = position_mask(self.settings.pooling, torch.ones(1, n, dtype=torch.bool))[0].to(device)
+            used_S = position_mask(self.settings.pooling, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].to(device)
             (example,) = features.examples
             places = np.arange(len(example.input_ids))
             features = replace(
@@ -201,10 +201,9 @@ class _Question:
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
         specs = self.settings.pooling, self.settings.token_positions
-        ((_, batch),) = row_passes(self.model, shard, specs, self.settings.top_k)
+        ((_, batch),) = forward_passes(self.model, shard, specs, self.settings.top_k)
         _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        supervised_BL = supervised_positions(labelled_BL)
-        used_L = torch.stack([position_mask(spec, supervised_BL) for spec in specs]).any(dim=0)[0]
+        used_L = torch.stack([position_mask(spec, labelled_BL) for spec in specs]).any(dim=0)[0]
         token_P = used_L.nonzero()[:, 0].numpy() + 1
         (example,) = examples_of(shard, self.settings)
 

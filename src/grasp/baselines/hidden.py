@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grasp.arrays import F32
 from grasp.errors import ModelError
-from grasp.features.extract import position_mask, supervised_positions
+from grasp.features.extract import position_mask
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 
 First = int | NDArray[np.bool_]
@@ -81,7 +81,7 @@ def _passes(
         own_B = [first[i] for i in index_B]
         labels_B = [own if isinstance(own, np.ndarray) else own + 1 for own in own_B]
         ids_BL, labelled_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
-        mask_BL = position_mask(spec, supervised_positions(labelled_BL))
+        mask_BL = position_mask(spec, labelled_BL)
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 

@@ -20,7 +20,7 @@ from grasp.arrays import F64
 from grasp.corpus.store import RowShard
 from grasp.errors import ModelError, SettingsError
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import Pass, Reference, Rows, extract, position_mask, supervised_positions
+from grasp.features.extract import Pass, Reference, Rows, extract, position_mask
 from grasp.features.gradient_match import SampledGradients, SquareSums, gradient_preconditioner
 from grasp.models.causal_lm import pad_rows
 from grasp.models.gradients import Example
@@ -43,7 +43,7 @@ def examples_of(rows: Rows, settings: FeatureSettings) -> list[Example]:
         labelled = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
         labelled[0] = False
         if settings.token_positions != "all":
-            used_1L = position_mask(settings.token_positions, supervised_positions(torch.from_numpy(labelled)[None]))
+            used_1L = position_mask(settings.token_positions, torch.from_numpy(labelled)[None])
             labelled[1:] = used_1L[0, :-1].numpy()
         found.append(Example(ids, labelled=labelled))
     return found

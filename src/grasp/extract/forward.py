@@ -18,12 +18,11 @@ from torch import Tensor
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.backward import GradientKernel
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, row_passes, unit_passes
+from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, forward_passes
 from grasp.features.input_match import (
     hidden_gradient,
     input_relevance,
     input_tokens,
-    input_whitener,
     prepare_shift,
     shift_relevance,
 )
@@ -52,7 +51,7 @@ class PositionBatch:
     @classmethod
     def from_batch(cls, batch: BatchFeatures, n_rows: int) -> Self:
         """From a forward pass whose second specification of positions is that of the kernels."""
-        return cls(*batch.take(1), batch.inputs(1), n_rows)
+        return cls(*batch.take(1), batch.input_P[batch.chosen[1]], n_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +114,14 @@ class PositionKernels:
         Raises:
             ModelError: the input kernel is asked for and the head is quantised.
         """
-        weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
+        weighing: dict[str, Any] = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
         targets = inputs = shift = tilt = neighbours = sketch = gradient = None
         if "token" in settings.kernels:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
-            own = input_whitener(moments.input, **weighing)
+            own = Whitener.fit(moments.input, **weighing, centred=False)
             delta_SH = hidden_gradient(model.head, units.residual)
             inputs = prepare_targets(delta_SH, input_tokens(units.input_S), *of_units, own, BATCH_ROWS)
             if "shift" in settings.kernels:
@@ -251,7 +250,7 @@ def forward_units(model: Reference, units: Units, names: list[str], settings: Fe
     """Hidden states and residuals of all units; `names` are for messages."""
     pooled, hidden, residual, unit_of, tokens, order = [], [], [], [], [], []
     loss_E = np.empty(len(units), dtype=np.float32)
-    for index, batch in unit_passes(model, units, (settings.pooling, "all"), settings.top_k):
+    for index, batch in forward_passes(model, units, (settings.pooling, "all"), settings.top_k):
         _refuse_bad(batch, [names[e] for e in index], "unit")
         loss_E[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
@@ -259,7 +258,7 @@ def forward_units(model: Reference, units: Units, names: list[str], settings: Fe
         hidden.append(part_hidden)
         residual.append(part_residual)
         unit_of.append(torch.from_numpy(index).to(row_P.device)[row_P])
-        tokens.append(batch.inputs(1))
+        tokens.append(batch.input_P[batch.chosen[1]])
         order.append(index)
     return UnitFeatures(
         pooled=_in_order(pooled, np.concatenate(order)),
@@ -300,7 +299,7 @@ def forward_shard(
     elif seen:
         passes = ((seen.pop(0), None) for _ in range(len(seen)))
     else:
-        passes = ((one, None) for one in row_passes(model, rows, specs, settings.top_k))
+        passes = ((one, None) for one in forward_passes(model, rows, specs, settings.top_k))
     for (index, batch), taken_BK in passes:
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
@@ -393,7 +392,7 @@ def position_sums(
     sums = PositionSums(model, settings, every)
     names = rows.table.column("row_id")
     # the positions of a shard, so that the digits are the same whether these passes are kept or made again
-    for index, batch in row_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
+    for index, batch in forward_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         sums.add(PositionBatch.from_batch(batch, len(index)), model.head)
         if seen is not None:

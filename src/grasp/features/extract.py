@@ -47,10 +47,6 @@ class BatchFeatures:
             return self.hidden_PH, self.residual, self.row_P
         return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
 
-    def inputs(self, which: int) -> Tensor:
-        """Input tokens at the positions of one specification."""
-        return self.input_P[self.chosen[which]]
-
 
 Pass = tuple[NDArray[np.int64], BatchFeatures]  # index of the rows of a batch, and their features
 
@@ -98,26 +94,19 @@ class OtherReference(Protocol):
 Reference = ReferenceModel | OtherReference
 
 
-def row_passes(model: Reference, rows: Rows, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
-    """Batches of rows, each with the index of its rows and their features at the positions of `specs`."""
+def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
+    """Batches of rows or units, each with the index of its own and their features at the positions of `specs`."""
     if not isinstance(model, ReferenceModel):
-        yield from model.passes(rows, len(specs), top_k)
+        yield from model.passes(items, len(specs), top_k)
         return
-    assert isinstance(rows, RowShard)
-    for index in batches(np.diff(rows.offsets), model.batch_tokens):
-        padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
-        yield index, extract(model, *padded, specs, top_k)
-
-
-def unit_passes(model: Reference, units: Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
-    """Batches of units, as those of rows; of a text only what carries loss is supervised."""
-    if not isinstance(model, ReferenceModel):
-        yield from model.passes(units, len(specs), top_k)
+    if isinstance(items, RowShard):
+        for index in batches(np.diff(items.offsets), model.batch_tokens):
+            padded = pad_rows([items.ids(int(i)) for i in index], [items.mask(int(i)) for i in index])
+            yield index, extract(model, *padded, specs, top_k)
         return
-    assert isinstance(units, Sequence)
-    length_E = np.fromiter((len(unit.input_ids) for unit in units), dtype=np.int64, count=len(units))
-    for index in batches(length_E, model.batch_tokens):
-        padded = pad_rows([units[e].input_ids for e in index], [units[e].first for e in index])
+    assert isinstance(items, Sequence)
+    for index in batches(np.array([len(unit.input_ids) for unit in items], dtype=np.int64), model.batch_tokens):
+        padded = pad_rows([items[e].input_ids for e in index], [items[e].first for e in index])
         yield index, extract(model, *padded, specs, top_k)
 
 
@@ -138,8 +127,8 @@ def extract(
         hidden_BLH: what the body gave, where it has run.
     """
     ids_BL = ids_BL.to(model.device)
-    supervised_BL = supervised_positions(labelled_BL.to(model.device))
-    masks = [position_mask(spec, supervised_BL) for spec in specs]
+    labelled_BL = labelled_BL.to(model.device)
+    masks = [position_mask(spec, labelled_BL) for spec in specs]
     union_BL = torch.stack(masks).any(dim=0)
     row_P, t_P = union_BL.nonzero(as_tuple=True)
     hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, t_P]
@@ -154,18 +143,14 @@ def extract(
     )
 
 
-def supervised_positions(labelled_BL: Tensor) -> Tensor:
-    """Boolean (B, L): position t predicts a token that carries loss."""
-    return F.pad(labelled_BL[:, 1:], (0, 1))
-
-
-def position_mask(spec: str, supervised_BL: Tensor) -> Tensor:
-    """Boolean (B, L): supervised position t of row b is used.
+def position_mask(spec: str, labelled_BL: Tensor) -> Tensor:
+    """Boolean (B, L): position t of row b predicts a token that carries loss, and is used.
 
     Args:
-        spec: `all`, `tail:n` (the last n supervised positions) or `stride:n` (every n-th, the last one included).
+        spec: `all`, `tail:n` (the last n of them) or `stride:n` (every n-th, the last one included).
     Source: eq:sequence-pooling (tail:32). Deviation: `all` and `stride` are ours.
     """
+    supervised_BL = F.pad(labelled_BL[:, 1:], (0, 1))
     kind, _, number = spec.partition(":")
     if kind == "all":
         return supervised_BL

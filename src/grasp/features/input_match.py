@@ -8,7 +8,9 @@ gradient at the embedding to be that at the hidden state, delta_t = W^T xi_t, wi
 where the body is the identity.
 
 This is the token kernel with delta in the place of h and onehot(x) in that of xi, so its kernel is used as it is; only
-tokens that units have cost anything.
+tokens that units have cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and c(x) =
+(f_x + eps)^-alpha, with f_x the share of the token, in the place of D.
+
 The shift kernel compares one vector that is added to every hidden state, the mean of delta over positions:
 
     a_{i,e} = <delta~_i, delta~_e>,  delta_i = 1/|P_i| sum_{t in P_i} W^T xi_t
@@ -19,11 +21,10 @@ whatever their tokens.
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.features.moments import Moments, Whitener, preconditioner, whitening_map
+from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
 from grasp.features.token_match import TokenTargets, token_relevance
 from grasp.models.head import OutputHead
@@ -63,22 +64,13 @@ def input_tokens(token_P: Tensor) -> SparseResidual:
     return SparseResidual(index_PK=token_P[:, None], value_PK=value_P[:, None], loss_P=torch.zeros_like(value_P))
 
 
-def input_whitener(moments: Moments, *, tau: float, alpha: float, epsilon: float) -> Whitener:
-    """delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and c(x) = (f_x + eps)^-alpha in the place of D."""
-    return Whitener(
-        mean_H=np.zeros_like(moments.mean_H),
-        map_HH=whitening_map(moments.second_moment, tau),
-        precondition_V=preconditioner(moments.gamma_V, alpha, epsilon),
-    )
-
-
 def input_relevance(
     targets: TokenTargets, head: OutputHead, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
 ) -> Tensor:
     """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
 
     Args:
-        targets: `prepare_targets` of the units' `hidden_gradient` and `input_tokens`, with `input_whitener`.
+        targets: `prepare_targets` of the units' `hidden_gradient` and `input_tokens`, whitened uncentred.
         residual: sparse residuals at the rows' used positions.
         token_P: the input token at each of them.
         row_P: which row each belongs to, in [0, n_rows), in order.
@@ -100,7 +92,7 @@ def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whit
     Args:
         delta_SH: `hidden_gradient` at the units' supervised positions.
         unit_S: which unit each belongs to.
-        whitener: of `input_whitener`.
+        whitener: fitted to their moments, uncentred.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a bias of the hidden states.
     """
     square_HH = torch.from_numpy(whitener.map_HH @ whitener.map_HH).to(delta_SH.device)

@@ -130,10 +130,11 @@ class Whitener:
     precondition_V: F64
 
     @classmethod
-    def fit(cls, moments: Moments, *, tau: float, alpha: float, epsilon: float) -> Self:
+    def fit(cls, moments: Moments, *, tau: float, alpha: float, epsilon: float, centred: bool = True) -> Self:
+        """Gradients are not `centred`: W is then of their second moment, and the mean 0."""
         return cls(
-            mean_H=moments.mean_H,
-            map_HH=whitening_map(moments.covariance_HH, tau),
+            mean_H=moments.mean_H if centred else np.zeros_like(moments.mean_H),
+            map_HH=whitening_map(moments.covariance_HH if centred else moments.second_moment, tau),
             precondition_V=preconditioner(moments.gamma_V, alpha, epsilon),
         )
 

@@ -111,7 +111,7 @@ def neighbour_relevance(
         row_P: which row each belongs to, in [0, n_rows).
     Positive: training on the row should lower the unit's loss. Cost: O(H + S) a position times S unit positions.
     """
-    point_PX = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH)
+    point_PX, label_P = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
     sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
     step = max(1, BLOCK_ELEMENTS // max(1, len(row_P)))
     for start in range(0, len(targets.unit_S), step):
@@ -119,19 +119,14 @@ def neighbour_relevance(
         near_PS = (point_PX @ targets.point_SX[block].T).exp_()
         near_NS = near_PS.new_zeros(n_rows, near_PS.shape[1]).index_add_(0, row_P, near_PS)
         sum_NE.index_add_(1, targets.unit_S[block], near_NS.mul_(-targets.other_S[block]))
-        p, s = _equal_pairs(label_P.contiguous(), targets.label_S[block])  # few of all pairs
+        # all pairs of equal labels, few among all: those of the block are in order
+        first_P = torch.searchsorted(targets.label_S[block], label_P)
+        count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - first_P
+        p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
+        s = torch.arange(len(p), device=p.device) + (first_P - (count_P.cumsum(0) - count_P))[p]
         place = row_P[p] * targets.n_units + targets.unit_S[block][s]
         sum_NE.view(-1).index_add_(0, place, near_PS[p, s] * targets.same_S[block][s])
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
-
-
-def _equal_pairs(label_P: Tensor, label_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of all pairs of equal labels; those of S are in order."""
-    first_P = torch.searchsorted(label_S, label_P)
-    count_P = torch.searchsorted(label_S, label_P, right=True) - first_P
-    p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
-    before_P = count_P.cumsum(0) - count_P
-    return p, torch.arange(len(p), device=p.device) + (first_P - before_P)[p]
 
 
 def _points(white_PH: Tensor) -> Tensor:

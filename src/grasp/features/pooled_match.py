@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 from grasp.arrays import F64, Floats
-from grasp.errors import ShapeError
 from grasp.features.moments import Moments, Whitener
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import CountSketch, gaussian_projection
@@ -27,20 +26,6 @@ def damp(match: Floats) -> Floats:
     return np.asarray(np.copysign(np.log1p(np.abs(match)), match))
 
 
-def hidden_match(hidden_NH: Floats, unit_hidden_EH: Floats) -> Floats:
-    """H = <h~_i, h~_e> of whitened summaries, (N, E), in the precision of the inputs.
-
-    Raises:
-        ShapeError: hidden widths differ.
-    Source: eq:grasp-components, first line. Deviation: none.
-    """
-    if hidden_NH.shape[1] != unit_hidden_EH.shape[1]:
-        raise ShapeError(
-            f"hidden_match: rows of shape {hidden_NH.shape} and units of shape {unit_hidden_EH.shape} differ in width"
-        )
-    return np.asarray(hidden_NH @ unit_hidden_EH.T)
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedUnits:
     """The questions' side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
@@ -49,7 +34,6 @@ class PreparedUnits:
     shared_C: NDArray[np.int64]
     shared_CE: Floats  # their D xi_e, dense
     rare_VE: csr_array  # all other coordinates, sparse
-    n_units: int
 
 
 def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondition_V: Floats) -> PreparedUnits:
@@ -59,15 +43,8 @@ def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondit
         unit_hidden_EH: whitened unit summaries.
         unit_residual_EV: pooled sparse residuals, not scaled.
         precondition_V: the diagonal of D.
-    Raises:
-        ShapeError: numbers of units or vocabularies differ.
     """
     n_units, vocab = unit_residual_EV.shape
-    if len(unit_hidden_EH) != n_units or precondition_V.shape != (vocab,):
-        raise ShapeError(
-            f"prepare_units: hidden {unit_hidden_EH.shape}, residuals {unit_residual_EV.shape} and preconditioner "
-            f"{precondition_V.shape} do not belong together; expected (E, H), (E, V) and (V,)"
-        )
     scaled_VE = csr_array((unit_residual_EV @ diags_array(precondition_V)).T)
     units_per_V = np.diff(scaled_VE.indptr)
     shared_C = np.flatnonzero(units_per_V >= max(1.0, SHARED * n_units))
@@ -81,48 +58,27 @@ def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondit
         shared_C=shared_C,
         shared_CE=np.ascontiguousarray(scaled_VE[shared_C].toarray(), dtype=kind),
         rare_VE=rare_VE.astype(kind),
-        n_units=n_units,
     )
-
-
-def residual_match(residual_NV: csr_array, units: PreparedUnits) -> Floats:
-    """R = xi_i^T D xi_e on sparse residuals, exact, (N, E).
-
-    Args:
-        residual_NV: pooled sparse row residuals, not scaled; at most K + 1 entries per pooled position.
-    Raises:
-        ShapeError: vocabularies differ.
-    Source: eq:grasp-components, second line. Deviation: none.
-    """
-    if residual_NV.shape[1] != units.rare_VE.shape[0]:
-        raise ShapeError(
-            f"residual_match: rows of shape {residual_NV.shape} and units of shape "
-            f"{units.rare_VE.shape[::-1]} differ in vocabulary"
-        )
-    out_NE = np.asarray((residual_NV @ units.rare_VE).toarray())
-    if len(units.shared_C):
-        out_NE += residual_NV[:, units.shared_C] @ units.shared_CE
-    return out_NE
 
 
 def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedUnits) -> Floats:
     r"""Predict how much each row of a block helps each unit, first order only.
 
+    The hidden match is H = <h~_i, h~_e>, the residual match R = xi_i^T D xi_e, exact on sparse residuals.
+
     Args:
         hidden_NH: whitened row summaries.
-        residual_NV: pooled sparse row residuals, not scaled.
+        residual_NV: pooled sparse row residuals, not scaled; at most K + 1 entries per pooled position.
     Returns:
-        (N, E), unitless. Positive: training on the row should lower the unit's loss.
-    Raises:
-        ShapeError: widths, vocabularies or numbers of rows differ.
-    Source: eq:grasp-score, a = R sgn(H) log(1 + |H|). Deviation: none.
+        (N, E), unitless, in the precision of the inputs. Positive: training on the row should lower the unit's loss.
+    Source: eq:grasp-components; eq:grasp-score, a = R sgn(H) log(1 + |H|). Deviation: none.
     Cost: O(N E H) and the entries that rows and units share; memory: one block of rows.
     """
-    if len(hidden_NH) != residual_NV.shape[0]:
-        raise ShapeError(
-            f"pooled_relevance: {len(hidden_NH)} hidden summaries for {residual_NV.shape[0]} residuals; one each a row"
-        )
-    return np.asarray(residual_match(residual_NV, units) * damp(hidden_match(hidden_NH, units.hidden_EH)))
+    hidden_match_NE = np.asarray(hidden_NH @ units.hidden_EH.T)
+    residual_match_NE = np.asarray((residual_NV @ units.rare_VE).toarray())
+    if len(units.shared_C):
+        residual_match_NE += residual_NV[:, units.shared_C] @ units.shared_CE
+    return np.asarray(residual_match_NE * damp(hidden_match_NE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,17 +48,10 @@ class CountSketch:
             width=width,
         )
 
-    def matrix(self, weight: F64) -> csr_array:
+    def matrix(self, weight: F64 | float = 1.0) -> csr_array:
         """(size, D) sparse map of diag(weight) followed by the sketch."""
-        rows = np.arange(len(self.bucket) + 1)
-        shape = (len(self.bucket), self.width)
-        return csr_array((self.sign * weight, self.bucket, rows), shape=shape)
-
-    def dense(self) -> F64:
-        """(size, D) dense map; for small inputs only."""
-        out = np.zeros((len(self.bucket), self.width))
-        out[np.arange(len(self.bucket)), self.bucket] = self.sign
-        return out
+        size = len(self.bucket)
+        return csr_array((self.sign * weight, self.bucket, np.arange(size + 1)), shape=(size, self.width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class ProductSketch:
         weight_V = residual.sign * np.sqrt(whitener.precondition_V)
         return cls(
             mean_H=torch.from_numpy(whitener.mean_H).float().to(device),
-            hidden_HD=torch.from_numpy(whitener.map_HH @ hidden.dense()).float().to(device),
+            hidden_HD=torch.from_numpy(whitener.map_HH @ hidden.matrix().toarray()).float().to(device),
             bucket_V=torch.from_numpy(residual.bucket).to(device),
             weight_V=torch.from_numpy(weight_V).float().to(device),
             width=width,

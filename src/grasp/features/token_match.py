@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
@@ -50,10 +51,8 @@ class CoordinateBlock:
         """1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H)."""
         if self.vector_CEH is not None:
             return self.vector_CEH
-        position, offset, weight = self.bag
-        vector = weighted_sums(v_SH, position, offset, weight)
         padded = v_SH.new_zeros(*self.unit_CE.shape, v_SH.shape[1])
-        padded[self.present_CE] = vector
+        padded[self.present_CE] = weighted_sums(v_SH, *self.bag)
         return padded
 
 
@@ -80,69 +79,54 @@ def prepare_targets(
         rows: rows a later call will pass at once; sets the size of coordinate blocks, not the result.
     Source: eq:kfac-inner-product, taken per token. Deviation: no pooling before the outer product, no damping.
     """
-    device = hidden_SH.device
+    device, vocab = hidden_SH.device, len(whitener.precondition_V)
     square = torch.from_numpy(whitener.map_HH @ whitener.map_HH).to(device)
     mean = torch.from_numpy(whitener.mean_H).to(device)
     v_SH = ((hidden_SH.double() - mean) @ square).float()
     precondition_V = torch.from_numpy(whitener.precondition_V).to(device)
     positions_E = torch.bincount(unit_S, minlength=n_units)
     weight_SK = residual.value_PK.double() * precondition_V[residual.index_PK] / positions_E[unit_S][:, None]
-    compact_V, blocks = _coordinate_blocks(
-        residual.index_PK, weight_SK.float(), unit_S, n_units, len(precondition_V), v_SH.shape[1] * rows
-    )
-    if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
-        blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
-    return TokenTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
 
-
-def _coordinate_blocks(
-    index_SK: Tensor, weight_SK: Tensor, unit_S: Tensor, n_units: int, vocab: int, elements: int
-) -> tuple[Tensor, list[CoordinateBlock]]:
-    """Group coordinates by how many units have them, so that padding stays under a factor of two."""
-    keep = weight_SK != 0
-    coordinate, weight = index_SK[keep], weight_SK[keep]
-    position = torch.arange(len(index_SK), device=index_SK.device)[:, None].expand_as(index_SK)[keep]
+    # Entries D_k xi_{s,k} / |P_e| that are not zero; coordinates by how many units have them, the most first.
+    keep = weight_SK.float() != 0
+    coordinate, weight = residual.index_PK[keep], weight_SK.float()[keep]
+    position = torch.arange(len(unit_S), device=device)[:, None].expand_as(keep)[keep]
     pairs = torch.unique(coordinate * n_units + unit_S[position])
     units_V = torch.bincount(torch.div(pairs, n_units, rounding_mode="floor"), minlength=vocab)
     used = int((units_V > 0).sum())
     by_units = torch.argsort(units_V, descending=True, stable=True)[:used]
-    compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=index_SK.device)
-    compact_V[by_units] = torch.arange(used, device=index_SK.device)
+    compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=device)
+    compact_V[by_units] = torch.arange(used, device=device)
 
     # Entries in the order of (coordinate, unit): what one unit has at one coordinate is then one run of them.
     key, order = torch.sort(compact_V[coordinate] * n_units + unit_S[position], stable=True)
     pair, entries = torch.unique_consecutive(key, return_counts=True)
-    offset = _offsets(entries)
-    pair_offset = _offsets(units_V[by_units])
+    # where the runs begin, and where the last one ends: of entries by pair, of pairs by coordinate
+    offset, pair_offset = (F.pad(torch.cumsum(count, 0), (1, 0)) for count in (entries, units_V[by_units]))
     blocks = []
     first, counts = 0, units_V[by_units].cpu().numpy()
     while first < used:
         # A block ends where a coordinate has half as many units as its first one: so padding at most doubles the work.
         half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts fall
-        last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // elements), used)
+        last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows)), used)
         low, high = int(pair_offset[first]), int(pair_offset[last])
         begin, end = int(offset[low]), int(offset[high])
         chosen = order[begin:end]
-        places = torch.arange(int(counts[first]), device=index_SK.device)
+        places = torch.arange(int(counts[first]), device=device)
         present_CE = places < units_V[by_units[first:last]][:, None]
         unit_CE = torch.full_like(present_CE, n_units, dtype=torch.int64)
         unit_CE[present_CE] = pair[low:high] % n_units
         bag = (position[chosen], offset[low : high + 1] - begin, weight[chosen])
         blocks.append(CoordinateBlock(first, unit_CE, present_CE, bag))
         first = last
-    return compact_V, blocks
-
-
-def _offsets(count: Tensor) -> Tensor:
-    """Where each of several runs begins, and where the last one ends."""
-    return torch.cat([count.new_zeros(1), torch.cumsum(count, 0)])
+    if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
+        blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
+    return TokenTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
 
 
 def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
     """Sum of weighted vectors of each run of `index`: a sparse-times-dense product, as an embedding bag."""
-    return torch.nn.functional.embedding_bag(
-        index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True
-    )
+    return F.embedding_bag(index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True)
 
 
 def token_relevance(
@@ -157,54 +141,35 @@ def token_relevance(
     Positive: training on the row should lower the unit's loss. Source: eq:kfac-inner-product per token.
     """
     centred_PH = hidden_PH.float() - targets.mean_H
-    entry = _sorted_entries(targets, residual, row_P, n_rows)
-    sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
-    for block in targets.blocks:
-        coordinates = len(block.unit_CE)
-        offset = entry.offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
-        low, high = int(offset[0]), int(offset[-1])
-        gradient = weighted_sums(centred_PH, entry.position[low:high], offset - low, entry.value[low:high])
-        gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
-        product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
-        sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
-    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
-    return (sum_EN[:-1] / positions_N).T.contiguous()
 
-
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Residual entries on the units' coordinates, sorted by coordinate, then row, then position."""
-
-    offset: Tensor  # where those of a coordinate and row begin, at compact coordinate * n_rows + row
-    position: Tensor
-    value: Tensor
-
-
-def _sorted_entries(targets: TokenTargets, residual: SparseResidual, row_P: Tensor, n_rows: int) -> _Entries:
+    # Entries of the residual by (units' coordinate, row): `offset` says where those of each begin.
     used = sum(len(block.unit_CE) for block in targets.blocks)
     n_keys = used * n_rows
     short = torch.int32 if n_keys + n_rows < torch.iinfo(torch.int32).max else torch.int64
     compact_V = torch.where(targets.compact_V < 0, used, targets.compact_V).to(short)
     key_PK = compact_V[residual.index_PK].mul_(n_rows).add_(row_P[:, None].to(short))
     key_PK.clamp_(max=n_keys)  # what no unit has goes last
-    return (_counted if key_PK.device.type == "cpu" else _sorted)(key_PK, residual.value_PK, n_keys)
-
-
-def _counted(key_PK: Tensor, value_PK: Tensor, n_keys: int) -> _Entries:
-    """On a CPU scipy's turn from rows to columns, a sort by counting, needs a sixth of torch's time."""
     count, kept = key_PK.shape
-    start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * kept
-    entries = value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
-    by_key = csr_array(entries, shape=(count, n_keys + 1)).tocsc()
-    end = int(by_key.indptr[n_keys])
-    parts = by_key.indptr[: n_keys + 1], by_key.indices[:end], by_key.data[:end]
-    return _Entries(*(torch.from_numpy(part) for part in parts))
+    if key_PK.device.type == "cpu":
+        # scipy's turn from rows to columns, a sort by counting, needs a sixth of the time of torch's
+        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * kept
+        by_position = residual.value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
+        by_key = csr_array(by_position, shape=(count, n_keys + 1)).tocsc()
+        sorted_entries = by_key.indptr[: n_keys + 1], by_key.indices, by_key.data
+        offset, position, value = (torch.from_numpy(part) for part in sorted_entries)
+    else:
+        key, order = torch.sort(key_PK.reshape(-1), stable=True)
+        offset = torch.searchsorted(key, torch.arange(n_keys + 1, device=key.device, dtype=key.dtype))
+        position, value = order // kept, residual.value_PK.reshape(-1)[order]
 
-
-def _sorted(key_PK: Tensor, value_PK: Tensor, n_keys: int) -> _Entries:
-    """The same by torch, on any device."""
-    key, order = torch.sort(key_PK.reshape(-1), stable=True)
-    edge = torch.arange(n_keys + 1, device=key.device, dtype=key.dtype)
-    offset = torch.searchsorted(key, edge)
-    order = order[: int(offset[-1])]
-    return _Entries(offset, order // key_PK.shape[1], value_PK.reshape(-1)[order])
+    sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
+    for block in targets.blocks:
+        coordinates = len(block.unit_CE)
+        own = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
+        low, high = int(own[0]), int(own[-1])
+        gradient = weighted_sums(centred_PH, position[low:high], own - low, value[low:high])
+        gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
+        product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
+        sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
+    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
+    return (sum_EN[:-1] / positions_N).T.contiguous()
