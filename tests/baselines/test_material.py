@@ -127,7 +127,7 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     file.touch()
     monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
     monkeypatch.setattr(checkpoint, "_loaded", lambda kind, field, what, **where: (field, where))
-    field, where = checkpoint._hf_tokenizer(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
+    field, where = checkpoint.tokenizer_of(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
     assert field == "model.tokenizer"
     assert where == {
         "pretrained_model_name_or_path": str(tmp_path),

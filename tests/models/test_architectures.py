@@ -71,8 +71,7 @@ def gradient(reference: ReferenceModel, row: np.ndarray, labelled: np.ndarray) -
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     reference = model_of(name)
-    reference.check_head()
-    reference.check_causal()
+    reference.check()
     ids, labelled = pad_rows(ROWS, MASKS)
     found = extract(reference, ids, labelled, ("all",), V)
     plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
@@ -93,7 +92,7 @@ def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
 def test_logits_that_are_scaled_in_another_way_are_refused_by_name(name, changes, monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, name, changes)
     with pytest.raises(ModelError, match=r"FalconH1ForCausalLM: head\(hidden\) differs from the model's logits"):
-        model_of(name).check_head()
+        model_of(name).check()
 
 
 @pytest.fixture(scope="module")

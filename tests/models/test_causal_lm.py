@@ -26,7 +26,7 @@ def rows(*lengths: int) -> list[np.ndarray]:
 
 def test_head_of_hidden_is_the_models_logits(family):
     model = reference(family)
-    model.check_head()
+    model.check()
     ids, _ = pad_rows(rows(7, 7))
     own = model.model(input_ids=ids).logits
     ours = model.logits(model.hidden(ids).flatten(0, 1)).view_as(own)
@@ -34,8 +34,8 @@ def test_head_of_hidden_is_the_models_logits(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_head_check_holds_in_half_precision(family, dtype):
-    ReferenceModel(make_model(family).to(dtype), tokenizer=None).check_head()
+def test_the_check_holds_in_half_precision(family, dtype):
+    ReferenceModel(make_model(family).to(dtype), tokenizer=None).check()
 
 
 def test_a_head_that_does_more_is_refused():
@@ -50,11 +50,7 @@ def test_a_head_that_does_more_is_refused():
 
     model.forward = shifted
     with pytest.raises(ModelError, match=r"LlamaForCausalLM: head\(hidden\) differs from the model's logits by \d"):
-        ReferenceModel(model, tokenizer=None).check_head()
-
-
-def test_every_family_is_causal(family):
-    reference(family).check_causal()
+        ReferenceModel(model, tokenizer=None).check()
 
 
 def test_a_model_that_sees_what_comes_is_refused():
@@ -62,9 +58,8 @@ def test_a_model_that_sees_what_comes_is_refused():
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     model = ReferenceModel(BertGenerationDecoder(config), tokenizer=None)
-    model.check_head()  # its head is linear: only this check can tell
     with pytest.raises(ModelError, match=r"BertGenerationDecoder: hidden states changed by .*; it is not a causal LM"):
-        model.check_causal()
+        model.check()  # its head is linear: only the changed token can tell
 
 
 def test_a_model_without_a_head_is_refused():

@@ -21,7 +21,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
-from grasp.models.device import device_of
+from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.rows import label_column
 from grasp.runs.predictions import Weighting

@@ -26,7 +26,7 @@ from grasp.extract.inputs import InMemory
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.device import dtype_name
+from grasp.models.checkpoint import dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.store import remote
 from grasp.targets.records import records_of, units_of

@@ -95,10 +95,12 @@ class BuildSource:
     @cached_property
     def tokenizer(self) -> "HfTokenizer":
         """The reference model's tokenizer; the model's weights are not read for it."""
-        from grasp.models.checkpoint import load_tokenizer  # noqa: PLC0415 - brings torch
+        from grasp.models.checkpoint import tokenizer_of  # noqa: PLC0415 - brings torch
+        from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
         with self._as_named():
-            tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.detail("vocab_size"))
+            made = tokenizer_of(self.settings.model)
+        tokenizer = HfTokenizer(made, vocab_size=self.artifact.manifest.detail("vocab_size"))
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from grasp.errors import ModelError
-from grasp.models.checkpoint import load_causal_lm
-from grasp.models.device import device_of, dtype_name, dtype_of
-from grasp.models.head import head_shape, output_head
+from grasp.models.checkpoint import device_of, dtype_name, dtype_of, load_causal_lm
+from grasp.models.head import output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
@@ -46,7 +45,7 @@ class ReferenceModel:
         self.body = body
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocab_size, self.hidden_size = head_shape(self.head.linear)
+        self.vocab_size, self.hidden_size = self.head.linear.get_parameter("weight").shape
 
     @classmethod
     def load(cls, settings: ModelSettings) -> Self:
@@ -72,7 +71,7 @@ class ReferenceModel:
             ModelError: as `load`; weights of a type that is not read.
         """
         dtype_name(next(model.parameters()).dtype)
-        vocab_size, _ = head_shape(output_head(model).linear)
+        vocab_size = len(output_head(model).linear.get_parameter("weight"))
         reference = cls(model, HfTokenizer(tokenizer, vocab_size=vocab_size), batch_tokens=settings.batch_tokens)
         if len(tokenizer) > vocab_size:
             raise ModelError(
@@ -81,8 +80,7 @@ class ReferenceModel:
             )
         if settings.check:
             try:
-                reference.check_head()
-                reference.check_causal()
+                reference.check()
             except (RuntimeError, ValueError, LookupError) as err:  # sizes of a config that do not go together
                 reason = " ".join(str(err).split())[:300]
                 raise ModelError(f"{settings.path}: the model cannot read two rows of 6 tokens: {reason}") from err
@@ -120,43 +118,34 @@ class ReferenceModel:
         return self.head.link(self.head.linear_logits(hidden_PH.to(self.dtype)).float())
 
     @torch.inference_mode()
-    def check_head(self) -> None:
-        """Compare head(hidden) with the model's own logits on two short rows.
+    def check(self) -> None:
+        """Compare head(hidden) with the model's own logits on two short rows; then change the last token of each, at
+        which every hidden state before it must stay.
 
         Raises:
-            ModelError: they differ by more than rounding; the model does something after its last hidden state
-                that is not a linear head, a scale or a soft cap.
+            ModelError: the logits differ by more than rounding: the model does something after its last hidden state
+                that is not a linear head, a scale or a soft cap. Or a state changed: its losses would know the token
+                that they predict, and a row's features would depend on the padding beside it.
         """
+        name, tolerance = type(self.model).__name__, HEAD_TOLERANCE[self.dtype]
         ids_BL = torch.arange(2 * 6, device=self.device).reshape(2, 6) % self.vocab_size
+        hidden_BLH = self.hidden(ids_BL)
         own = self.model(input_ids=ids_BL, use_cache=False).logits.float()
-        ours = self.logits(self.hidden(ids_BL).reshape(12, -1)).reshape(own.shape)
-        spread = float(own.std())
-        worst = float((own - ours).abs().max())
-        allowed = HEAD_TOLERANCE[self.dtype] * max(spread, 1e-6)
+        worst = float((own - self.logits(hidden_BLH.flatten(0, 1)).view_as(own)).abs().max())
+        allowed = tolerance * max(float(own.std()), 1e-6)
         if not worst <= allowed:
             raise ModelError(
-                f"{type(self.model).__name__}: head(hidden) differs from the model's logits by {worst:.3g}, expected "
-                f"at most {allowed:.3g}; its output head is not linear + scale + soft cap, so GRASP cannot read it"
+                f"{name}: head(hidden) differs from the model's logits by {worst:.3g}, expected at most {allowed:.3g}; "
+                "its output head is not linear + scale + soft cap, so GRASP cannot read it"
             )
-
-    @torch.inference_mode()
-    def check_causal(self) -> None:
-        """Change the last token of two short rows; every hidden state before it must stay.
-
-        Raises:
-            ModelError: one changed by more than rounding; its losses would know the token that they predict, and a
-                row's features would depend on the padding beside it.
-        """
-        ids_BL = torch.arange(2 * 6, device=self.device).reshape(2, 6) % self.vocab_size
-        other_BL = ids_BL.clone()
-        other_BL[:, -1] = (other_BL[:, -1] + 1) % self.vocab_size
-        before = self.hidden(ids_BL)[:, :-1].float()
-        change = float((self.hidden(other_BL)[:, :-1].float() - before).abs().max())
-        allowed = HEAD_TOLERANCE[self.dtype] * max(float(before.std()), 1e-6)
+        ids_BL[:, -1] = (ids_BL[:, -1] + 1) % self.vocab_size
+        before = hidden_BLH[:, :-1].float()
+        change = float((self.hidden(ids_BL)[:, :-1].float() - before).abs().max())
+        allowed = tolerance * max(float(before.std()), 1e-6)
         if not change <= allowed:
             raise ModelError(
-                f"{type(self.model).__name__}: hidden states changed by {change:.3g} with a token that comes after "
-                f"them, expected at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it"
+                f"{name}: hidden states changed by {change:.3g} with a token that comes after them, expected at most "
+                f"{allowed:.3g}; it is not a causal LM, so GRASP cannot read it"
             )
 
     def fingerprint(self) -> str:

@@ -26,9 +26,9 @@ from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.hub import fetched_before, is_path, meant, refusal
-from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings, Train
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN = "grasp_train"  # in a config: what is trained on the corpora that this model reads, if it says
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 TOKENIZER_FILES = (
@@ -47,6 +47,44 @@ FREE_POSITIONS = 1 << 28  # positions x width that hurt nobody: some types only 
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
+def device_of(name: str) -> torch.device:
+    """The device that a setting names.
+
+    Raises:
+        ModelError: no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        raise ModelError(f"model.device: got `{name}`, expected auto, cpu, cuda or cuda:N") from err
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"model.device: got `{name}`, but torch sees {torch.cuda.device_count()} CUDA devices; use `cpu` or `auto`"
+        )
+    return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The number format that a setting names."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What the settings call a number format.
+
+    Raises:
+        ModelError: one that they do not know.
+    """
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ModelError(f"model: its weights are {dtype}, expected {', '.join(DTYPES)}; convert it, e.g. model.float()")
+
+
 def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
     """A causal LM and its tokenizer, both of transformers, on the cpu.
 
@@ -57,7 +95,8 @@ def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, An
     base = _base_of(settings.path)
     name = settings.path if base is None else base
     where = _source("model.path", name, settings)
-    tokenizer = _hf_tokenizer(settings)
+    _refuse_endless(where)
+    tokenizer = tokenizer_of(settings)
     model = _load_weights(AutoModelForCausalLM, name, "is not a causal LM", where, dtype)
     return model if base is None else _adapted(model, settings), tokenizer
 
@@ -71,7 +110,9 @@ def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
     Raises:
         ModelError: nothing there, another kind, or weights are missing.
     """
-    return _load_weights(kind, settings.path, what, _source("model.path", settings.path, settings), torch.float32)
+    where = _source("model.path", settings.path, settings)
+    _refuse_endless(where)
+    return _load_weights(kind, settings.path, what, where, torch.float32)
 
 
 def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
@@ -86,17 +127,6 @@ def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> An
     """
     with _quiet():
         return _loaded(kind, "model.path", what, **_source("model.path", settings.path, settings), **how)
-
-
-def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
-    """The tokenizer of a reference model, without its weights.
-
-    Args:
-        vocab_size: ids of the model's vocabulary, which is often padded beyond the tokenizer's.
-    Raises:
-        ModelError: nothing there, or nothing that transformers can load.
-    """
-    return HfTokenizer(_hf_tokenizer(settings), vocab_size=vocab_size)
 
 
 def refuse_unreadable(name: str) -> None:
@@ -133,7 +163,12 @@ def said_train(settings: ModelSettings, model: nn.Module | None = None) -> Train
     return next((known for known in get_args(Train) if known == said), None)
 
 
-def _hf_tokenizer(settings: ModelSettings) -> Any:
+def tokenizer_of(settings: ModelSettings) -> Any:
+    """The tokenizer of transformers that a model's settings name, without its weights.
+
+    Raises:
+        ModelError: as `tokenizer_at`.
+    """
     if settings.tokenizer is None:
         return tokenizer_at("model.path", settings.path, settings)
     return tokenizer_at("model.tokenizer", settings.tokenizer, settings)
@@ -246,7 +281,6 @@ def _source(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
         "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
     }
     path = Path(name)
-    _refuse_endless(field, path)
     if path.suffix == ".gguf":
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", feature="a GGUF checkpoint")
@@ -277,30 +311,30 @@ def _is_local(field: str, name: str) -> bool:
     return False
 
 
-def _refuse_endless(field: str, path: Path) -> None:
+def _refuse_endless(where: Mapping[str, Any]) -> None:
     """Refuse a config of sizes for which the weights beside it have no room: making such a model would not end."""
+    path = Path(where["pretrained_model_name_or_path"], where.get("gguf_file", ""))
     config = _json_of(path / "config.json")
     # a weight has 4 bits or more
     room = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        widths = [part[name] for name in WIDTHS if isinstance(part.get(name), int)]
-        for name, value in part.items():
-            sized = name in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", name)
+        widths = [part[width] for width in WIDTHS if isinstance(part.get(width), int)]
+        kind = part.get("model_type")
+        # a type that learns positions has a row of numbers for each, and does not compute them
+        is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
+        learns_positions = is_known and not any(
+            argument.startswith("rope") for argument in signature(CONFIG_MAPPING[kind]).parameters
+        )
+        for size, value in part.items():
+            sized = size in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", size)
             least = room
-            if name in POSITIONS and _learns_positions(part.get("model_type")):
+            if size in POSITIONS and learns_positions:
                 sized, least = True, max(room, FREE_POSITIONS)
             if sized and isinstance(value, int) and widths and value * max(widths) > least and room > 0:
                 raise ModelError(
-                    f"{field}: `{path}` has a config.json with {name} {value:,} and a width of {max(widths):,}, for "
+                    f"model.path: `{path}` has a config.json with {size} {value:,} and a width of {max(widths):,}, for "
                     "which its weights are too few; mend the config, or save the whole checkpoint again"
                 )
-
-
-def _learns_positions(kind: object) -> bool:
-    """Whether a model of this type has a row of numbers for every position, and does not compute them."""
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return False
-    return not any(name.startswith("rope") for name in signature(CONFIG_MAPPING[kind]).parameters)
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -73,6 +73,9 @@ def output_head(model: nn.Module) -> OutputHead:
     linear = find() if find is not None else None
     if linear is None:
         raise ModelError(f"{type(model).__name__}: no output embeddings; expected a causal LM with a linear head")
+    weight = getattr(linear, "weight", None)
+    if weight is None or weight.ndim != 2:
+        raise ModelError(f"{type(linear).__name__}: the output head has no (V, H) weight")
     config: Any = model.config
     multiplied = getattr(config, "logit_scale", None)  # Cohere
     divided = getattr(config, "logits_scaling", None)  # Granite
@@ -81,15 +84,3 @@ def output_head(model: nn.Module) -> OutputHead:
     if divided is not None:
         scale /= float(divided)
     return OutputHead(linear=linear, scale=scale, cap=None if cap is None else float(cap))
-
-
-def head_shape(linear: nn.Module) -> tuple[int, int]:
-    """(V, H) of the head.
-
-    Raises:
-        ModelError: it has no matrix.
-    """
-    weight = getattr(linear, "weight", None)
-    if weight is None or weight.ndim != 2:
-        raise ModelError(f"{type(linear).__name__}: the output head has no (V, H) weight")
-    return int(weight.shape[0]), int(weight.shape[1])

@@ -21,6 +21,8 @@ from grasp.extras import require
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 LONGEST_CHARACTER = 4  # tokens, where each is a byte
+# verbose: a text longer than the context is no mistake here, rows are cut later
+PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks the assistant's words in some templates
 
 
@@ -61,20 +63,16 @@ class HfTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, no special tokens added, nothing cut."""
-        ids: list[list[int]] = self._encoded(texts)["input_ids"] if texts else []
+        ids: list[list[int]] = self.tokenizer(list(texts), **PLAIN)["input_ids"] if texts else []
         return ids
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
         """The ids of `encode`, and the character after each token; None for a tokenizer that is not a fast one."""
         if not self.tokenizer.is_fast or not texts:
             return [(ids, None) for ids in self.encode(texts)]
-        encoded = self._encoded(texts, return_offsets_mapping=True)
+        encoded: Any = self.tokenizer(list(texts), return_offsets_mapping=True, **PLAIN)
         spans: list[list[tuple[int, int]]] = encoded["offset_mapping"]
         return [(ids, [end for _, end in span]) for ids, span in zip(encoded["input_ids"], spans, strict=True)]
-
-    def _encoded(self, texts: Sequence[str], **how: bool) -> Any:
-        # verbose=False: a text longer than the context is no mistake here, rows are cut later.
-        return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False, **how)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids, without special tokens and without tidying up spaces."""
@@ -90,20 +88,82 @@ class HfTokenizer:
         """
         found, begin, told = [], 0, 0  # the text of ids[begin:told] is told: a decoder treats the first token otherwise
         for stop in range(1, len(ids) + 1):
-            before, now = (self._text(ids[begin:end]) for end in (told, stop))
+            before, now = (
+                str(self.tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                for some in (ids[begin:told], ids[begin:stop])
+            )
             whole = not now.endswith("\ufffd") or stop - told >= LONGEST_CHARACTER or stop == len(ids)
             found.append(now[len(before) :] if whole else "")
             if whole:
                 begin, told = told, stop
         return found
 
-    def _text(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
-
     def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
-        """See `grasp.models.tokenizer.written_out`."""
-        return written_out(self.tokenizer, conversation, last_only=last_only)
+        """The text of a conversation, and the characters of each turn of the assistant, with the mark at its end.
+
+        A template that marks the assistant's words with `{% generation %}` says itself where they are. Of another one
+        a turn is what it adds to the text up to it, the beginning of an answer being the prompt's: so that text must be
+        the beginning of the whole, which it is not where a template rewrites turns once others follow.
+
+        Args:
+            last_only: only the last turn of the assistant is asked for.
+        Raises:
+            ModelError: no template; one that refuses the turns, drops the assistant's words, or rewrites earlier turns.
+        """
+        require("jinja2", extra="chat", feature="a chat template")
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template, so turns cannot be written out; give it one "
+                "(tokenizer.chat_template = ..., save_pretrained) and name its directory with --tokenizer; or, of "
+                "questions and answers in columns, "
+                """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
+            )
+        text, marked = self._written(conversation, len(conversation.turns))
+        answers = conversation.answers[-1:] if last_only else conversation.answers
+        if marked and len(marked) != len(conversation.answers):
+            raise ModelError(
+                f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
+                f"{len(conversation.answers)} turns"
+            )
+        spans = marked[-len(answers) :] or [self._span_of_turn(conversation, k, text) for k in answers]
+        for k, (start, stop) in zip(answers, spans, strict=True):
+            words = conversation.turns[k]["content"].strip()
+            if words not in text[start:stop]:
+                raise ModelError(
+                    f"turn {k}: the chat template leaves out the assistant's words {words!r:.60}; with loss_on: "
+                    "completion only the last answer must be whole"
+                )
+        return text, spans
+
+    def _written(self, conversation: Conversation, turns: int, **how: Any) -> tuple[str, list[Span]]:
+        """The first so many turns as text, and what of it the template marks as the assistant's."""
+        jinja = require("jinja2", extra="chat", feature="a chat template")
+        tools = list(conversation.tools) or None
+        try:
+            template = self.tokenizer.get_chat_template(None, tools)
+            has_marks = GENERATION.search(template) is not None
+            (text,), marked = render_jinja_template(
+                [list(conversation.turns[:turns])],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=has_marks,
+                **self.tokenizer.special_tokens_map,
+                **how,
+            )
+        except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
+            raise ModelError(f"the chat template refuses the turns: {' '.join(str(err).split())[:200]}") from err
+        return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
+
+    def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
+        """Turn k: what stands between the prompt for it and its end."""
+        prompt, _ = self._written(conversation, k, add_generation_prompt=True)
+        whole = self._written(conversation, k + 1)[0].rstrip()
+        if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
+            return len(prompt), len(whole)
+        raise ModelError(
+            f"turn {k}: the chat template writes it otherwise once others follow, so which words carry loss cannot be "
+            "told; with loss_on: completion the last answer alone carries it"
+        )
 
     def save(self, directory: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""
@@ -131,75 +191,3 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-
-
-# -------------------------------------------------------------------------------------------------------- conversations
-
-
-def written_out(tokenizer: Any, conversation: Conversation, *, last_only: bool) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the characters of each turn of the assistant, with the mark at its end.
-
-    A template that marks the assistant's words with `{% generation %}` says itself where they are. Of another one a
-    turn is what it adds to the text up to it, the beginning of an answer being the prompt's: so that text must be the
-    beginning of the whole, which it is not where a template rewrites turns once others follow.
-
-    Args:
-        last_only: only the last turn of the assistant is asked for.
-    Raises:
-        ModelError: no template; one that refuses the turns, drops the assistant's words, or rewrites earlier turns.
-    """
-    require("jinja2", extra="chat", feature="a chat template")
-    if not tokenizer.chat_template:
-        raise ModelError(
-            "the tokenizer has no chat template, so turns cannot be written out; give it one (tokenizer.chat_template "
-            "= ..., save_pretrained) and name its directory with --tokenizer; or, of questions and answers in columns, "
-            """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
-        )
-    text, marked = _written(tokenizer, conversation, len(conversation.turns))
-    answers = conversation.answers[-1:] if last_only else conversation.answers
-    if marked and len(marked) != len(conversation.answers):
-        raise ModelError(
-            f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
-            f"{len(conversation.answers)} turns"
-        )
-    spans = marked[-len(answers) :] or [_span_between(tokenizer, conversation, k, text) for k in answers]
-    for k, (start, stop) in zip(answers, spans, strict=True):
-        words = conversation.turns[k]["content"].strip()
-        if words not in text[start:stop]:
-            raise ModelError(
-                f"turn {k}: the chat template leaves out the assistant's words {words!r:.60}; with loss_on: completion"
-                " only the last answer must be whole"
-            )
-    return text, spans
-
-
-def _written(tokenizer: Any, conversation: Conversation, turns: int, **how: Any) -> tuple[str, list[Span]]:
-    """The first so many turns as text, and what of it the template marks as the assistant's."""
-    jinja = require("jinja2", extra="chat", feature="a chat template")
-    tools = list(conversation.tools) or None
-    try:
-        template = tokenizer.get_chat_template(None, tools)
-        has_marks = GENERATION.search(template) is not None
-        (text,), marked = render_jinja_template(
-            [list(conversation.turns[:turns])],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=has_marks,
-            **tokenizer.special_tokens_map,
-            **how,
-        )
-    except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
-        raise ModelError(f"the chat template refuses the turns: {' '.join(str(err).split())[:200]}") from err
-    return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
-
-
-def _span_between(tokenizer: Any, conversation: Conversation, k: int, text: str) -> Span:
-    """Turn k: what stands between the prompt for it and its end."""
-    prompt, _ = _written(tokenizer, conversation, k, add_generation_prompt=True)
-    whole = _written(tokenizer, conversation, k + 1)[0].rstrip()
-    if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
-        return len(prompt), len(whole)
-    raise ModelError(
-        f"turn {k}: the chat template writes it otherwise once others follow, so which words carry loss cannot be told;"
-        " with loss_on: completion the last answer alone carries it"
-    )

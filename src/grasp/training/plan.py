@@ -12,8 +12,7 @@ from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
-from grasp.models.checkpoint import tokenizer_at
-from grasp.models.device import device_of
+from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn

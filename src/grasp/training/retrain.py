@@ -27,7 +27,7 @@ from grasp.arrays import F64
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
-from grasp.models.device import device_of
+from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.protocol import geometry
 from grasp.runs.environment import FULL, Environment, Run, forget_failures, mark_failed, refuse_all_failed

@@ -27,8 +27,7 @@ from grasp.extras import require
 from grasp.features.extract import BatchFeatures, Pass
 from grasp.features.residuals import head_residual
 from grasp.models.causal_lm import HEAD_TOLERANCE, weights_fingerprint
-from grasp.models.checkpoint import load_beside, load_checkpoint
-from grasp.models.device import device_of, dtype_of
+from grasp.models.checkpoint import device_of, dtype_of, load_beside, load_checkpoint
 from grasp.models.head import OutputHead
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
 from grasp.vision.factory import make_module, own_code
