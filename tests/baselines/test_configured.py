@@ -6,7 +6,7 @@ import pytest
 
 from grasp.errors import SettingsError
 from grasp.methods.registry import configured_methods, method_named
-from tests.baselines.world import METHODS
+from tests.baselines.world import METHODS, asked
 
 
 def test_a_name_is_the_method_with_its_defaults():
@@ -60,3 +60,23 @@ def test_every_entry_loads_and_says_what_it_is(name):
 def test_mistakes_are_told(names, file, said):
     with pytest.raises(SettingsError, match=said):
         configured_methods(names, file, "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
+        ("influence", {"curvature": "none", "damping": 0.1, "labels": "true"}, "damping, labels: of no effect"),
+        ("tracin", {"dimension": None, "projection": "dense"}, "projection: of no effect"),
+        ("datainf", {"projection": "dense"}, "projection: of no effect"),
+        ("less", {"adam": "never", "betas": (0.9, 0.99)}, "betas: of no effect"),
+        ("inrun", {"order": 3}, r"order: .*1 or 2, got 3"),
+        ("inrun", {"learning_rate": float("nan")}, "learning_rate: "),
+        ("inrun", {"utility": "unit", "validation_units": 3}, "validation_units: .*every unit"),
+        ("inrun", {"layers": []}, "layers: "),
+        ("knn_shapley", {"k": 10, "nearest": 10}, "nearest: got 10, expected more than k, 10"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(name, settings, said):
+    with pytest.raises(SettingsError, match=said):
+        asked(name, **settings)

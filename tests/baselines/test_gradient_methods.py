@@ -19,7 +19,7 @@ from grasp.baselines.gradients.curvature import (
 )
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, row_examples, unit_examples
+from grasp.baselines.gradients.session import exact_plan, row_examples, unit_examples
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import scores
@@ -145,13 +145,6 @@ def test_a_head_whose_matrices_do_not_fit_is_held_as_factors(world):
     assert (roomy.dense, len(roomy.groups)) == ((True,), 1)
     assert (tight.dense, len(tight.groups)) == ((False,), 1)
     assert len(exact_plan(head, units, 20, 3, dense=True).groups) > 1
-
-
-def test_learning_rates_that_are_not_written_down_count_alike(world):
-    checkpoints = checkpoints_of(world.material())
-    weights, notes = checkpoint_weights([replace(checkpoints[0], learning_rate=None), checkpoints[1]], "learning-rate")
-    assert weights.tolist() == [0.5, 0.5]
-    assert notes == ("the learning rates of the checkpoints are not written down: they count alike",)
 
 
 # ------------------------------------------------------------------------------------------------- trak
@@ -310,12 +303,6 @@ def test_datainf_by_layer_projections_is_the_closed_form_on_them(world, tmp_path
     assert account(world, tmp_path, "datainf", dimension=8, layers="*layers.1*q_proj,final_norm").features == 16
 
 
-def test_datainf_subsamples_its_prefix(world, tmp_path):
-    said = account(world, tmp_path, "datainf", prefix_rows=30, fisher_fraction=0.5).notes[1]
-    assert said == "15 Fisher rows, damping 0.1"
-    assert account(world, tmp_path, "datainf", fisher_rows=7).notes[1] == "7 Fisher rows, damping 0.1"
-
-
 def test_datainf_without_a_gradient_is_refused():
     with pytest.raises(ModelError, match=r"mean squared gradient of the Fisher rows in a layer is 0.0, expected a pos"):
         closed_form(np.ones((2, 3)), np.zeros((4, 3)), 0.1)
@@ -460,21 +447,6 @@ def test_labels_are_drawn_for_the_seed(world, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "said"),
-    [
-        ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
-        ("influence", {"curvature": "none", "damping": 0.1, "labels": "true"}, "damping, labels: of no effect"),
-        ("tracin", {"dimension": None, "projection": "dense"}, "projection: of no effect"),
-        ("datainf", {"projection": "dense"}, "projection: of no effect"),
-        ("less", {"adam": "never", "betas": (0.9, 0.99)}, "betas: of no effect"),
-    ],
-)
-def test_settings_without_effect_are_refused(name, settings, said):
-    with pytest.raises(SettingsError, match=said):
-        asked(name, **settings)
 
 
 def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():

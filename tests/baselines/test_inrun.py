@@ -9,7 +9,7 @@ import torch
 from grasp.baselines.inrun import STATE, InRun, _trainable
 from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
-from grasp.errors import ModelError, SettingsError
+from grasp.errors import ModelError
 from grasp.methods.registry import scores
 from grasp.models.gradients import Example
 from grasp.seeds import stream
@@ -78,14 +78,6 @@ def test_units_of_the_validation_loss_are_drawn_once(world, tmp_path):
     assert not np.allclose(matrix(few), matrix(scored(world, tmp_path / "all", utility="global")))
 
 
-def test_what_was_replayed_and_how_adam_is_treated_is_said(world, tmp_path):
-    account = scored(world, tmp_path, order=2, batch_rows=16, layers=("blocks",)).account
-    assert "order 2, 3 steps of 16 rows" in account.notes[0]
-    assert any("SGD" in note for note in account.notes)
-    assert "in 18 blocks" in account.covers[0]
-    assert not any("SGD" in note for note in scored(world, tmp_path, update="adam").account.notes)
-
-
 def test_the_reference_model_is_left_as_it_was(world, tmp_path):
     material = world.material()
     before = material.model.fingerprint()
@@ -111,20 +103,6 @@ def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monke
 def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
     with pytest.raises(ModelError, match=r"replay: step [12].* rows? \d+.*expected a number.*lower learning_rate"):
         scored(world, tmp_path, learning_rate=1e30, batch_rows=4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"order": 3}, r"order: .*1 or 2, got 3"),
-        ({"learning_rate": float("nan")}, r"learning_rate: "),
-        ({"utility": "unit", "validation_units": 3}, r"validation_units: utility `unit` values rows for every unit"),
-        ({"layers": []}, r"layers: "),
-    ],
-)
-def test_bad_settings_are_refused_by_name(settings, message):
-    with pytest.raises(SettingsError, match=message):
-        asked("inrun", **settings)
 
 
 def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp_path):

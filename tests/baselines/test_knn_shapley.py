@@ -73,14 +73,6 @@ def test_what_does_not_fit_is_refused():
         knn_shapley(np.zeros((2, 1)), [0, 1, 1], np.zeros((1, 1)), [1], 1)
 
 
-@pytest.mark.parametrize("settings", [{"nearest": 1}, {"nearest": 10}, {"k": 1024}])
-def test_no_more_neighbours_vote_than_are_kept(settings):
-    """All of the nearest k have the same share in the value that is cut off: scores would be 0 for every row."""
-    own = {"k": 10, "nearest": 1024} | settings
-    with pytest.raises(SettingsError, match=rf"nearest: got {own['nearest']}, expected more than k, {own['k']}"):
-        asked("knn_shapley", **settings)
-
-
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
     material = world.material()

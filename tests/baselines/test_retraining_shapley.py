@@ -123,17 +123,6 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     assert second.cost.wall_seconds > 0.5 * first.cost.wall_seconds
 
 
-def test_how_scores_are_put_together_is_said_as_it_is_done(world, place):
-    material = world.material()
-    subsets = material.environment.subsets
-    said = {}
-    for weighting in ("count", "mean"):
-        one = asked("retraining_shapley", players="topic", permutations=0, weighting=weighting)
-        (said[weighting],) = method_predictions(one, material, subsets, place).notes
-    assert said["count"].endswith("; scores are added up over a subset, not averaged")
-    assert "added up" not in said["mean"]
-
-
 def test_players_decide_what_stored_values_are_of(world):
     material = world.material()
     decided = [

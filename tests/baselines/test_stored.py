@@ -88,23 +88,6 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
 
 
 @pytest.mark.parametrize(
-    ("looks_at", "dtype", "advice"),
-    [
-        ({"model"}, "bfloat16", "the model is in bfloat16, build with model.dtype: float32"),
-        ({"model"}, "float32", "look at the row, the unit and the method's settings"),
-        ({"tokens"}, "bfloat16", "look at the row, the unit and the method's settings"),
-    ],
-)
-def test_another_type_of_the_model_is_advised_only_where_it_may_help(looks_at, dtype, advice, world, tmp_path):
-    material = world.material()
-    model = material.settings.model.model_copy(update={"dtype": dtype})
-    material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
-    method = kind(spoil={(19, 4): np.nan}, looks_at=frozenset(looks_at))()
-    with pytest.raises(ModelError, match=f"a number that float32 holds; {advice}$"):
-        method.scores(material, tmp_path)
-
-
-@pytest.mark.parametrize(
     ("attributes", "error", "said"),
     [
         *(({"spoil": {(19, 4): bad}}, ModelError, f"row 19 for unit 'facts-4' is {bad}") for bad in (NAN, INF, -INF)),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.features.extract import position_mask
-from grasp.features.residuals import head_residual, sparse_residual, stack_residuals, top_k
+from grasp.features.residuals import head_residual, sparse_residual, top_k
 from grasp.models.head import OutputHead
 from tests.rounding import rounding
 
@@ -61,11 +61,6 @@ def test_logits_in_chunks_give_the_same_residuals(monkeypatch):
     terms = 8 + 50  # a logit, and the sum over the vocabulary
     np.testing.assert_allclose(dense(parts, 50), dense(whole, 50), rtol=0, atol=rounding(terms))
     np.testing.assert_allclose(parts.loss_P, whole.loss_P, rtol=0, atol=rounding(terms, whole.loss_P))
-
-
-def test_stacking_one_part_is_that_part():
-    found = sparse_residual(torch.randn(2, 9), torch.tensor([1, 2]), 3)
-    assert stack_residuals([found]) is found
 
 
 @pytest.mark.parametrize(
