@@ -53,8 +53,7 @@ from grasp.features.moments import Moments
 from grasp.features.pooled_match import PooledKernel
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
-from grasp.models.device import dtype_name
+from grasp.models.checkpoint import dtype_name, is_adapter, refuse_unreadable, said_train
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
