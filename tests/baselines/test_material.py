@@ -70,11 +70,11 @@ def test_rows_without_tokens_are_refused(own):
 
 def test_tokens_of_another_corpus_are_refused(own):
     store, material = own.path / "tokens/store.json", own.material()
-    summary = RowStore._signed().read(store.parent)
+    summary = RowStore.signed.read(store.parent)
     store.write_text(store.read_text().replace(material.store.fingerprint, "0" * 32))
     with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
         own.material().require_tokens()
-    RowStore._signed().write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
+    RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
     manifest = material.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
     SIGNED_MANIFEST.write(own.path, manifest.model_copy(update={"rows_kept": noted}))
