@@ -36,11 +36,12 @@ import torch
 from transformers import PhiConfig, PhiForCausalLM
 
 from grasp.corpus.store import RowStore
-from grasp.extract.backward import GradientKernel, examples_of, square_sums
+from grasp.extract.backward import examples_of, square_sums
 from grasp.extract.forward import PositionBatch, PositionKernels, PositionSums, forward_units
 from grasp.extract.local import build_artifact
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask
+from grasp.features.gradient_match import GradientKernel
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance

@@ -31,8 +31,8 @@ from experiments.finetune.setting import LENGTH, Name, open_corpus, target_setti
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
-from grasp.extract.backward import CHUNK
 from grasp.features.gradient_match import (
+    CHUNK,
     CoordinateSample,
     SampledGradients,
     SquareSums,

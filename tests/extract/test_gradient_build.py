@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError, SettingsError
-from grasp.extract import backward
 from grasp.extract.local import build_artifact
 from grasp.extract.reopen import BuildSource
+from grasp.features import gradient_match
 from grasp.features.gradient_match import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
@@ -131,9 +131,9 @@ def test_more_coordinates_than_there_are_are_refused():
 def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
     inside = relevance(build_artifact(settings, tmp_path / "inside"))
-    monkeypatch.setattr(backward, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
+    monkeypatch.setattr(gradient_match, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
-    monkeypatch.setattr(backward.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    monkeypatch.setattr(gradient_match.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
         build_artifact(settings, tmp_path / "nowhere")
 
@@ -166,13 +166,13 @@ def test_a_classifier_has_no_gradient_kernel():
 
 
 def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):
-    real = backward.GradientKernel.relevance
+    real = gradient_match.GradientKernel.relevance
 
     def broken(kernel, taken_BK):
         taken_BK[0, 0] = torch.inf
         return real(kernel, taken_BK)
 
-    monkeypatch.setattr(backward.GradientKernel, "relevance", broken)
+    monkeypatch.setattr(gradient_match.GradientKernel, "relevance", broken)
     notes = Notes()
     artifact = ArtifactReader.open(build_artifact(world(root, train="further"), tmp_path / "art", progress=notes))
     zero_N = ~relevance(tmp_path / "art").any(axis=1)

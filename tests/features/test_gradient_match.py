@@ -7,8 +7,9 @@ import torch
 from grasp.baselines.gradients.factors import materialise
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError
-from grasp.extract.backward import GradientKernel, halved
+from grasp.extract.backward import halved
 from grasp.features.gradient_match import (
+    GradientKernel,
     SampledGradients,
     SquareSums,
     Tiles,

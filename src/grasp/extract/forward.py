@@ -16,9 +16,10 @@ from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
 from grasp.errors import ArtifactError, ModelError
-from grasp.extract.backward import GradientKernel
+from grasp.extract.backward import backward_passes
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import BatchFeatures, Pass, Reference, Rows, Units, forward_passes
+from grasp.features.gradient_match import GradientKernel
 from grasp.features.input_match import (
     hidden_gradient,
     input_relevance,
@@ -295,7 +296,7 @@ def forward_shard(
     back = None if kernel is None else kernel.gradient
     passes: Iterator[tuple[Pass, Tensor | None]]
     if back is not None:
-        passes = back.passes(rows, specs, settings)
+        passes = backward_passes(back.gradients, rows, specs, settings)
     elif seen:
         passes = ((seen.pop(0), None) for _ in range(len(seen)))
     else:

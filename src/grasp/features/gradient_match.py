@@ -19,6 +19,9 @@ Shape letters: B rows of a batch, T positions, X outputs, Y inputs, G groups, R 
 of the whole sample, E units.
 """
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -39,6 +42,9 @@ from grasp.settings import FeatureSettings
 
 COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+MEGABYTE = 1 << 20
+CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
+KEPT_ROWS = 16  # of which coordinates are widened at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,16 @@ class Tiles:
 
     def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
         """The coordinates taken of every row's gradient, (B, size), of factors as `by_member` lays them."""
-        return torch.matmul(_dealt(left_BXT, self.left_GR), _dealt(right_BYT, self.right_GC).mT).flatten(1)
+        left_BGRT, right_BGCT = (  # a group's members beside each other
+            factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
+            for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
+        )
+        return torch.matmul(left_BGRT, right_BGCT.mT).flatten(1)
 
 
 def by_member(factor_BTX: Tensor) -> Tensor:
     """(B, X + 1, T): the positions of each output (or input) beside each other, and of one more that is all zeros."""
     return F.pad(factor_BTX.mT, (0, 0, 0, 1))
-
-
-def _dealt(factor_BXT: Tensor, member_GR: Tensor) -> Tensor:
-    """(B, G, R, T): a group's members beside each other."""
-    chosen_BMT = factor_BXT.index_select(1, member_GR.flatten())
-    return chosen_BMT.view(len(chosen_BMT), *member_GR.shape, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,16 @@ class CoordinateSample:
         groups = max(1, round(matrices / max(1, count - whole)))
         for block in layers.blocks:
             own = max(1, min(groups, block.left, block.right))
-            left_GR = _deal(block.left, own, seed, block.name, "outputs")
-            right_GC = _deal(block.right, own, seed, block.name, "inputs")
-            tiles.append(Tiles(left_GR.to(device), right_GC.to(device), start))
+            sides = []
+            for width, side in ((block.left, "outputs"), (block.right, "inputs")):
+                # Groups are of one size; empty places are dealt as well, as number `width`: so an output and an input
+                # meet in a group with a probability of exactly 1 / G.
+                places = -(-width // own) * own
+                place = np.append(np.arange(width), np.full(places - width, width))
+                if own > 1:
+                    place = stream(seed, "gradient", block.name, side).permutation(place)
+                sides.append(torch.from_numpy(place.reshape(own, -1)).to(device))
+            tiles.append(Tiles(sides[0], sides[1], start))
             start += tiles[-1].size
         weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
         return cls(tuple(tiles), weight_K.to(device))
@@ -103,19 +114,6 @@ class CoordinateSample:
     @property
     def size(self) -> int:
         return len(self.weight_K)
-
-
-def _deal(size: int, groups: int, seed: int, *purpose: str) -> Tensor:
-    """Numbers up to `size` dealt into groups of one size, (G, R); empty places are dealt as well, as number `size`.
-
-    So two numbers of different sides meet in a group with a probability of exactly 1 / G.
-    """
-    if groups == 1:
-        return torch.arange(size)[None]
-    members = -(-size // groups)
-    place = np.full(groups * members, size)
-    place[:size] = np.arange(size)
-    return torch.from_numpy(stream(seed, "gradient", *purpose).permutation(place).reshape(groups, members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +129,38 @@ class SampledGradients:
     def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
         """Choose layers and coordinates; two short rows go through the model.
 
+        Layers are those of the body without what is frozen. Embeddings and head are large, and token and input look at
+        them; of a small model they hold most there is to see. Layers that have no gradient a row are found one by one.
+
         Raises:
             ModelError: no layer can be taken; the model is a classifier.
             SettingsError: more coordinates than there are.
         """
         if not isinstance(model, ReferenceModel):
             raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
-        engine, untaken = _engine(model)
+        root = model.model
+        tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
+        outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        chosen = {name for number, name in names.items() if number not in outside} - set(model.frozen)
+        engine: PerExample | None = None
+        untaken: list[str] = []
+        while chosen and engine is None:
+            try:
+                engine = PerExample(model, layers_of(model, chosen))
+            except UntakenLayerError as err:
+                untaken.append(err.layer)
+                before = len(chosen)
+                for name, parameter in root.named_parameters(remove_duplicate=False):
+                    if f"{name}.".startswith(f"{err.layer}."):
+                        chosen.discard(names[id(parameter)])
+                if len(chosen) == before:
+                    raise
+        if engine is None:
+            raise ModelError(
+                f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --match "
+                "forward"
+            )
         wanted, there = settings.gradient_coordinates, engine.layers.size
         if isinstance(wanted, int) and wanted > there:
             raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
@@ -145,7 +168,7 @@ class SampledGradients:
         count = min(some if wanted is None else there if wanted == "all" else wanted, there)
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
         share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
-        return cls(engine, sample, max(1, model.batch_tokens // share), untaken)
+        return cls(engine, sample, max(1, model.batch_tokens // share), tuple(untaken))
 
     def describe(self) -> str:
         """One line: how much of the model is looked at."""
@@ -190,35 +213,6 @@ class SampledGradients:
         return np.asarray(product_LE.double().cpu().numpy())
 
 
-def _engine(model: ReferenceModel) -> tuple[PerExample, tuple[str, ...]]:
-    """The body without what is frozen, and without layers that have no gradient a row, which are found one by one.
-
-    Embeddings and head are large, and token and input look at them. Of a small model they hold most there is to see.
-    """
-    root = model.model
-    tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
-    outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    chosen = {name for number, name in names.items() if number not in outside} - set(model.frozen)
-    untaken: list[str] = []
-    while chosen:
-        try:
-            return PerExample(model, layers_of(model, chosen)), tuple(untaken)
-        except UntakenLayerError as err:
-            untaken.append(err.layer)
-            rest = chosen.difference(
-                names[id(parameter)]
-                for name, parameter in root.named_parameters(remove_duplicate=False)
-                if f"{name}.".startswith(f"{err.layer}.")
-            )
-            if rest == chosen:
-                raise
-            chosen = rest
-    raise ModelError(
-        f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --match forward"
-    )
-
-
 class SquareSums:
     """Sums of squares of gradients over rows, float64. Parts merge; their order decides the last digits."""
 
@@ -246,3 +240,87 @@ def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64
     """
     mean = float((square_K * weight_K).sum() / weight_K.sum())
     return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
+
+
+@dataclass(frozen=True, slots=True)
+class GradientKernel:
+    """The kernel with the units' side of it, ready to be applied to rows."""
+
+    gradients: SampledGradients
+    side_EK: Tensor  # preconditioned coordinates of each unit's gradient, rounded to bfloat16
+    own_E: F64  # relevance of each unit to itself
+
+    @classmethod
+    def prepare(cls, model: Reference, units: Sequence[Example], square_K: F64, settings: FeatureSettings) -> Self:
+        """Run the model over the units, there and back, and fold the rows' second moments into their gradients.
+
+        bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by
+        less than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
+
+        Raises:
+            ModelError: moments of another sample of coordinates.
+            SettingsError: no room for the units' side, in memory or in a file.
+        """
+        gradients = SampledGradients.choose(model, settings)
+        engine, sample = gradients.engine, gradients.sample
+        if len(square_K) != sample.size:
+            raise ModelError(
+                f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
+                "sample; build again"
+            )
+        precondition_K = gradient_preconditioner(
+            square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping
+        )
+        factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
+        side_EK, own_E = _room(len(units), gradients, settings.gradient_memory_mb), np.zeros(len(units))
+        for index_B in gradients.batches(units):
+            taken_BK, _ = gradients.compute([units[int(e)] for e in index_B])
+            side_BK = taken_BK * factor_K
+            own_E[index_B] = (taken_BK.double() * side_BK.double()).sum(dim=1).cpu().numpy()
+            rounded_BK = side_BK if engine.work == torch.float64 else side_BK.bfloat16()
+            side_EK[torch.from_numpy(index_B).to(side_EK.device)] = rounded_BK.to(side_EK.device, side_EK.dtype)
+        return cls(gradients, side_EK, own_E)
+
+    def relevance(self, taken_BK: Tensor) -> NDArray[np.float32]:
+        """Of B rows to all units, (B, E). A row whose gradient is not finite gets 0 for every unit."""
+        product_BE = taken_BK.new_zeros(len(taken_BK), len(self.side_EK))
+        for start in range(0, taken_BK.shape[1], CHUNK):
+            some = slice(start, start + CHUNK)
+            product_BE += taken_BK[:, some] @ self.side_EK[:, some].to(taken_BK.device, taken_BK.dtype).T
+        finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
+        return np.asarray(torch.where(finite_B1, product_BE, 0.0).float().cpu().numpy())
+
+    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> NDArray[np.float32]:
+        """Of rows whose coordinates were kept, as bits of bfloat16; some rows at a time."""
+        device = self.gradients.engine.model.device
+        parts = (
+            torch.from_numpy(gradients_NK[start : start + KEPT_ROWS])
+            for start in range(0, len(gradients_NK), KEPT_ROWS)
+        )
+        return np.concatenate([self.relevance(part.view(torch.bfloat16).to(device).float()) for part in parts])
+
+
+def _room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+    """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends.
+
+    In memory it is as wide as the rows' side, if there is room for that: then nothing is widened batch by batch.
+    """
+    shape, work = (n_units, gradients.sample.size), gradients.engine.work
+    narrow, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
+    count = n_units * gradients.sample.size
+    for dtype in (work, narrow) if device.type == "cpu" else (narrow,):
+        if count * dtype.itemsize <= memory_mb * MEGABYTE:
+            return torch.empty(shape, dtype=dtype, device=device)
+    size, free = count * narrow.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:
+        raise SettingsError(
+            f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
+            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; take fewer coordinates or "
+            "units, or name another place by TMPDIR"
+        )
+    handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
+    try:
+        return torch.from_file(name, shared=True, size=count, dtype=narrow).view(shape)
+    finally:
+        os.close(handle)
+        os.unlink(name)  # the mapping keeps it
