@@ -27,12 +27,16 @@ def rewrite(path, change):
     pq.write_table(pa.Table.from_pylist(change(rows)), path)
 
 
+DIVERGED = np.array([0.0, 1.0, 2.0, np.inf, np.nan])
+
+
 def masks(env, rows=ROWS, **given):
     return np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(rows, **given)])
 
 
-def test_what_was_written_is_read_in_order(tmp_path):
+def test_what_was_written_is_read_in_order_whatever_the_order_of_lines(tmp_path):
     env = filled(tmp_path / "env")
+    rewrite(tmp_path / "env" / "utilities.parquet", lambda rows: rows[::-1])
     got = Environment.open(tmp_path / "env").utilities()
     assert (got.subset_ids, got.seeds) == (env.subset_ids, (0, 1))
     assert got.targets == ("sciq",) * 3 + ("sciq@all",) * 2
@@ -43,13 +47,6 @@ def test_what_was_written_is_read_in_order(tmp_path):
     np.testing.assert_array_equal(env.utilities("sciq@all").values_BSE, got.values_BSE[:, :, 3:])
     np.testing.assert_array_equal(env.utilities(seeds=[1]).values_BSE, got.values_BSE[:, 1:])
     np.testing.assert_array_equal(env.reference_utilities()[1], result(env, Run(1, "full")))
-
-
-def test_the_order_of_lines_means_nothing(tmp_path):
-    env = filled(tmp_path)
-    before = env.utilities().values_BSE
-    rewrite(tmp_path / "utilities.parquet", lambda rows: rows[::-1])
-    np.testing.assert_array_equal(env.utilities().values_BSE, before)
 
 
 def test_runs_come_seed_after_seed_with_the_whole_corpus_first(tmp_path):
@@ -63,21 +60,31 @@ def test_runs_come_seed_after_seed_with_the_whole_corpus_first(tmp_path):
     assert [run.stem for run in env.claim(8)] == ["full-1"]
 
 
-def test_masks_are_those_that_were_drawn(tmp_path):
-    env = create(tmp_path)
+def test_masks_are_those_that_were_drawn_and_are_drawn_again(tmp_path):
+    env = create(tmp_path / "env")
     expected = np.concatenate([block.weights_BN.toarray() for block in blocks()])
     np.testing.assert_array_equal(masks(env), expected)
-    (tmp_path / "subsets.parquet").unlink()
-    np.testing.assert_array_equal(masks(env, block=2), expected)
-
-
-def test_rows_in_another_order_are_other_masks(tmp_path):
-    env = create(tmp_path)
-    other = RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))])
     with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
-        masks(env, other)
+        masks(env, RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))]))
     with pytest.raises(EnvironmentDataError, match="drawn from 30 rows, got a corpus of 31"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in range(31)]))
+    (tmp_path / "env" / "subsets.parquet").unlink()
+    np.testing.assert_array_equal(masks(env, block=2), expected)
+    given = create(tmp_path / "given", family=None)  # a table of subsets cannot be drawn again
+    (tmp_path / "given" / "subsets.parquet").unlink()
+    with pytest.raises(EnvironmentDataError, match=r"subsets\.parquet: no such file"):
+        masks(given)
+
+
+def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
+    labels = ["a", "b", "c"] * 10
+    family = FAMILY.model_copy(update={"spec": "mixture:topic"})
+    drawn = parse_family(family.spec).draw(4, n_rows=30, labels=labels, seed=3, purpose="evaluation")
+    env = Environment.create(tmp_path, info(family=family), drawn, ROWS)
+    (tmp_path / "subsets.parquet").unlink()
+    assert masks(env, labels=LabelColumn.from_values(labels)).shape == (4, 30)
+    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
+        masks(env, labels=LabelColumn.from_values(sorted(labels)))
 
 
 def test_an_unfinished_environment_says_what_is_missing(tmp_path):
@@ -128,20 +135,16 @@ def test_two_workers_never_hold_one_run(tmp_path):
     assert two.claim(1).keys() == first.keys()
 
 
-def test_a_superseded_worker_changes_nothing(tmp_path):
+def test_a_finished_run_is_not_claimed_and_a_superseded_worker_changes_nothing(tmp_path):
     env = create(tmp_path)
     run = env.runs()[1]
     env.write_run(run, result(env, run))
     env.write_run(run, result(env, run) - 1)
-    fill(env)
-    np.testing.assert_array_equal(env.utilities().values_BSE[0, 0], result(env, run))
-
-
-def test_a_finished_run_is_not_claimed(tmp_path):
-    env = fill(create(tmp_path), 9)
+    fill(env, 8)
     assert [run.stem for run in env.claim(9)] == ["evaluation-000003-1"]
     fill(env)
     assert env.claim(9) == {}
+    np.testing.assert_array_equal(env.utilities().values_BSE[0, 0], result(env, run))
     env.compact()
     assert env.claim(9) == {}
 
@@ -179,13 +182,16 @@ def test_other_versions_of_the_program_may_go_on(tmp_path):
     assert create(tmp_path, made_by={"torch": "2"}).info == env.info
 
 
-def test_subsets_must_be_some_and_named_once(tmp_path):
-    with pytest.raises(EnvironmentDataError, match="got no subsets"):
-        create(tmp_path, n_subsets=0)
-    twice = [next(blocks(1)), next(blocks(1))]
-    with pytest.raises(EnvironmentDataError, match=r"'evaluation-000000'.*name every subset once"):
-        Environment.create(tmp_path, info(), twice, ROWS)
-    assert list(tmp_path.iterdir()) == []
+def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
+    one = next(blocks(1))
+    for given, message in (
+        ([], "got no subsets"),
+        ([one, one], r"'evaluation-000000'.*name every subset once"),
+        ([dataclasses.replace(one, subset_ids=("long " * 50,))], r"'long long .* bytes in the name of a file"),
+    ):
+        with pytest.raises(EnvironmentDataError, match=message):
+            Environment.create(tmp_path, info(), given, ROWS)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
@@ -219,13 +225,21 @@ def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
         env.utilities()
 
 
-def test_a_run_that_diverged_is_refused_and_its_unit_named(tmp_path):
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda env: env.write_run(env.runs()[0], DIVERGED), r"unit 'u0' of sciq@all is inf \(2 such\)"),
+        (lambda env: env.write_run(env.runs()[0], DIVERGED[:3]), r"got \(3,\) utilities, expected \(5,\)"),
+        (lambda env: env.check_corpus("beef", "art"), "art: corpus fingerprint beef, but .* trained on c0ffee"),
+        (lambda env: env.role_of("boolq"), "no target 'boolq'"),
+        (lambda env: env.utilities(seeds=[5]), r"got seeds \[5\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
     env = create(tmp_path)
-    values = np.array([0.0, 1.0, 2.0, np.inf, np.nan])
-    with pytest.raises(EnvironmentDataError, match=r"unit 'u0' of sciq@all is inf \(2 such\)"):
-        env.write_run(env.runs()[0], values)
-    with pytest.raises(EnvironmentDataError, match=r"got \(3,\) utilities, expected \(5,\)"):
-        env.write_run(env.runs()[0], values[:3])
+    env.check_corpus("c0ffee", "artifact")
+    with pytest.raises(EnvironmentDataError, match=message):
+        ask(env)
 
 
 @pytest.mark.parametrize(
@@ -254,26 +268,6 @@ def test_a_file_without_an_end_is_not_opened(tmp_path, name):
         Environment.open(tmp_path)
 
 
-def test_a_subset_id_too_long_for_a_file_is_refused_before_anything_is_trained(tmp_path):
-    (block,) = create(tmp_path / "env", n_subsets=1).subset_blocks(ROWS)
-    named = dataclasses.replace(block, subset_ids=("long " * 50,))
-    info = Environment.open(tmp_path / "env").info
-    with pytest.raises(EnvironmentDataError, match=r"subset id 'long long .* bytes in the name of a file \(1 such\)"):
-        Environment.create(tmp_path / "other", info, [named], ROWS)
-    assert not list((tmp_path / "other").iterdir())
-
-
-def test_fingerprints_that_differ_are_both_named(tmp_path):
-    env = create(tmp_path)
-    env.check_corpus("c0ffee", "artifact")
-    with pytest.raises(EnvironmentDataError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
-        env.check_corpus("beef", "art")
-    with pytest.raises(EnvironmentDataError, match="has no target 'boolq', expected one of"):
-        env.role_of("boolq")
-    with pytest.raises(EnvironmentDataError, match=r"got seeds \[5\]"):
-        env.utilities(seeds=[5])
-
-
 def test_a_dev_environment_may_hold_out_targets(tmp_path):
     env = create(tmp_path / "env", held_out_targets=("sciq@all",))
     assert (env.role_of("sciq"), env.role_of("sciq@all")) == ("dev", "held-out")
@@ -294,45 +288,16 @@ def test_a_copy_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
     np.testing.assert_array_equal(masks(kept), masks(env))
 
 
-def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
-    labels = ["a", "b", "c"] * 10
-    family = FAMILY.model_copy(update={"spec": "mixture:topic"})
-    drawn = parse_family(family.spec).draw(4, n_rows=30, labels=labels, seed=3, purpose="evaluation")
-    env = Environment.create(tmp_path, info(family=family), drawn, ROWS)
-    (tmp_path / "subsets.parquet").unlink()
-    assert masks(env, labels=LabelColumn.from_values(labels)).shape == (4, 30)
-    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
-        masks(env, labels=LabelColumn.from_values(sorted(labels)))
-
-
-def test_a_given_table_of_subsets_cannot_be_drawn_again(tmp_path):
-    env = create(tmp_path, family=None)
-    (tmp_path / "subsets.parquet").unlink()
-    with pytest.raises(EnvironmentDataError, match=r"subsets\.parquet: no such file"):
-        masks(env)
-
-
-def test_merging_clears_away_old_parts_and_leases_but_no_young_part(tmp_path):
-    env = fill(create(tmp_path))
+def test_merging_clears_away_what_is_ours_and_old(tmp_path):
+    env = fill(create(tmp_path), 9)
     env.claim(1)
     old, young = (tmp_path / "runs" / f".x.{digit * 32}.part" for digit in "12")
-    old.touch()
-    young.touch()
+    for path in (old, young, *(tmp_path / name for name in ("claims/notes.txt", "claims/full-0.old", ".mine.part"))):
+        path.write_text("mine")
     os.utime(old, (0, 0))
-    env.compact()
+    fill(env).compact()
     assert not old.exists()
     assert young.exists()
-    assert not list((tmp_path / "claims").glob("*"))
-
-
-def test_only_what_is_ours_is_removed(tmp_path):
-    env = fill(create(tmp_path), 9)
-    (tmp_path / "claims").mkdir(exist_ok=True)
-    for name in ("claims/notes.txt", "claims/full-0.old", ".mine.part"):
-        (tmp_path / name).write_text("mine")
-    env.claim(1)
-    fill(env, 10)
-    env.compact()
     assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["full-0.old", "notes.txt"]
     assert (tmp_path / ".mine.part").exists()
 
