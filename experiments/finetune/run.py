@@ -39,7 +39,6 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, EnvironmentInfo, Run, TargetInfo, run_bytes
-from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 from grasp.training.plan import row_names
@@ -92,7 +91,9 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
         by_target.setdefault(unit.target, []).append(unit)
     return {
         target: TargetInfo(
-            fingerprint=target_fingerprint(own), loss_on=COMPLETION, unit_ids=tuple(unit.unit_id for unit in own)
+            fingerprint=UnitSet(tuple(own)).fingerprint,
+            loss_on=COMPLETION,
+            unit_ids=tuple(unit.unit_id for unit in own),
         )
         for target, own in by_target.items()
     }

@@ -33,7 +33,7 @@ from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.environment import FULL, Environment, Run, TargetInfo
-from grasp.runs.evaluate import unit_fingerprints
+from grasp.runs.joined import unit_fingerprints
 from grasp.seeds import stream
 
 TARGETS = ("sciq", "openbookqa")  # said before anything was trained

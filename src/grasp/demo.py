@@ -23,7 +23,7 @@ from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
-from grasp.runs.evaluate import artifact_targets
+from grasp.runs.joined import artifact_targets
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table

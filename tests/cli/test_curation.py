@@ -18,8 +18,8 @@ from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
+from grasp.targets.units import UnitSet
 from grasp.yaml_files import read_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.resigned import resign
@@ -40,7 +40,9 @@ def environment(path, art, family="mixture:topic", n_subsets=20, role="dev") -> 
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
     units = [Unit(**line, loss_on="completion") for line in lines]
     target = TargetInfo(
-        fingerprint=target_fingerprint(units), loss_on="completion", unit_ids=tuple(unit.unit_id for unit in units)
+        fingerprint=UnitSet(tuple(units)).fingerprint,
+        loss_on="completion",
+        unit_ids=tuple(unit.unit_id for unit in units),
     )
     info = EnvironmentInfo(
         role=role,

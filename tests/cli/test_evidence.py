@@ -377,33 +377,11 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
 
 
-def test_undefined_rho_is_said_to_be(art, own_env, tmp_path):
-    utilities = Environment.open(own_env).utilities()
-    lines = [{"subset_id": subset, "target": "facts", "utility": 1.0} for subset in utilities.subset_ids]
-    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "flat.parquet")
-    out = succeed("evaluate", art, "--runs", own_env, "--predictions", tmp_path / "flat.parquet").out
-    assert lines_of(out)["flat"][3] == "undefined"
-    assert "undefined: task_rho of flat on facts: predictions are constant" in out
-    assert "nan" not in out
-    plant(own_env, lambda *_: 0.0)
-    rewrite(own_env, lambda lines: [line | {"utility": -1.0} for line in lines])
-    out = succeed("evaluate", art, "--runs", own_env).out
-    assert {line[3] for line in lines_of(out).values()} == {"undefined"}
-    assert "undefined: task_rho of token additive on facts: utilities are constant" in out
-
-
-def test_damaged_utilities_are_refused_by_whoever_reads_them(art, env, own_env, tmp_path):
-    rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
-    assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env)
-    out = tmp_path / "p.yaml"
-    both = ("--runs", shutil.copytree(env, tmp_path / "other"), "--runs", own_env)
-    assert "utility is nan (1 such)" in refused("calibrate", art, *both, "--out", out)
-    assert not out.exists()
-
-
-def test_an_unfinished_environment_is_evaluated_only_when_asked(art, own_env):
+def test_an_unfinished_environment_is_evaluated_only_when_asked_and_a_damaged_one_never(art, own_env):
     rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
     assert ", 7 subsets, " in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
+    rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
+    assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env, "--partial")
 
 
 @pytest.mark.parametrize("what", ["corpus", "units"])

@@ -13,8 +13,8 @@ from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
+from grasp.targets.units import UnitSet
 
 N_ROWS = 120
 TOPICS = ("games", "science", "travel")
@@ -82,7 +82,9 @@ def begin_environment(
     of_target = {target: [unit for unit in units if unit.target == target] for target in artifact.targets}
     targets = {
         target: TargetInfo(
-            fingerprint=target_fingerprint(own), loss_on="completion", unit_ids=tuple(unit.unit_id for unit in own)
+            fingerprint=UnitSet(tuple(own)).fingerprint,
+            loss_on="completion",
+            unit_ids=tuple(unit.unit_id for unit in own),
         )
         for target, own in of_target.items()
     }

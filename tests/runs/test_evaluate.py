@@ -13,9 +13,10 @@ from scipy import stats
 
 from grasp.errors import EnvironmentDataError
 from grasp.runs.environment import Environment
-from grasp.runs.evaluate import artifact_targets, evaluation_of, target_fingerprint
+from grasp.runs.evaluate import evaluation_of
+from grasp.runs.joined import artifact_targets
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
-from grasp.targets.units import Unit
+from grasp.targets.units import Unit, UnitSet
 from tests.runs.worlds import ROWS, create, filled, result
 
 UNITS = (("sciq", "u0"), ("sciq", "u1"), ("sciq", "u2"), ("sciq@all", "u0"), ("sciq@all", "u1"))
@@ -137,30 +138,36 @@ def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
         opened.sum_over(env.subset_blocks(ROWS))
     with pytest.raises(EnvironmentDataError, match="scores 29 rows, the subsets are drawn from 30"):
         RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
-    np.save(tmp_path / "m.npy", np.ones((10, 5)))
-    (tmp_path / "m.ids.json").write_text(json.dumps({"units": UNITS}))
-    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
-        read_row_scores(tmp_path / "m.npy", ROWS)
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
     with pytest.raises(EnvironmentDataError, match="'row-0' occurs twice"):
         read_row_scores(tmp_path / "x.parquet", ROWS)
 
 
+NAMES = {"subset_id": ["a"], "target": ["sciq"]}
+MADE = pa.Table.from_pylist
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("table", "said"),
     [
-        (lambda rows: [r for r in rows if r["subset_id"] != "evaluation-000003"], "1 of 10 have no prediction, e.g"),
-        (lambda rows: rows[1:], "subset 'evaluation-000000', target and unit .* occurs 0 times"),
-        (lambda rows: [*rows, rows[0]], "occurs 2 times"),
-        (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], r"m: sciq: prediction at \(0, 0\) is nan"),
-        (lambda rows: [r for r in rows if r["unit_id"] != "u2"], r"units of sciq: 1 of 3 have no prediction"),
-        (lambda rows: [{"subset_id": r["subset_id"]} for r in rows], r"lacks \['target', 'utility'\]"),
+        (lambda rows: MADE([r for r in rows if r["subset_id"] != "evaluation-000003"]), "1 of 10 have no prediction"),
+        (lambda rows: MADE(rows[1:]), "subset 'evaluation-000000', target and unit .* occurs 0 times"),
+        (lambda rows: MADE([*rows, rows[0]]), "occurs 2 times"),
+        (lambda rows: MADE([rows[0] | {"utility": None}, *rows[1:]]), r"m: sciq: prediction at \(0, 0\) is nan"),
+        (lambda rows: MADE([rows[0] | {"utility": 1e308}, *rows[1:]]), r"must be finite, and at most 1e\+100"),
+        (lambda rows: MADE([r for r in rows if r["unit_id"] != "u2"]), "units of sciq: 1 of 3 have no prediction"),
+        (lambda rows: MADE([{"subset_id": r["subset_id"]} for r in rows]), r"lacks \['target', 'utility'\]"),
+        (lambda _: pa.table({"x": [1]}), r"has columns \['x'\], expected subset_id"),
+        (lambda _: pa.table(NAMES | {"utility": ["x"]}), "utility: Failed to parse string: 'x'"),
+        (lambda _: pa.table(NAMES | {"utility": [[1.0]]}), "utility: Unsupported cast"),
+        (lambda _: pa.table(NAMES | {"target": [["sciq"]], "utility": [1.0]}), "target: got list"),
+        (lambda _: pa.table([["a"], ["b"], ["t"], [1.0]], [*NAMES, "target", "utility"]), "as the name of 2 columns"),
     ],
 )
-def test_tables_with_holes_are_refused(env, tmp_path, change, message):
+def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path, table, said):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
-    pq.write_table(pa.Table.from_pylist(change(pq.read_table(path).to_pylist())), path)
-    with pytest.raises(EnvironmentDataError, match=message):
+    pq.write_table(table(pq.read_table(path).to_pylist()), path)
+    with pytest.raises(EnvironmentDataError, match=said):
         evaluation_of(env, [read(env, path)], resamples=9)
 
 
@@ -169,6 +176,7 @@ def test_tables_with_holes_are_refused(env, tmp_path, change, message):
     [
         (np.ones((10, 5)), None, r"m\.ids\.json: no such file"),
         (np.ones((10, 5)), {"subset_ids": ["a"], "units": UNITS}, r"shape \(10, 5\), expected \(1, 5\)"),
+        (np.ones((10, 5)), {"units": UNITS}, r"shape \(10, 5\), expected \(30, 5\)"),
         (np.ones((10, 5)), [], r"m\.ids\.json: .*, got \[\]"),
         (np.array([["x"]]), {"subset_ids": ["a"], "units": [["sciq", "0"]]}, "expected an array of numbers"),
     ],
@@ -181,27 +189,7 @@ def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names,
         read(env, tmp_path / "m.npy")
 
 
-NAMES = {"subset_id": ["a"], "target": ["sciq"]}
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        (pa.table({"x": [1]}), r"has columns \['x'\], expected subset_id"),
-        (pa.table(NAMES | {"utility": ["x"]}), "utility: Failed to parse string: 'x'"),
-        (pa.table(NAMES | {"utility": [[1.0]]}), "utility: Unsupported cast"),
-        (pa.table(NAMES | {"target": [["sciq"]], "utility": [1.0]}), "target: got list"),
-        (pa.table([["a"], ["b"], ["t"], [1.0]], [*NAMES, "target", "utility"]), "as the name of 2 columns"),
-        (pa.table(NAMES | {"utility": [1e308]}), r"must be finite, and at most 1e\+100"),
-    ],
-)
-def test_tables_that_are_no_predictions_are_refused(env, tmp_path, table, said):
-    pq.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(EnvironmentDataError, match=said):
-        read(env, tmp_path / "x.parquet").aligned(["a"], "sciq", [])
-
-
-def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
+def test_constant_predictions_and_utilities_are_said_to_be_undefined_everywhere(env, tmp_path):
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
     report = evaluation_of(env, [flat], resamples=9)
     table = repr(report)
@@ -211,6 +199,11 @@ def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
     record = json.loads(report.to_json())["results"][0]
     assert (record["task_rho"], record["task_rho_reason"]) == (None, "predictions are constant")
     assert next(csv.DictReader(io.StringIO(report.to_csv())))["task_rho"] == ""
+    same = create(tmp_path / "same", n_subsets=4)
+    for run in same.pending():
+        same.write_run(run, np.full(5, -1.0))
+    ordered = Predictions("m", same.subset_ids, UNITS, np.arange(20.0).reshape(4, 5))
+    assert "task_rho of m on sciq: utilities are constant" in repr(evaluation_of(same, [ordered], resamples=9))
 
 
 def test_a_target_named_average_is_not_the_average(env):
@@ -244,26 +237,22 @@ def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     assert report.records()[0]["task_ceiling"] is None
 
 
-def test_an_unfinished_environment_is_evaluated_only_when_asked(tmp_path):
-    env = create(tmp_path, n_subsets=6)
-    for run in env.pending()[:6]:
-        env.write_run(run, result(env, run))
-    predicted = Predictions("m", env.subset_ids, UNITS, np.random.default_rng(8).normal(size=(6, 5)))
-    with pytest.raises(EnvironmentDataError, match="runs are missing"):
-        evaluation_of(env, [predicted])
-    with pytest.raises(EnvironmentDataError, match="no subset has a result for every seed yet"):
-        evaluation_of(env, [predicted], partial=True)
-    assert evaluation_of(env, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
-
-
-def test_targets_that_nobody_predicts_are_refused(env):
+def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_never(env, tmp_path):
+    begun = create(tmp_path / "begun", n_subsets=6)
+    for run in begun.pending()[:6]:
+        begun.write_run(run, result(begun, run))
+    predicted = Predictions("m", begun.subset_ids, UNITS, np.random.default_rng(8).normal(size=(6, 5)))
+    assert evaluation_of(begun, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
     wrong = Predictions("m", env.subset_ids, (("boolq", "u0"),), np.ones((10, 1)))
-    with pytest.raises(EnvironmentDataError, match="none is common to all"):
-        evaluation_of(env, [wrong])
-    with pytest.raises(EnvironmentDataError, match="m: predicts nothing for 'sciq', only"):
-        evaluation_of(env, [wrong], targets=["sciq"])
-    with pytest.raises(EnvironmentDataError, match="got no predictions"):
-        evaluation_of(env, [])
+    for runs, predictions, options, message in (
+        (begun, [predicted], {}, "runs are missing"),
+        (begun, [predicted], {"partial": True}, "no subset has a result for every seed yet"),
+        (env, [wrong], {}, "none is common to all"),
+        (env, [wrong], {"targets": ["sciq"]}, "m: predicts nothing for 'sciq', only"),
+        (env, [], {}, "got no predictions"),
+    ):
+        with pytest.raises(EnvironmentDataError, match=message):
+            evaluation_of(runs, predictions, **options)
 
 
 class FakeArtifact:
@@ -285,8 +274,10 @@ def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
     everywhere = [Unit(u.unit_id, u.target, u.prompt, u.completion, "all") for u in units]
     plain = create(tmp_path / "plain").info
     targets = {
-        "sciq": plain.targets["sciq"].model_copy(update={"fingerprint": target_fingerprint(units[:2])}),
-        "sciq@all": plain.targets["sciq@all"].model_copy(update={"fingerprint": target_fingerprint(everywhere[:2])}),
+        "sciq": plain.targets["sciq"].model_copy(update={"fingerprint": UnitSet(tuple(units[:2])).fingerprint}),
+        "sciq@all": plain.targets["sciq@all"].model_copy(
+            update={"fingerprint": UnitSet(tuple(everywhere[:2])).fingerprint}
+        ),
     }
     env = create(tmp_path / "env", targets=targets)
     assert artifact_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}

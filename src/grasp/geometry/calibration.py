@@ -37,7 +37,7 @@ from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.predict.protocol import Requirements, ScoringProtocol
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.evaluate import artifact_targets
+from grasp.runs.joined import artifact_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.seeds import bootstrap_weights, stream

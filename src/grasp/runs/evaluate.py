@@ -8,10 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.results import Result
-from grasp.runs.environment import ALL_SUFFIX, Environment, Role, Utilities
+from grasp.runs.environment import Environment, Role, Utilities
 from grasp.runs.metrics import (
     CEILINGS,
     METRICS,
@@ -24,7 +23,6 @@ from grasp.runs.metrics import (
 )
 from grasp.runs.predictions import Cost, MethodRole, Predictions
 from grasp.seeds import bootstrap_weights
-from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import different, json_text, number, plain, text_table
 
 AVERAGE = "average"
@@ -279,53 +277,3 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
             records.append(record | about | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])
-
-
-def target_fingerprint(units: Sequence[Unit]) -> str:
-    """Fingerprint of the units of one target, in order."""
-    return UnitSet(tuple(units)).fingerprint
-
-
-def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
-    """Fingerprint of the units of every target of an artifact."""
-    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
-    return {
-        target: target_fingerprint([Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target])
-        for target in artifact.targets
-    }
-
-
-def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
-    """Targets of the environment that the artifact has: environment's name -> artifact's name.
-
-    An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
-    artifact has one of the two, under the name `sciq`.
-
-    Raises:
-        EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
-    """
-    where = str(artifact.path)
-    try:
-        environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
-    except EnvironmentDataError as err:
-        command = environment.info.build_command(environment.path)
-        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
-    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-    known = unit_fingerprints(artifact, loss_on)
-    common: dict[str, str] = {}
-    for name, info in environment.info.targets.items():
-        own = name.removesuffix(ALL_SUFFIX)
-        if own not in artifact.targets or info.loss_on != loss_on:
-            continue
-        if known[own] != info.fingerprint:
-            raise EnvironmentDataError(
-                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
-                f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
-            )
-        common[name] = own
-    if not common:
-        raise EnvironmentDataError(
-            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
-            f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
-        )
-    return common

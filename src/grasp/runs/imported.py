@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
@@ -21,7 +20,7 @@ from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.environment import Environment, EnvironmentInfo, Run, TargetInfo
-from grasp.runs.evaluate import unit_fingerprints
+from grasp.runs.joined import unit_fingerprints
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import NAMED, RunTable, open_runs
 
@@ -142,17 +141,34 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     if runs.info.kind == "rows":
         return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path)), []
     weight_RG = runs.weights_RG()
-    if runs.info.kind == "expressions":
+    if runs.info.kind == "expressions":  # they add up: a row that two of them match has both weights
         masks_GN = [table.matching(expression).mask_N for expression in runs.values]
-        rows = (_weighted(run, weight_RG[r], masks_GN) for r, run in enumerate(runs.runs))
-        return list(in_blocks(rows, artifact.n_rows, BLOCK)), []
+
+        def added_up() -> Iterator[WeightedRows]:
+            for run, weight_G in zip(runs.runs, weight_RG, strict=True):
+                weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
+                kept = np.flatnonzero(weight_N)
+                yield WeightedRows(run, kept, weight_N[kept])
+
+        return list(in_blocks(added_up(), artifact.n_rows, BLOCK)), []
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)
     except SubsetError as err:
         raise EnvironmentDataError(f"{runs.name}: {err}") from err
     code_of = {name: code for code, name in enumerate(column.names())}
-    place = _matched(runs, code_of)
+    # what all the names in the table begin with may be left off, as in train_arxiv, train_github
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
+    common = "".join(letter for letter, _ in pairs)
+    spellings = (list(runs.values), [name.removeprefix(common) for name in runs.values])
+    names = next((names for names in spellings if all(name in code_of for name in names)), None)
+    if names is None:
+        lacking = [name for name in runs.values if name not in code_of]
+        raise EnvironmentDataError(
+            f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
+            f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
+        )
+    place = [code_of[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
     factor_RG[:, place] = weight_RG
     if runs.info.kind == "shares":
@@ -160,20 +176,6 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     unseen = [name for name, code in code_of.items() if code not in place]
     said = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
     return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], said
-
-
-def _matched(runs: RunTable, code_of: Mapping[str, int]) -> list[int]:
-    """Codes of the table's values; what all its names begin with may be left off, as in train_arxiv, train_github."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
-    common = "".join(letter for letter, _ in pairs)
-    for names in (list(runs.values), [name.removeprefix(common) for name in runs.values]):
-        if all(name in code_of for name in names):
-            return [code_of[name] for name in names]
-    lacking = [name for name in runs.values if name not in code_of]
-    raise EnvironmentDataError(
-        f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
-        f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
-    )
 
 
 def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
@@ -202,10 +204,3 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
         for order in [np.argsort(rows)]
     )
     return list(in_blocks(subsets, index.n_rows, BLOCK))
-
-
-def _weighted(run: str, weight_G: F64, masks_GN: Sequence[NDArray[np.bool_]]) -> WeightedRows:
-    """Expressions add up: a row that two of them match has both weights."""
-    weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
-    kept = np.flatnonzero(weight_N)
-    return WeightedRows(run, kept, weight_N[kept])

@@ -8,14 +8,60 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.errors import EnvironmentDataError
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import label_column
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment
-from grasp.runs.evaluate import artifact_targets
+from grasp.runs.environment import ALL_SUFFIX, Environment
 from grasp.runs.predictions import Cost, Predictions
+from grasp.targets.units import LossOn, Unit, UnitSet
+
+
+def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
+    """Fingerprint of the units of every target of an artifact."""
+    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    return {
+        target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
+        for target in artifact.targets
+    }
+
+
+def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
+    """Targets of the environment that the artifact has: environment's name -> artifact's name.
+
+    An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
+    artifact has one of the two, under the name `sciq`.
+
+    Raises:
+        EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
+    """
+    where = str(artifact.path)
+    try:
+        environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+    except EnvironmentDataError as err:
+        command = environment.info.build_command(environment.path)
+        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
+    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
+    known = unit_fingerprints(artifact, loss_on)
+    common: dict[str, str] = {}
+    for name, info in environment.info.targets.items():
+        own = name.removesuffix(ALL_SUFFIX)
+        if own not in artifact.targets or info.loss_on != loss_on:
+            continue
+        if known[own] != info.fingerprint:
+            raise EnvironmentDataError(
+                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
+                f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
+            )
+        common[name] = own
+    if not common:
+        raise EnvironmentDataError(
+            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
+            f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
+        )
+    return common
 
 
 @dataclass(frozen=True)

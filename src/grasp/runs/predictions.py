@@ -10,7 +10,7 @@ Files that are read:
 Higher is better. Shape letters: B subsets, E units, N rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
@@ -131,26 +131,24 @@ class RowScores:
         if wrong or not held:
             found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
             raise EnvironmentDataError(f"{self.method}: scores {self.n_rows} rows, {found}")
-        counted_blocks = (
-            (start, counted(self._checked(start, scores_NE).astype(np.float64), negative))
-            for start, scores_NE in self.blocks
-        )
-        sum_BE = sums_over(counted_blocks, [block.weights for block in held], len(self.columns))
+
+        def counted_blocks() -> Iterator[tuple[int, F64]]:
+            for start, scores_NE in self.blocks:
+                own_NE = scores_NE.astype(np.float64)
+                for row, column in np.argwhere(bad_NE := ~(np.abs(own_NE) <= LARGEST))[:1]:
+                    target, unit = self.columns[column]
+                    raise EnvironmentDataError(
+                        f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
+                        f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
+                        f"most {LARGEST:g}"
+                    )
+                yield start, counted(own_NE, negative)
+
+        sum_BE = sums_over(counted_blocks(), [block.weights for block in held], len(self.columns))
         if weighting == "mean":
             masses = [block.weights.sums for block in held]
             sum_BE = [inverse(mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
         return _split(self.method, ids, self.columns, np.concatenate(sum_BE))
-
-    def _checked(self, start: int, scores_NE: NDArray[Any]) -> NDArray[Any]:
-        bad = np.argwhere(~(np.abs(scores_NE.astype(np.float64)) <= LARGEST))
-        if len(bad):
-            row, (target, unit) = bad[0, 0], self.columns[bad[0, 1]]
-            raise EnvironmentDataError(
-                f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
-                f"{scores_NE[row, bad[0, 1]]} ({len(bad)} such in this block); scores must be finite, and at most "
-                f"{LARGEST:g}"
-            )
-        return scores_NE
 
 
 def read_predictions(

@@ -27,7 +27,6 @@ from grasp.runs.environment import (
     TargetInfo,
     is_environment,
 )
-from grasp.runs.evaluate import target_fingerprint
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
@@ -78,7 +77,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             n_rows=store.n_rows,
             targets={
                 name: TargetInfo(
-                    fingerprint=target_fingerprint(units),
+                    fingerprint=UnitSet(tuple(units)).fingerprint,
                     loss_on=units[0].loss_on,
                     unit_ids=tuple(unit.unit_id for unit in units),
                 )
