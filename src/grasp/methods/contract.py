@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from grasp.arrays import F64, I64, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
@@ -36,7 +37,7 @@ from grasp.targets.units import UnitSet, UnitTokens
 if TYPE_CHECKING:
     from grasp.models.causal_lm import ReferenceModel
     from grasp.models.tokenizer import HfTokenizer
-Scores = NDArray[np.floating[Any]]
+Scores = Floats
 # What a method may need beside the artifact's own tables; each is checked before work begins.
 Looks = Literal["tokens", "model", "checkpoints", "environment"]
 
@@ -97,7 +98,7 @@ class MethodInputs:
         """
         return replace(self.store.rows(np.arange(start, stop)), start=start)
 
-    def rows_at(self, row_index: NDArray[np.int64]) -> RowShard:
+    def rows_at(self, row_index: I64) -> RowShard:
         """Rows by index, in the order given; only the shards they lie in are read. Raises as `rows`."""
         return self.store.rows(row_index)
 
@@ -106,19 +107,11 @@ class MethodInputs:
         rows = self.rows(start, stop)
         return self.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
 
-    def column(self, name: str) -> NDArray[np.float64]:
+    def column(self, name: str) -> F64:
         """A numeric column of the row table, (N,): `loss` (nats a token) or `n_tokens`."""
         return np.concatenate(
             [np.asarray(batch.column(name), dtype=np.float64) for batch in self.artifact.row_batches([name])]
         )
-
-    def require_tokens(self) -> None:
-        """See that the rows' tokens are there, and the artifact's own.
-
-        Raises:
-            ArtifactError: they are not.
-        """
-        _ = self.store
 
     @cached_property
     def store(self) -> RowStore:
@@ -288,7 +281,7 @@ class Method(ABC, Generic[S]):
         if "environment" in self.looks_at and material.retrained is None:
             raise SettingsError(f"method {self.name}: is made from retrained subsets; name their directory (--runs)")
         if "tokens" in self.looks_at:
-            material.require_tokens()
+            _ = material.store
 
 
 class RowMethod(Method[S]):

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationError
 
-from grasp.arrays import F32, Blocks
+from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
@@ -362,13 +361,11 @@ class MethodRows:
     def array_names(self) -> tuple[str, ...]:
         return (f"relevance_{self.label}",)
 
-    def unit_columns(self, target: str) -> NDArray[np.int64]:
+    def unit_columns(self, target: str) -> I64:
         """Columns of the target's units: those of the artifact."""
         return self.artifact.unit_columns(target)
 
-    def array_blocks(
-        self, name: str, *, columns: NDArray[np.int64] | None = None, block_rows: int | None = None
-    ) -> Blocks:
+    def array_blocks(self, name: str, *, columns: I64 | None = None, block_rows: int | None = None) -> Blocks:
         """Scores in blocks of the stored size; one that does not depend on the unit is the same in every column."""
         del name, block_rows
         chosen = np.arange(len(self.artifact.units)) if columns is None else columns
@@ -376,7 +373,7 @@ class MethodRows:
             own: F32 = block.astype(np.float32)
             yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
 
-    def means(self, target: str) -> NDArray[np.float64]:
+    def means(self, target: str) -> F64:
         """Mean of the scores over the units of a target, (N,)."""
         blocks = self.array_blocks(self.array_names[0], columns=self.unit_columns(target))
         return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])

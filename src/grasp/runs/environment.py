@@ -28,11 +28,10 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from pydantic import Field
 from pydantic_core import to_jsonable_python
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.errors import EnvironmentDataError, ModelError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family
@@ -723,7 +722,7 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
     return table
 
 
-def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> NDArray[np.int64]:
+def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> I64:
     """Position of each line's pair of names; a pair that the environment does not have is refused."""
     first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
     a_names, b_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()

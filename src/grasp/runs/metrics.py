@@ -24,16 +24,12 @@ One seed, or seeds that do not agree (r1 <= 0), leave the ceiling undefined.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from grasp.arrays import F64
+from grasp.arrays import F64, Bool, Floats
 from grasp.errors import ShapeError
 from grasp.text import number
-
-Weights = NDArray[np.floating[Any]]
 
 # The lowest value of each metric; the highest is 1.
 METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
@@ -100,7 +96,7 @@ class TargetMetrics:
 # ---------------------------------------------------------------------------------------------- ranks
 
 
-def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Weights) -> F64:
+def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Floats) -> F64:
     """Spearman's rho between pairs of column sets, for every unit and every resample.
 
     A resample is a row of integer weights: how often each subset was drawn. The mid-rank of a subset, less
@@ -153,7 +149,7 @@ def spearman(x_BE: F64, y_BE: F64) -> F64:
     return rank_correlations([x_BE, y_BE], [(0, 1)], np.ones((1, len(x_BE))))[0, :, 0]
 
 
-def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Weights) -> F64:
+def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> F64:
     """Share of pairs of subsets ordered as retraining orders them, (R,).
 
     A pair whose utilities tie is left out; a pair whose predictions tie counts one half. In a resample a pair
@@ -209,7 +205,7 @@ def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
     return out
 
 
-def seed_agreement(realized_BSE: F64, weights_RB: Weights) -> F64:
+def seed_agreement(realized_BSE: F64, weights_RB: Floats) -> F64:
     """Mean over all pairs of seeds of the rank correlation between two seeds, (E, R); nan if S < 2."""
     _, n_seeds, n_units = realized_BSE.shape
     pairs = [(a, b) for a in range(n_seeds) for b in range(a + 1, n_seeds)]
@@ -219,7 +215,7 @@ def seed_agreement(realized_BSE: F64, weights_RB: Weights) -> F64:
     return mean_defined(rank_correlations(runs, pairs, weights_RB), axis=0)
 
 
-def noise_ceilings(realized_BSE: F64, weights_RB: Weights) -> dict[str, Estimate]:
+def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]:
     """CEILINGS of one target; they depend on the utilities alone, so one call serves every method.
 
     Args:
@@ -231,7 +227,7 @@ def noise_ceilings(realized_BSE: F64, weights_RB: Weights) -> dict[str, Estimate
     return {"task_ceiling": _ceiling(task_BS1, weights_RB), "lds_ceiling": _ceiling(realized_BSE, weights_RB)}
 
 
-def _ceiling(realized_BSE: F64, weights_RB: Weights) -> Estimate:
+def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
     n_subsets, n_seeds, _ = realized_BSE.shape
     if n_seeds < 2:
         return Estimate.undefined(ONE_SEED)
@@ -264,7 +260,7 @@ def standardised_mean(values_BE: F64) -> F64:
     return np.asarray(z_BE.mean(axis=1))
 
 
-def _varies(values_BE: F64) -> NDArray[np.bool_]:
+def _varies(values_BE: F64) -> Bool:
     return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
 
 
@@ -275,7 +271,7 @@ def target_metrics(
     target: str,
     predicted_BE: F64 | None,
     realized_BSE: F64,
-    weights_RB: Weights,
+    weights_RB: Floats,
     *,
     task_predicted_B: F64 | None = None,
     ceilings: Mapping[str, Estimate] | None = None,
@@ -344,7 +340,7 @@ def target_metrics(
     )
 
 
-def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Weights) -> tuple[dict[str, F64], F64]:
+def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Floats) -> tuple[dict[str, F64], F64]:
     """Every metric under every resample, (R,) each, and the units' rho (E, R)."""
     n_resamples, n_units = len(weights_RB), predicted_BE.shape[1]
     if len(task_B) < MIN_SUBSETS:

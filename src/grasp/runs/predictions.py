@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.errors import EnvironmentDataError
 from grasp.predict.predictor import counted, inverse
 from grasp.predict.subset_tables import RowIndex
@@ -249,7 +249,7 @@ def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str |
     return Predictions(method, ids, units, values_BE[:, of_units], task_B)
 
 
-def _positions(have: Sequence[str], want: Sequence[str], where: str) -> NDArray[np.int64]:
+def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
     """Where each of `want` stands in `have`."""
     position = {name: i for i, name in enumerate(have)}
     if len(position) < len(have):

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
-from numpy.typing import NDArray
 
+from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import check_place
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
@@ -111,7 +111,7 @@ def import_runs(
     return runs
 
 
-def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], F64]:
     """Names of mixtures, and their shares (B, G) of `values`.
 
     A line a mixture and a column a value, of which those that get nothing may be absent; or a line a value and a column
@@ -122,7 +122,11 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     """
     table, where = _table(source)
     if "value" in table.column_names and "value" not in values:
-        table = _turned(table, where)
+        mixtures = [name for name in MIXTURES if name in table.column_names]
+        if not mixtures:
+            raise EnvironmentDataError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
+        lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
+        table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise EnvironmentDataError(f"{where}: has no mixture; expected a line for each")
     named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
@@ -149,15 +153,6 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-def _turned(table: pa.Table, where: str) -> pa.Table:
-    """A line a value and a column a mixture, as a line a mixture."""
-    columns = [name for name in MIXTURES if name in table.column_names]
-    if not columns:
-        raise EnvironmentDataError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
-    lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in columns), strict=True)
-    return pa.table({"mixture": columns} | {value: pa.array(shares) for value, *shares in lines})
-
-
 # --------------------------------------------------------------------------------------------- what was trained on
 
 
@@ -178,27 +173,21 @@ def _trained(
     chosen = wide.chosen(columns)
     if len(chosen) < 2:
         raise EnvironmentDataError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
-    runs = list(dict.fromkeys(wide.runs))
-    first = [wide.runs.index(run) for run in runs]
     weight_RG = np.stack([wide.numbers[name] for name in chosen], axis=1)
-    _one_mixture_each(wide, weight_RG, where)
-    r, g = np.indices((len(runs), len(chosen)))
-    arrays = [np.array(runs, object)[r.ravel()], np.array(chosen, object)[g.ravel()], weight_RG[first].ravel()]
-    long = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
-    return ("times" if weights == "times" else "shares"), long
-
-
-def _one_mixture_each(wide: "_Wide", weight_RG: np.ndarray, where: str) -> None:
-    """A name may come again for another seed, but not with other weights."""
     first: dict[str, int] = {}
-    for at, run in enumerate(wide.runs):
+    for at, run in enumerate(wide.runs):  # a name may come again for another seed, but not with other weights
         was = first.setdefault(run, at)
         if was != at and not np.allclose(weight_RG[was], weight_RG[at], equal_nan=True):
             raise EnvironmentDataError(
                 f"{where}: run {run!r} is there twice, with different weights; rename one of them"
             )
-        if was != at and len({wide.meta("seed", k) for k in (was, at)}) < 2:
+        if was != at and wide.meta("seed", was) == wide.meta("seed", at):
             raise EnvironmentDataError(f"{where}: run {run!r} is there twice; rename one, or add a column seed")
+    r, g = (index.ravel() for index in np.indices((len(first), len(chosen))))
+    names_R, names_G = np.array([*first], object), np.array(chosen, object)
+    arrays = [names_R[r], names_G[g], weight_RG[[*first.values()]].ravel()]
+    long = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    return ("times" if weights == "times" else "shares"), long
 
 
 # ------------------------------------------------------------------------------------------------- what came out
@@ -213,12 +202,10 @@ class _Wide:
         by_name = _name_column(table, where)
         self.runs = _text(table, by_name, where).to_pylist()
         lower = {name.lower(): name for name in table.column_names if name != by_name}
-        self._meta = {
-            what: table[next(lower[one] for one in options if one in lower)].to_pylist()
-            for what, options in (("seed", SEEDS), ("size", SIZES), ("tokens", TOKENS), ("state", STATES))
-            if any(one in lower for one in options)
-        }
-        used = {by_name, *(lower[one] for one in (*SEEDS, *SIZES, *TOKENS, *STATES) if one in lower)}
+        told = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATES}
+        column_of = {what: [lower[one] for one in options if one in lower] for what, options in told.items()}
+        self._meta = {what: table[names[0]].to_pylist() for what, names in column_of.items() if names}
+        used = {by_name, *(name for names in column_of.values() for name in names)}
         rest = [name for name in table.column_names if name not in used]
         self.numbers = {name: values for name in rest if (values := _numbers(table[name])) is not None}
         self.ignored = [name for name in rest if name not in self.numbers]

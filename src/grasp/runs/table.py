@@ -17,10 +17,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.errors import EnvironmentDataError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
@@ -310,7 +309,7 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64]:
+def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
     code_of: Mapping[object, int] = {name: code for code, name in enumerate(names)}
     return np.array([code_of[name] for name in column.to_pylist()], dtype=np.int64)
 
