@@ -58,26 +58,30 @@ def ask(artifact, environment):
     return functools.partial(predict, artifact, protocol=PROTOCOL, runs=environment)
 
 
-def imported(values=TOPICS, n=30, metric="sciq/acc", **fields):
-    """Runs that were trained on shares of topics; the second value helps, less and less."""
-    share_RG = np.random.default_rng(2).dirichlet(np.ones(len(values)), n)
-    names = [f"run-{r}" for r in range(n)]
+def runs_of(share_RG, value_R, values=TOPICS, metric="sciq/acc", **fields):
+    """Runs that were trained on shares of topics."""
+    names = [f"run-{r}" for r in range(len(share_RG))]
     shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(values)})
-    results = pa.table({"run": names, metric: 0.2 + 0.1 * np.log(share_RG[:, 1] + 0.02)})
-    return grasp.import_runs(shares, results, label="topic", **fields), share_RG
+    return grasp.import_runs(shares, pa.table({"run": names, metric: value_R}), label="topic", **fields)
+
+
+def imported(values=TOPICS, n=30, **fields):
+    """The second value helps, less and less."""
+    share_RG = np.random.default_rng(2).dirichlet(np.ones(len(values)), n)
+    return runs_of(share_RG, 0.2 + 0.1 * np.log(share_RG[:, 1] + 0.02), values, **fields), share_RG
 
 
 def test_a_learning_curve_rises_where_relevance_says_nothing_and_ends_where_runs_do(artifact):
     runs, _ = imported()
-    names = artifact.targets
-    expected = learn(Predictor.from_artifact(artifact, PROTOCOL, names[:1]), artifact, runs)
+    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
+    expected = learn(predictor, artifact, runs)
     curve = learning_curve(expected)
     assert curve.counts == (0, 4, 8, 16)
     assert curve.rho_KT.shape == curve.spread_KT.shape == (4, 1)
     assert curve.rho_KT[-1, 0] > max(0.7, curve.rho_KT[0, 0] + 0.2)
     np.testing.assert_array_equal(curve.rho_KT, learning_curve(expected).rho_KT)
     few, _ = imported(n=15)
-    assert learning_curve(learn(Predictor.from_artifact(artifact, PROTOCOL, names[:1]), artifact, few)) is None
+    assert learning_curve(learn(predictor, artifact, few)) is None
 
 
 def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environment, ask):
@@ -252,10 +256,7 @@ def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
 def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     share_RG = np.random.default_rng(4).dirichlet(np.ones(3), 60)
     peak_G = np.array([0.5, 0.3, 0.2])
-    names = [f"run-{r}" for r in range(60)]
-    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
-    results = pa.table({"run": names, "sciq/acc": -((share_RG - peak_G) ** 2).sum(axis=1)})
-    runs = grasp.import_runs(shares, results, label="topic")
+    runs = runs_of(share_RG, -((share_RG - peak_G) ** 2).sum(axis=1))
     plain = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs)
     table = plain.to_pandas().set_index("value")
     np.testing.assert_allclose(table.loc[list(TOPICS), "proposed"], peak_G, atol=0.05)
@@ -277,10 +278,7 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     effect_G = [predictor.effect_NT[column.codes_N == column.values.index(name), 0].mean() for name in TOPICS]
     worst = TOPICS[int(np.argmin(effect_G))]
     share_RG = np.random.default_rng(4).dirichlet(np.ones(3), 60)
-    names = [f"run-{r}" for r in range(60)]
-    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
-    results = pa.table({"run": names, "sciq/acc": share_RG[:, TOPICS.index(worst)]})
-    runs = grasp.import_runs(shares, results, label="topic")
+    runs = runs_of(share_RG, share_RG[:, TOPICS.index(worst)])
     choose = functools.partial(select, artifact, "25%", "sciq", protocol=PROTOCOL)
     alone, plain, careful = choose(), choose(runs=runs), choose(runs=runs, cautious=True)
 
