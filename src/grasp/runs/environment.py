@@ -260,7 +260,7 @@ class Environment:
             )
         build = self.info.build_command(self.path)
         steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
-        failed = failed_line(self.path, len(self.runs()))
+        failed = self._failed_line()
         notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
         return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
@@ -360,7 +360,7 @@ class Environment:
 
     def untried(self) -> tuple[Run, ...]:
         """Runs without a result that have not failed either."""
-        failed = failures(self.path)
+        failed = self._failures()
         return tuple(run for run in self.pending() if run.stem not in failed)
 
     def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS) -> dict[Run, Lease]:
@@ -446,6 +446,40 @@ class Environment:
         for part in (*self.path.glob(".*"), *(self.path / "runs").glob(".*")):
             if is_part(part):
                 remove_stale(part, older_than=TTL_SECONDS)
+
+    # ---------------------------------------------------------------------------------- runs that failed
+
+    def mark_failed(self, run: Run, why: str) -> None:
+        """Keep why a run failed."""
+        (self.path / FAILED).mkdir(exist_ok=True)
+        write_whole(self.path / FAILED / f"{run.stem}.txt", " ".join(why.split()).encode())
+
+    def forget_failures(self) -> None:
+        """What failed is tried again."""
+        discard(self.path / FAILED)
+
+    def refuse_all_failed(self) -> None:
+        """See that not every run failed.
+
+        Raises:
+            ModelError: every one did.
+        """
+        if len(self._failures()) == len(self.runs()):
+            raise ModelError(f"{self.path}: {self._failed_line()}")
+
+    def _failures(self) -> dict[str, str]:
+        """Why each run failed, by its stem."""
+        files = sorted((self.path / FAILED).glob("[!.]*.txt"))
+        return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
+
+    def _failed_line(self) -> str | None:
+        """How many runs failed, and why the first of them did; none: no run failed."""
+        failed = self._failures()
+        if not failed:
+            return None
+        stem, why = next(iter(failed.items()))
+        again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {again}"
 
     # --------------------------------------------------------------------------------------- reading it
 
@@ -738,44 +772,3 @@ def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int]
             f"environment.json does not list ({unknown.size} such lines)"
         )
     return np.asarray(codes, dtype=np.int64)
-
-
-# ----------------------------------------------------------------------------------------------------- runs that failed
-
-
-def mark_failed(environment: Path, run: Run, why: str) -> None:
-    """Keep why a run failed."""
-    (environment / FAILED).mkdir(exist_ok=True)
-    write_whole(environment / FAILED / f"{run.stem}.txt", " ".join(why.split()).encode())
-
-
-def failures(environment: Path) -> dict[str, str]:
-    """Why each run failed, by its stem."""
-    files = sorted((environment / FAILED).glob("[!.]*.txt"))
-    return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
-
-
-def forget_failures(environment: Path) -> None:
-    """What failed is tried again."""
-    discard(environment / FAILED)
-
-
-def failed_line(environment: Path, total: int) -> str | None:
-    """How many runs failed, and why the first of them did; none: no run failed."""
-    failed = failures(environment)
-    if not failed:
-        return None
-    stem, why = next(iter(failed.items()))
-    again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
-    return f"{len(failed)} of {total} runs failed, e.g. {stem}: {why}; {again}"
-
-
-def refuse_all_failed(environment: Path, total: int) -> None:
-    """See that not every run failed.
-
-    Raises:
-        ModelError: every one did.
-    """
-    line = failed_line(environment, total)
-    if line is not None and len(failures(environment)) == total:
-        raise ModelError(f"{environment}: {line}")

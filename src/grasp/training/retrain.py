@@ -30,7 +30,7 @@ from grasp.extract.cluster import ClusterSpec, connected
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.protocol import geometry
-from grasp.runs.environment import FULL, Environment, Run, forget_failures, mark_failed, refuse_all_failed
+from grasp.runs.environment import FULL, Environment, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held
 from grasp.targets.units import UnitTokens
@@ -94,7 +94,7 @@ def retrain(
         raise SettingsError("print_jobs: only a train command has jobs; give one (--train-command), or leave it out")
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
-    forget_failures(out)
+    environment.forget_failures()
     if jobs is not None:
         assert settings.train_command is not None
         worker, words = Worker(settings, environment), command_words(settings.train_command)
@@ -111,7 +111,7 @@ def retrain(
         fill(settings, out, report)
     else:
         _fill_with_workers(settings, settings.workers, environment, report)
-    refuse_all_failed(out, len(environment.runs()))
+    environment.refuse_all_failed()
     return Environment.open(out)
 
 
@@ -241,7 +241,7 @@ class Worker:
             utility_E = utility_by_command(words, run, weight_N, place, self.tokenizer, self.tokens, self.device)
             self.environment.write_run(run, utility_E)
         except GraspError as err:
-            mark_failed(place, run, str(err))
+            self.environment.mark_failed(run, str(err))
 
 
 # ------------------------------------------------------------------------------------------- workers
