@@ -269,8 +269,8 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
                 record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
                 record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
             if row is not None:
-                for metric, spread in row.over_seeds.items():
-                    record |= {f"{metric}_seed_mean": spread.mean, f"{metric}_seed_sd": spread.sd}
+                for metric, (mean, sd) in row.over_seeds.items():
+                    record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
                 record["undefined_units"] = sum(row.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
             in_sample = bool(result.chosen_on) if row is None else name in result.chosen_on

@@ -69,14 +69,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean and standard deviation (n - 1) over seeds of a metric, masks and predictions fixed."""
-
-    mean: float | None
-    sd: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class TargetMetrics:
     """What one prediction reaches on one target: `row["task_rho"]`, and so for all METRICS and CEILINGS."""
 
@@ -84,7 +76,7 @@ class TargetMetrics:
     n_subsets: int
     n_units: int
     estimates: Mapping[str, Estimate]
-    over_seeds: Mapping[str, Spread]
+    over_seeds: Mapping[str, tuple[float | None, float | None]]  # mean and standard deviation against each seed alone
     undefined_units: Mapping[str, int]
     rho_E: F64
     resamples: Mapping[str, F64] = field(repr=False)  # they stay so that targets can be averaged
@@ -305,12 +297,12 @@ def target_metrics(
     resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
     # each metric against each seed alone, masks and predictions fixed
-    over_seeds = {}
+    over_seeds: dict[str, tuple[float | None, float | None]] = {}
     each = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B)[0] for s in range(n_seeds)]
     for name in METRICS:
         value_S = np.array([one[name][0] for one in each])
         sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
-        over_seeds[name] = Spread(float(value_S.mean()), sd) if np.isfinite(value_S).all() else Spread(None, None)
+        over_seeds[name] = (float(value_S.mean()), sd) if np.isfinite(value_S).all() else (None, None)
 
     # why what has no value has none
     flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
