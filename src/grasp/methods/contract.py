@@ -182,8 +182,13 @@ class MethodInputs:
 
     @property
     def environment(self) -> Retrained:
-        """The environment, for methods that look at one; `Method.check` has seen that it is there."""
-        assert self.retrained is not None
+        """The environment, for methods that look at one.
+
+        Raises:
+            SettingsError: none was given.
+        """
+        if self.retrained is None:
+            raise SettingsError("this method is fitted on retrained subsets; name their directory (--runs)")
         return self.retrained
 
 
