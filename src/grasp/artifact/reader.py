@@ -303,13 +303,13 @@ class ArtifactReader:
         """An array of pieces: of which shard, which of its rows, and which rows of the result they become."""
         out_NE = np.empty(shape, dtype=np.float32)
         for k, rows, goal in pieces:
-            start, stop = self.grid.bounds(k)
+            n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
             for pick in picks:
                 group = pick.group
                 shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
                 if chunk_NE is None or shard != k:
                     path = self._files.file(CHUNK.format(group.name, k))
-                    chunk_NE = _array(path, (stop - start, group.stop - group.start), group.dtype)
+                    chunk_NE = _array(path, (n_stored, group.stop - group.start), group.dtype)
                     self._last_chunk[group.name] = k, chunk_NE
                 stored_NE = chunk_NE[rows][:, pick.source]
                 with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at below
