@@ -173,21 +173,6 @@ def test_a_disk_that_is_really_full(tiny_disk, tmp_path):
     assert contents(world.write(path)) == contents(world.write(tmp_path / "whole"))
 
 
-def test_a_row_table_that_does_not_fit(tiny_disk):
-    world = World(n_rows=600, shard_rows=100)
-    rng = np.random.default_rng(0)
-    noise = [rng.bytes(400).hex() for _ in range(world.n_rows)]
-    world.rows = world.rows.set_column(4, "snippet", [noise])
-    with world.open(tiny_disk / "art") as writer:
-        world.fill(writer)
-        with pytest.raises(ArtifactError, match=r"art: not finished: no space left .* 6 of 6 shards are finished"):
-            world.finish(writer)
-        assert not (tiny_disk / "art/rows.parquet").exists()
-        subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
-        world.finish(writer)
-    assert verify(tiny_disk / "art").ok
-
-
 def test_second_writer_is_refused_and_the_lock_dies_with_its_holder(world, tmp_path):
     path = tmp_path / "art"
     child = start_build(path, "--hold")

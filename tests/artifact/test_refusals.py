@@ -1,7 +1,5 @@
 """Bad input: each is refused in one line that says where, what was found, what was expected."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -188,24 +186,17 @@ def test_opening_what_is_no_artifact(tmp_path):
                 ArtifactReader.open(tmp_path / name)
 
 
-def test_another_format_version_says_both(world, tmp_path):
-    path = world.write(tmp_path / "art") / "manifest.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | {"format_version": 3}))
-    with pytest.raises(ArtifactError, match="format version 3, this program reads 2; build the artifact again"):
-        ArtifactReader.open(tmp_path / "art")
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "what"),
     [
         ("{", "not JSON"),
         ("[]", "not the manifest of an artifact"),
         ('{"format": "grasp-artifact", "format_version": 2}', "checksum"),
+        ('{"format": "grasp-artifact", "format_version": 3}', "format version 3, this program reads 2; build the art"),
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, text, said):
-    with pytest.raises(ArtifactError, match=said):
+def test_a_manifest_that_is_none(tmp_path, text, what):
+    with pytest.raises(ArtifactError, match=what):
         SIGNED_MANIFEST.parse(tmp_path / "manifest.json", text.encode())
 
 

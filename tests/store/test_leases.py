@@ -28,12 +28,17 @@ def age(lease, seconds):
     os.utime(lease.path, (time.time() - seconds,) * 2)
 
 
-def test_a_held_run_cannot_be_taken(tmp_path):
+def test_a_held_run_cannot_be_taken_and_one_given_back_is_free_at_once(tmp_path):
     lease = leases.acquire_lease(tmp_path / "claims", "a-0")
     assert lease is not None
     assert leases.acquire_lease(tmp_path / "claims", "a-0") is None
     assert leases.acquire_lease(tmp_path / "claims", "a-1") is not None
     assert f"process {os.getpid()}" in (tmp_path / "claims" / "a-0.0").read_text()
+    age(lease, 301)
+    lease.renew()
+    assert leases.acquire_lease(tmp_path / "claims", "a-0") is None
+    lease.release()
+    assert leases.acquire_lease(tmp_path / "claims", "a-0") is not None
 
 
 def test_an_abandoned_lease_is_taken_over_once(tmp_path):
@@ -42,18 +47,6 @@ def test_an_abandoned_lease_is_taken_over_once(tmp_path):
     assert [heir is not None for heir in heirs] == [True, False, False]
     age(heirs[0], 301)
     assert leases.acquire_lease(tmp_path, "a-0").path.name == "a-0.2"
-
-
-def test_a_renewed_lease_is_kept(tmp_path):
-    lease = leases.acquire_lease(tmp_path, "a-0")
-    age(lease, 301)
-    lease.renew()
-    assert leases.acquire_lease(tmp_path, "a-0") is None
-
-
-def test_a_released_lease_is_free_at_once(tmp_path):
-    leases.acquire_lease(tmp_path, "a-0").release()
-    assert leases.acquire_lease(tmp_path, "a-0") is not None
 
 
 def test_runs_whose_names_begin_alike_are_apart(tmp_path):
