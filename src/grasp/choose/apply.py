@@ -64,12 +64,12 @@ CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
 TOO_STRANGE = 0.05
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Applied(Result):
     """What was scored; the table has the score that so large a share of the documents reaches."""
 
-    path: Path | None = None
-    documents: int = 0
+    path: Path
+    documents: int
 
 
 def apply(

@@ -46,15 +46,14 @@ EXPECTED_SHARE = 0.1  # of what is expected beforehand in the variance, the sequ
 STEPS = 30  # of the solver; twice as many change Spearman in the fifth digit
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Distilled(Result):
     """A scorer that was written, and how well it does, slice by slice."""
 
-    scorer: Scorer | None = None
-    path: Path | None = None
+    scorer: Scorer
+    path: Path
 
     def __repr__(self) -> str:
-        assert self.scorer is not None
         return f"{self.scorer.card}\n{self.path}: read it with grasp info, use it with grasp apply"
 
 

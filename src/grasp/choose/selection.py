@@ -110,7 +110,7 @@ class Selection(Choice):
         return super().summary() | {
             "rows": len(self),
             "documents": len(self.table["doc_id"].unique()) if self.asked["unit"] == "documents" else None,
-            "tokens": sum(self.table["n_tokens"].to_pylist()),
+            "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
             "bound": self.bound,
             "guarantee": self.guarantee,

@@ -236,8 +236,9 @@ class Worker:
 
     def by_command(self, run: Run, words: Sequence[str]) -> None:
         """Train one run by the user's command and keep its result, or why there is none."""
-        place, weight_N = self.environment.path, self.weights(run)
+        place = self.environment.path
         try:
+            weight_N = self.weights(run)
             utility_E = utility_by_command(words, run, weight_N, place, self.tokenizer, self.tokens, self.device)
             self.environment.write_run(run, utility_E)
         except GraspError as err:
