@@ -103,13 +103,12 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     """The formula of the page, written out."""
     slices = label_slices(LabelTable(artifact.rows_path).column("topic"), row_tokens(artifact))
     predictor = Predictor.from_artifact(artifact, protocol)
-    formula = SliceFormula.from_predictor(predictor, predictor.sums(slices.each))
+    sums = predictor.sums(slices.each)
     f_G = np.array([float(name != "life") for name in slices.names])
-    shares = slices.weights(f_G[None])
-    found = {"shares of slices": predictor.change(shares)[0, 0]}
-    if formula is None:  # rows bear on one another
-        assert protocol.interacts
+    found = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
+    if protocol.interacts:  # what rows do to one another is no sum over slices
         return found
+    formula = SliceFormula(sums.kept_B, sums.effect_BT, predictor.exposure)
     return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 

@@ -9,7 +9,6 @@ import functools
 import itertools
 import operator
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -56,11 +55,6 @@ class LabelSlices:
     def rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
         """Rows of each slice."""
         return np.array([one.rows for one in self.slices], dtype=np.int64)
-
-    @property
-    def tokens_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
-        """Tokens of each slice."""
-        return np.array([one.tokens for one in self.slices], dtype=np.int64)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -239,10 +233,3 @@ class SliceFormula:
     rows_G: F64
     effect_GT: F64
     exposure: Exposure
-
-    @classmethod
-    def from_predictor(cls, predictor: Predictor, slices: SubsetSums) -> Self | None:
-        """Of the slices whose sums these are; None where rows bear on one another, which is no sum over slices."""
-        if predictor.protocol.interacts:
-            return None
-        return cls(slices.kept_B, slices.effect_BT, predictor.exposure)

@@ -293,7 +293,9 @@ def _label(
     if nats is not None:
         learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
-    price = SliceFormula.from_predictor(predictor, effects.sums) or predictor
+    price: SliceFormula | Predictor = predictor
+    if not predictor.protocol.interacts:  # what rows do to one another is no sum over slices
+        price = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
 

@@ -302,10 +302,10 @@ def _by(
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # the most useful first for each target
     columns: dict[str, pa.Array] = {
-        "value": pa.array(slices.names, pa.string()).take(pa.array(g[order])),
+        "value": pa.array([one.name for one in slices.slices], pa.string()).take(pa.array(g[order])),
         "target": pa.array(predictor.targets, pa.string()).take(pa.array(t[order])),
-        "rows": pa.array(slices.rows_G[g[order]], pa.int64()),
-        "tokens": pa.array(slices.tokens_G[g[order]], pa.int64()),
+        "rows": pa.array([one.rows for one in slices.slices], pa.int64()).take(pa.array(g[order])),
+        "tokens": pa.array([one.tokens for one in slices.slices], pa.int64()).take(pa.array(g[order])),
     }
     for name, value_GT in numbers.items():
         columns[name] = pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
