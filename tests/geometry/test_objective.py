@@ -64,7 +64,7 @@ def test_a_penalty_is_concave_and_a_reward_is_not(omega, concave):
 
 def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(monkeypatch):
     rng = np.random.default_rng(0)
-    for held in (256 << 20, 0):  # in memory, and on disk
+    for held in (256 << 20, 4 * 40 * 4, 0):  # in memory; without its norms; on disk
         monkeypatch.setattr("grasp.predict.weights.HELD_BYTES", held)
         source = World()
         objective = Objective.from_predictor(

@@ -64,7 +64,8 @@ class NormedSketch(RowSums):
 
         self.normed = RowSums(with_norms, artifact.n_rows, width + 1)  # ||phi||^2 is the last column
         held_NC = None if self.normed.held_NC is None else self.normed.held_NC[:, :-1]
-        super().__init__(self.blocks, artifact.n_rows, width, held_NC=held_NC)
+        on_disk = functools.partial(artifact.array_blocks, self.name, block_rows=BLOCK_ROWS)
+        super().__init__(on_disk, artifact.n_rows, width, held_NC=held_NC)
         self.totals, self.norms = cached(
             artifact, (self.name, "norms"), 8 * width, lambda: _totals(self.normed.blocks())
         )  # sums over the corpus, and the moments of ||phi||^2
@@ -72,7 +73,7 @@ class NormedSketch(RowSums):
     def blocks(self) -> Blocks:
         """The sketch in blocks of BLOCK_ROWS, from memory where it is held."""
         if self.held_NC is None:
-            yield from self.artifact.array_blocks(self.name, block_rows=BLOCK_ROWS)
+            yield from self._blocks()
             return
         for start in range(0, len(self.held_NC), BLOCK_ROWS):
             yield start, self.held_NC[start : start + BLOCK_ROWS]
