@@ -491,11 +491,6 @@ def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettin
     return validated(BuildSettings, data, where)
 
 
-def found_settings(found: Mapping[str, Any], where: str, own: Mapping[str, Any] | None = None) -> BuildSettings:
-    """The settings of an artifact, checked and frozen; see `without_foreign_code`."""
-    return build_settings(without_foreign_code(found, where, own), where)
-
-
 def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Settings that lay beside data, which may come from a stranger: which code is run they do not decide.
 

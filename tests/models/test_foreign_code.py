@@ -10,7 +10,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.extract.extend import add_target
 from grasp.extract.local import build_artifact
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import ModelSettings, TargetSettings, build_settings, found_settings
+from grasp.settings import ModelSettings, TargetSettings, build_settings, without_foreign_code
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
 from tests.vision.images_world import settings as images_settings
@@ -48,13 +48,14 @@ def test_the_code_of_a_checkpoint_is_run_only_if_the_user_says_so(of, tmp_path, 
 def test_settings_that_lay_beside_data_decide_no_code(tmp_path):
     data = images_settings(tmp_path)
     with pytest.raises(SettingsError, match=r"^m: model\.classifier\.factory is 'tests.*TinyNet': that is code"):
-        found_settings(data, "m")
+        without_foreign_code(data, "m")
     own = {"model": {"classifier": {"factory": "mine.py:Net"}}}
-    assert found_settings(data, "m", own).model.classifier.factory == "mine.py:Net"
+    assert build_settings(without_foreign_code(data, "m", own)).model.classifier.factory == "mine.py:Net"
     text = {"model": {"path": "m", "trust_remote_code": True}, "corpus": {"path": "c"}, "targets": {"names": ["t"]}}
     with pytest.raises(SettingsError, match=r"^m: model\.trust_remote_code is True: that is code"):
-        found_settings(text, "m")
-    assert found_settings(text, "m", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+        without_foreign_code(text, "m")
+    asked = without_foreign_code(text, "m", {"model": {"trust_remote_code": True}})
+    assert build_settings(asked).model.trust_remote_code
     assert not ModelSettings(path="m").trust_remote_code
 
 

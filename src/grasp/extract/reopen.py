@@ -13,7 +13,7 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.extract.pictures import load_reference, vision
 from grasp.hub import only_here
-from grasp.settings import BuildSettings, found_settings
+from grasp.settings import BuildSettings, build_settings, without_foreign_code
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 from grasp.yaml_files import leaf
 
@@ -45,7 +45,8 @@ class BuildSource:
         """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
-        settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
+        where = str(self.artifact.path / "manifest.json")
+        settings = build_settings(without_foreign_code(manifest.settings, where, self.own), where)
         model = settings.model.model_copy(
             update={
                 "path": self._place("model.path", settings.model.path),

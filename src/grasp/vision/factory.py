@@ -1,7 +1,7 @@
 """A torch module that is made by what the settings name: of a package, of the current directory, of a file.
 
 Naming it runs its code, as `python FILE` would: a factory comes from the user's own settings, never from those that an
-artifact records (`settings.found_settings`).
+artifact records (`settings.without_foreign_code`).
 """
 
 import hashlib
