@@ -8,10 +8,9 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from grasp.arrays import F64
+from grasp.arrays import F32, F64
 from grasp.baselines.hidden import pooled_hidden
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -74,7 +73,7 @@ class _RowsHidden:
             self.material.progress.advance(stop - start, 0)
         return total_H / self.material.n_rows
 
-    def _run(self, start: int, stop: int) -> NDArray[np.float32]:
+    def _run(self, start: int, stop: int) -> F32:
         rows = self.material.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
         first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import I32, I64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
@@ -141,7 +142,7 @@ def query_text(unit: Unit, which: Literal["both", "prompt", "completion"]) -> st
     return {"both": unit.prompt + unit.completion, "prompt": unit.prompt, "completion": unit.completion}[which]
 
 
-def top_rows(score_N: NDArray[np.floating[Any]], kept: int) -> NDArray[np.int64]:
+def top_rows(score_N: NDArray[np.floating[Any]], kept: int) -> I64:
     """The `kept` rows of highest score, in corpus order; of equal ones the first."""
     if kept == len(score_N):
         return np.arange(kept)
@@ -189,7 +190,7 @@ class _Indexed:
     vocab: dict[str, int]
 
 
-def _packed(material: MethodInputs, start: int, stop: int, vocabulary: dict[str, int]) -> NDArray[np.int32]:
+def _packed(material: MethodInputs, start: int, stop: int, vocabulary: dict[str, int]) -> I32:
     """Row after row: the number of its words, how many of them a query has, and which those are."""
     flat: list[int] = []
     for row in map(words, material.texts(start, stop)):
@@ -198,7 +199,7 @@ def _packed(material: MethodInputs, start: int, stop: int, vocabulary: dict[str,
     return np.array(flat, dtype=np.int32)
 
 
-def _unpacked(flat: NDArray[np.int32]) -> Iterator[tuple[int, list[int]]]:
+def _unpacked(flat: I32) -> Iterator[tuple[int, list[int]]]:
     """The number of words of each row, and those that a query has."""
     numbers = flat.tolist()
     at = 0

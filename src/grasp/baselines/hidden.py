@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32
+from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
 from grasp.features.extract import position_mask
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 
-First = int | NDArray[np.bool_]
+First = int | Bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +23,11 @@ class HiddenStates:
     """Hidden states at the positions that predict a token, sequence after sequence."""
 
     hidden_PH: F32
-    label_P: NDArray[np.int32]  # the token that comes next
-    sequence_P: NDArray[np.int64]
+    label_P: I32  # the token that comes next
+    sequence_P: I64
 
 
-def hidden_at(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
-) -> HiddenStates:
+def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> HiddenStates:
     """Hidden states at chosen positions of every sequence.
 
     Args:
@@ -60,9 +57,7 @@ def hidden_at(
     return HiddenStates(joined.hidden_PH[order_P], joined.label_P[order_P], joined.sequence_P[order_P])
 
 
-def pooled_hidden(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
-) -> F32:
+def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> F32:
     """Mean hidden state of each sequence over chosen positions, (n, H); see `hidden_at`."""
     out_nH = np.empty((len(sequences), model.hidden_size), dtype=np.float32)
     for index_B, hidden_BLH, mask_BL, _ in _passes(model, sequences, first, spec):
@@ -74,8 +69,8 @@ def pooled_hidden(
 
 
 def _passes(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
-) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor, Tensor]]:
+    model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str
+) -> Iterator[tuple[I64, Tensor, Tensor, Tensor]]:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     for index_B in batches(lengths, model.batch_tokens):
         own_B = [first[i] for i in index_B]
@@ -85,7 +80,7 @@ def _passes(
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 
-def _refuse_bad(model: ReferenceModel, hidden_PH: F32, sequence_P: NDArray[np.int64]) -> None:
+def _refuse_bad(model: ReferenceModel, hidden_PH: F32, sequence_P: I64) -> None:
     bad = np.flatnonzero(~np.isfinite(hidden_PH).all(axis=1))
     if bad.size:
         raise ModelError(

@@ -13,10 +13,9 @@ from typing import Literal, Self
 import numpy as np
 import torch
 from numpy.lib.format import open_memmap
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.arrays import F64
+from grasp.arrays import F32, F64, I64
 from grasp.baselines.gradients.layers import described
 from grasp.baselines.gradients.settings import Patterns
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
@@ -129,11 +128,11 @@ def _trainable(model: ReferenceModel) -> ReferenceModel:
 class _Plan:
     """Which rows come when, and the validation losses."""
 
-    order_P: NDArray[np.int64]
+    order_P: I64
     batch_rows: int
     validation: list[Example]
     weight_CE: F64 | None
-    column_E: NDArray[np.int64] | None  # column of each of the artifact's units; none: one column for all
+    column_E: I64 | None  # column of each of the artifact's units; none: one column for all
     left_out: int = field(default=0)  # units that are not in the validation loss
 
     @classmethod
@@ -156,7 +155,7 @@ class _Plan:
     def n_steps(self) -> int:
         return steps_of(self.n_prefix, self.batch_rows)
 
-    def batches(self, material: MethodInputs, first_step: int) -> Iterator[tuple[NDArray[np.int64], list[Example]]]:
+    def batches(self, material: MethodInputs, first_step: int) -> Iterator[tuple[I64, list[Example]]]:
         """Rows of each step from `first_step` on: their indices, and their tokens."""
         window = max(1, WINDOW_ROWS // self.batch_rows) * self.batch_rows
         for start in range(first_step * self.batch_rows, self.n_prefix, window):
@@ -167,7 +166,7 @@ class _Plan:
                 yield index[here.start : here.stop], [Example(rows.ids(i), labelled=rows.mask(i)) for i in here]
 
 
-def _drawn(target_E: list[str], wanted: int | None, seed: int) -> NDArray[np.int64]:
+def _drawn(target_E: list[str], wanted: int | None, seed: int) -> I64:
     """Units of the validation loss: as many of each target, up to one, and at least one."""
     if wanted is None or wanted >= len(target_E):
         return np.arange(len(target_E))
@@ -180,9 +179,7 @@ def _drawn(target_E: list[str], wanted: int | None, seed: int) -> NDArray[np.int
     return np.sort(np.array(chosen))
 
 
-def _columns(
-    utility: str, target_E: list[str], chosen: NDArray[np.int64]
-) -> tuple[F64 | None, NDArray[np.int64] | None]:
+def _columns(utility: str, target_E: list[str], chosen: I64) -> tuple[F64 | None, I64 | None]:
     """Weights of the chosen units in each validation loss, and the column of every unit."""
     if utility == "unit":
         return None, np.arange(len(target_E))
@@ -212,7 +209,7 @@ def _run(replay: Replay, plan: _Plan, material: MethodInputs, directory: Path) -
         material.progress.advance(len(rows), sum(row.labels for row in rows))
 
 
-def _advanced(replay: Replay, row_index_B: NDArray[np.int64], rows: list[Example]) -> F64:
+def _advanced(replay: Replay, row_index_B: I64, rows: list[Example]) -> F64:
     step = replay.step
     try:
         value_BC = replay.advance(rows)
@@ -227,9 +224,7 @@ def _advanced(replay: Replay, row_index_B: NDArray[np.int64], rows: list[Example
 class _Replayed(RowScorer):
     """Values of the prefix; 0 after it."""
 
-    def __init__(
-        self, value_PC: NDArray[np.float32], plan: _Plan, replay: Replay, n_rows: int, settings: InRunSettings
-    ) -> None:
+    def __init__(self, value_PC: F32, plan: _Plan, replay: Replay, n_rows: int, settings: InRunSettings) -> None:
         self._value_PC, self._plan, self._n_rows, self._settings = value_PC, plan, n_rows, settings
         self._layers, self._steps = replay.engine.layers, replay.step
 

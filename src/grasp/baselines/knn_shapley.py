@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F32, F64, I32, I64, Bool
 from grasp.baselines.hidden import hidden_at
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -71,7 +71,7 @@ def knn_shapley(
     return out_NE
 
 
-def values_by_rank(right_M: NDArray[np.bool_], k: int, *, n_points: int) -> F64:
+def values_by_rank(right_M: Bool, k: int, *, n_points: int) -> F64:
     r"""Shapley values of the M nearest points, nearest first, (M,), or (S, M) for S test points at once.
 
     s_N = [right_N] min(K, N) / (K N),  s_i = s_{i+1} + ([right_i] - [right_{i+1}]) / K * min(K, i) / i
@@ -201,7 +201,7 @@ class _Nearest:
             return np.full(len(self.key_SM), np.inf)
         return np.asarray(self.key_SM.max(axis=1) >> (ROW_BITS + PLACE_BITS + 1), dtype=np.float64)
 
-    def add(self, query: I64, grains: F64, where: I64, right: NDArray[np.bool_]) -> None:
+    def add(self, query: I64, grains: F64, where: I64, right: Bool) -> None:
         """Positions `where`, each for one query."""
         near = np.clip(grains, 0, MOST_GRAINS).astype(np.int64) << (ROW_BITS + PLACE_BITS + 1)
         self._new.append((query, near + (where << 1) + right))
@@ -231,10 +231,10 @@ class _Queries:
     """Supervised positions of all units."""
 
     hidden_SH: F64
-    label_S: NDArray[np.int32]
+    label_S: I32
     unit_S: I64
 
-    def grains(self, hidden_PH: NDArray[np.float32]) -> F64:
+    def grains(self, hidden_PH: F32) -> F64:
         """Squared Euclidean distances, (S, P), in whole units of GRAIN x the mean squared norm of the queries."""
         own_S = np.einsum("sh,sh->s", self.hidden_SH, self.hidden_SH)
         unit = GRAIN * own_S.mean()

@@ -28,12 +28,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.sums import (
     BlockParameters,
@@ -249,7 +248,7 @@ def _scaled(matrices: Matrices, scale: Matrices | None) -> list[Tensor]:
     return list(matrices) if scale is None else combined(lambda one, by: one * by, matrices, scale)
 
 
-def refuse_non_finite(value_BC: F64, row_index_B: NDArray[np.int64], step: int) -> None:
+def refuse_non_finite(value_BC: F64, row_index_B: I64, step: int) -> None:
     """See that values are numbers.
 
     Raises:

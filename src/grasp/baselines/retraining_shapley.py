@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64, Bool
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -30,7 +29,7 @@ from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, train_stacked
 from grasp.yaml_files import describe
 
-Masks = NDArray[np.bool_]
+Masks = Bool
 T = TypeVar("T")
 ROWS = "rows"
 BLOCK = 64  # coalitions asked about at once
@@ -109,7 +108,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             block=BLOCK,
         )
 
-    def _players(self, material: MethodInputs) -> tuple[NDArray[np.int64], str]:
+    def _players(self, material: MethodInputs) -> tuple[I64, str]:
         """Player of every row, (N,), and what players are."""
         if self.settings.players == ROWS:
             return np.arange(material.n_rows), "rows"
@@ -150,7 +149,7 @@ class RetrainingGame:
     """Utility of coalitions, retrained once each and remembered on disk: -loss of every unit, nats a token."""
 
     def __init__(
-        self, material: MethodInputs, store: WorkArea, player_N: NDArray[np.int64], recipe: TrainingRecipe, *, seed: int
+        self, material: MethodInputs, store: WorkArea, player_N: I64, recipe: TrainingRecipe, *, seed: int
     ) -> None:
         self._material, self._store, self._player_N = material, store, player_N
         self._recipe, self._seed = recipe, seed
@@ -160,9 +159,7 @@ class RetrainingGame:
         self.ready = store.seconds  # spent before it
 
     @classmethod
-    def from_inputs(
-        cls, material: MethodInputs, work: WorkArea, player_N: NDArray[np.int64], *, seed: int
-    ) -> "RetrainingGame":
+    def from_inputs(cls, material: MethodInputs, work: WorkArea, player_N: I64, *, seed: int) -> "RetrainingGame":
         """The game of the environment's recipe; what was retrained before, for any game over these rows, is known.
 
         Args:
@@ -232,7 +229,7 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 class _Shared(RowScorer):
     """Every row has an equal share of its player's value."""
 
-    def __init__(self, value_GE: F64, player_N: NDArray[np.int64], account: Account) -> None:
+    def __init__(self, value_GE: F64, player_N: I64, account: Account) -> None:
         share_G = 1.0 / np.bincount(player_N)
         self._value_GE, self._player_N, self._account = value_GE * share_G[:, None], player_N, account
 

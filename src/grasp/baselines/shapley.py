@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from math import factorial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64, Bool
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.seeds import stream
 
-Masks = NDArray[np.bool_]
+Masks = Bool
 Utility = Callable[[Masks], F64]
 
 MAX_EXACT_PLAYERS = 16
@@ -117,7 +116,7 @@ class _MarginalSums:
     total_PE: F64
     square_PE: F64
 
-    def add(self, player_M: NDArray[np.int64], marginal_ME: F64) -> None:
+    def add(self, player_M: I64, marginal_ME: F64) -> None:
         np.add.at(self.total_PE, player_M, marginal_ME)
         np.add.at(self.square_PE, player_M, marginal_ME**2)
 
@@ -130,7 +129,7 @@ class _MarginalSums:
         return mean_PE, np.sqrt(variance_PE)
 
 
-def _level(utility: Utility, prefix_MK: NDArray[np.int64], n_players: int, block: int) -> tuple[F64, int]:
+def _level(utility: Utility, prefix_MK: I64, n_players: int, block: int) -> tuple[F64, int]:
     """Utilities (M, E) of the sets that M prefixes of one length hold, each distinct set asked about once."""
     if not len(prefix_MK):
         return np.zeros((0, 1)), 0

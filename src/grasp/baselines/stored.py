@@ -26,6 +26,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import Field
 
+from grasp.arrays import F32
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
@@ -251,7 +252,7 @@ class _Run:
             self._material.progress.advance(stop - start, 0)
         return scorer.account()
 
-    def _checked(self, scorer: RowScorer, start: int, stop: int) -> NDArray[np.float32]:
+    def _checked(self, scorer: RowScorer, start: int, stop: int) -> F32:
         block, name = np.asarray(scorer.score(start, stop)), type(self._method).__name__
         n_units = self._material.n_units
         if block.ndim != 2 or len(block) != stop - start or block.shape[1] not in (1, n_units):

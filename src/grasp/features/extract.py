@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from grasp.arrays import I64
 from grasp.corpus.store import RowShard, Shard
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
@@ -48,7 +48,7 @@ class BatchFeatures:
         return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
 
 
-Pass = tuple[NDArray[np.int64], BatchFeatures]  # index of the rows of a batch, and their features
+Pass = tuple[I64, BatchFeatures]  # index of the rows of a batch, and their features
 
 
 class OtherRows(Shard, Protocol):
@@ -57,7 +57,7 @@ class OtherRows(Shard, Protocol):
     table: pa.Table
     n_tokens: int
 
-    def tokens_of(self, index: NDArray[np.int64]) -> int:
+    def tokens_of(self, index: I64) -> int:
         """Positions of some rows."""
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.arrays import F64
+from grasp.arrays import F32, F64, I64
 from grasp.errors import ModelError, SettingsError
 from grasp.features.extract import Reference
 from grasp.models.causal_lm import ReferenceModel
@@ -178,7 +178,7 @@ class SampledGradients:
         taken = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
         return taken + frozen + named * bool(self.untaken)
 
-    def batches(self, examples: Sequence[Example]) -> list[NDArray[np.int64]]:
+    def batches(self, examples: Sequence[Example]) -> list[I64]:
         """Which examples go through the model together."""
         return self.engine.batches(examples, self.batch_tokens)
 
@@ -281,7 +281,7 @@ class GradientKernel:
             side_EK[torch.from_numpy(index_B).to(side_EK.device)] = rounded_BK.to(side_EK.device, side_EK.dtype)
         return cls(gradients, side_EK, own_E)
 
-    def relevance(self, taken_BK: Tensor) -> NDArray[np.float32]:
+    def relevance(self, taken_BK: Tensor) -> F32:
         """Of B rows to all units, (B, E). A row whose gradient is not finite gets 0 for every unit."""
         product_BE = taken_BK.new_zeros(len(taken_BK), len(self.side_EK))
         for start in range(0, taken_BK.shape[1], CHUNK):
@@ -290,7 +290,7 @@ class GradientKernel:
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return np.asarray(torch.where(finite_B1, product_BE, 0.0).float().cpu().numpy())
 
-    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> NDArray[np.float32]:
+    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> F32:
         """Of rows whose coordinates were kept, as bits of bfloat16; some rows at a time."""
         device = self.gradients.engine.model.device
         parts = (

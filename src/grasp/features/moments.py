@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F64
+from grasp.arrays import F32, F64, I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Moments:
 class LabelledStates:
     """Hidden states at M sampled positions, and the token that follows each."""
 
-    hidden_MH: NDArray[np.float32]
-    label_M: NDArray[np.int64]
+    hidden_MH: F32
+    label_M: I64
 
 
 @dataclass(frozen=True, slots=True)

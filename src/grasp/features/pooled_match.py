@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
-from grasp.arrays import F64, Floats
+from grasp.arrays import F32, F64, I64, Floats
 from grasp.features.moments import Moments, Whitener
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import CountSketch, gaussian_projection
@@ -31,7 +30,7 @@ class PreparedUnits:
     """The questions' side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
 
     hidden_EH: Floats
-    shared_C: NDArray[np.int64]
+    shared_C: I64
     shared_CE: Floats  # their D xi_e, dense
     rare_VE: csr_array  # all other coordinates, sparse
 
@@ -107,7 +106,7 @@ class PooledKernel:
             units=prepared,
         )
 
-    def sketches(self, pooled: PooledFeatures) -> dict[str, NDArray[np.float32]]:
+    def sketches(self, pooled: PooledFeatures) -> dict[str, F32]:
         """Hidden and residual sketch of N rows, before their gains. Source: eq:feature-sketch."""
         centred_NH = pooled.hidden_NH - self.whitener.mean_H
         return {
@@ -115,7 +114,7 @@ class PooledKernel:
             "residual_sketch": (pooled.residual_NV @ self.sketch_VD).toarray().astype(np.float32),
         }
 
-    def relevance(self, pooled: PooledFeatures) -> dict[str, NDArray[np.float32]]:
+    def relevance(self, pooled: PooledFeatures) -> dict[str, F32]:
         """Pooled relevance of N rows for all units; nothing where it is not built."""
         if self.units is None:
             return {}

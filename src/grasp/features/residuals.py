@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from grasp.arrays import F32
 from grasp.models.head import OutputHead
 
 # Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores.
@@ -126,7 +126,7 @@ def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
 class PooledFeatures:
     """Averages over a row's pooled positions; hidden states not yet whitened, residuals not yet scaled."""
 
-    hidden_NH: NDArray[np.float32]
+    hidden_NH: F32
     residual_NV: csr_array  # float32, coordinates sorted, each at most once a row
 
 

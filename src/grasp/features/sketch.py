@@ -9,11 +9,10 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
 from grasp.seeds import stream
@@ -35,7 +34,7 @@ def gaussian_projection(width: int, hidden_size: int, seed: int) -> F64:
 class CountSketch:
     """Each input coordinate goes to one of D buckets with a sign; unbiased for inner products."""
 
-    bucket: NDArray[np.int64]
+    bucket: I64
     sign: F64
     width: int
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from grasp.arrays import I32, I64, Bool
 from grasp.errors import ModelError
 from grasp.models.checkpoint import device_of, dtype_name, dtype_of, load_causal_lm
 from grasp.models.head import output_head
@@ -162,9 +162,7 @@ def weights_fingerprint(model: nn.Module, beside: bytes) -> str:
     return digest.hexdigest()
 
 
-def pad_rows(
-    rows: Sequence[NDArray[np.int32]], labels: Sequence[int | NDArray[np.bool_] | None] | None = None
-) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[I32], labels: Sequence[int | Bool | None] | None = None) -> tuple[Tensor, Tensor]:
     """Token ids (B, L), padded on the right with 0, and which of them carry loss, (B, L).
 
     Args:
@@ -181,14 +179,14 @@ def pad_rows(
     return torch.from_numpy(ids_BL), torch.from_numpy(labelled_BL)
 
 
-def batches(length_N: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:
+def batches(length_N: I64, batch_tokens: int) -> list[I64]:
     """Cut rows into batches of at most `batch_tokens` padded tokens, alike in length; a pure function of lengths.
 
     Longest first, so that padding is small and memory peaks at once. A single row longer than `batch_tokens` is a
     batch of its own; no batch has more than `BATCH_ROWS` rows.
     """
     order = np.argsort(-length_N, kind="stable")
-    out: list[NDArray[np.int64]] = []
+    out: list[I64] = []
     start = 0
     while start < len(order):
         rows = min(BATCH_ROWS, max(1, batch_tokens // max(1, int(length_N[order[start]]))))

@@ -7,18 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import pad_rows
 from grasp.targets.units import UnitTokens
 
 
-def evaluate_units(
-    model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192
-) -> NDArray[np.float64]:
+def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
     """Mean cross-entropy over each unit's supervised labels.
 
     Units are batched by length and padded on the right, which causal attention cannot see: a unit's loss
@@ -44,7 +42,7 @@ def evaluate_units(
     return losses_E
 
 
-def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[NDArray[np.int64]]:
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[I64]:
     """Positions of items, short ones first, in batches of at most `batch_tokens` padded tokens."""
     batch: list[int] = []
     for i in np.argsort(lengths, kind="stable"):
@@ -66,17 +64,17 @@ def supervised(states_BLX: Tensor, labelled_BL: Tensor) -> Tensor:
     return states_BLX[:, :-1][labelled_BL[:, 1:].to(states_BLX.device)]
 
 
-def mean_losses(logits_PV: Tensor, ids_BL: Tensor, labelled_BL: Tensor) -> NDArray[np.float64]:
+def mean_losses(logits_PV: Tensor, ids_BL: Tensor, labelled_BL: Tensor) -> F64:
     """(B,) mean of ``logsumexp(z) - z[label]`` over the labelled tokens of each unit, in float64."""
     labels_P = ids_BL[labelled_BL].to(logits_PV.device)
     losses_P = F.cross_entropy(logits_PV.double(), labels_P, reduction="none").cpu()
     sums_B = torch.zeros(len(ids_BL), dtype=torch.float64)
     sums_B.index_add_(0, labelled_BL.nonzero()[:, 0], losses_P)
-    means: NDArray[np.float64] = (sums_B / labelled_BL.sum(dim=1)).numpy()
+    means: F64 = (sums_B / labelled_BL.sum(dim=1)).numpy()
     return means
 
 
-def refuse_non_finite(losses_E: NDArray[np.float64]) -> None:
+def refuse_non_finite(losses_E: F64) -> None:
     bad = np.flatnonzero(~np.isfinite(losses_E))
     if bad.size:
         raise ModelError(

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.arrays import F64, I64
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError, SettingsError
@@ -47,13 +47,13 @@ class Fisher:
     """Rows that expectations are over; with numbers that draw their labels, or their true ones."""
 
     rows: Sequence[Example]
-    uniforms: Sequence[NDArray[np.float64]] | None
+    uniforms: Sequence[F64] | None
 
     @property
     def output(self) -> Output:
         return "loss" if self.uniforms is None else "sampled"
 
-    def batch(self, index_B: NDArray[np.int64]) -> tuple[list[Example], list[NDArray[np.float64]] | None]:
+    def batch(self, index_B: I64) -> tuple[list[Example], list[F64] | None]:
         chosen = [int(i) for i in index_B]
         return [self.rows[i] for i in chosen], None if self.uniforms is None else [self.uniforms[i] for i in chosen]
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.arrays import F32, F64
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.sinks import MatrixSink, everything
@@ -23,9 +24,9 @@ from grasp.models.gradients import Example, Output, PerExample, Use
 class Features:
     """What is kept of examples."""
 
-    value_NK: NDArray[np.float32]  # (blocks, N, K) where blocks are kept apart
-    loss_N: NDArray[np.float64]  # nats a label
-    doubt_N: NDArray[np.float64]  # mean of 1 - p of the true label
+    value_NK: F32  # (blocks, N, K) where blocks are kept apart
+    loss_N: F64  # nats a label
+    doubt_N: F64  # mean of 1 - p of the true label
 
 
 class Sink(Protocol):
@@ -130,7 +131,7 @@ class Featurizer:
             ModelError: a gradient is not a number; the message names the example.
         """
         apart = self.per_block and self.projection is not None
-        value: NDArray[np.float32] | None = None
+        value: F32 | None = None
         loss_N, doubt_N = np.zeros(len(examples)), np.zeros(len(examples))
         for index_B in self.engine.batches(examples):
             sink = self._sink(len(index_B))

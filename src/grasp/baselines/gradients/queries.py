@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from grasp.arrays import F64, I64
 from grasp.baselines.gradients.factors import ELEMENTS, left_products, squared_norm
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
 from grasp.models.gradients import Block, Example, PerExample, Use
@@ -223,8 +223,8 @@ def _add_pairs(use: Use, flat: FlatUse, out_BE: Tensor) -> None:
 class _TokenPairs:
     """Right factors of units summed over positions with the same token, ordered by token."""
 
-    token_C: NDArray[np.int64]
-    offset: NDArray[np.int64]  # (C + 1,)
+    token_C: I64
+    offset: I64  # (C + 1,)
     unit_P: Tensor
     right_PY: Tensor
 
@@ -259,7 +259,7 @@ def _summed(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return distinct, total.index_add_(0, inverse, value)
 
 
-def _offsets(count: Tensor) -> NDArray[np.int64]:
+def _offsets(count: Tensor) -> I64:
     return np.concatenate([[0], np.cumsum(count.cpu().numpy())]).astype(np.int64)
 
 
@@ -310,7 +310,7 @@ class RowProducts:
 
 def exact_products(
     queries: Queries, rows: Sequence[Example], *, norms: bool = False, transform: Transform | None = None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[F64, F64]:
     """Inner products (N, E) of rows with queries, and squared norms (N,) of the rows (0 where not asked for)."""
     engine = queries.engine
     product_NE = np.zeros((len(rows), queries.n_units))

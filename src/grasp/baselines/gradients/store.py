@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from grasp.arrays import F32, F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
@@ -57,7 +55,7 @@ class FeatureStore:
         self._units = self._area(work, replace(spec, update=""))
         self._note_ready(work)
 
-    def units(self) -> NDArray[np.float32]:
+    def units(self) -> F32:
         """Features of all units, (E, K), or (blocks, E, K)."""
         found = self._units.load("units")
         if found is None:
@@ -68,7 +66,7 @@ class FeatureStore:
         assert found is not None
         return found
 
-    def rows(self, start: int, stop: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    def rows(self, start: int, stop: int) -> tuple[F32, F64]:
         """Features of rows [start, stop), (n, K) or (blocks, n, K), and 1 - p of their labels, (n,)."""
         name, doubt = f"rows-{start}-{stop}", f"doubt-{start}-{stop}"
         if self._rows.load(name) is None:

@@ -12,11 +12,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
 from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 
@@ -24,7 +23,7 @@ from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 class Collector(Protocol):
     """What wants the factors of many examples."""
 
-    def at(self, index_B: NDArray[np.int64], /) -> Consumer:
+    def at(self, index_B: I64, /) -> Consumer:
         """The consumer of a batch; `index_B` says which examples it has."""
 
 
@@ -59,7 +58,7 @@ class WeightedSums:
         self.matrices = zero_matrices(engine, len(weight_KN))
         self._weight_KN = torch.from_numpy(weight_KN).to(engine.model.device, engine.work)
 
-    def at(self, index_B: NDArray[np.int64]) -> Consumer:
+    def at(self, index_B: I64) -> Consumer:
         weight_KB = self._weight_KN[:, torch.from_numpy(index_B).to(self._weight_KN.device)]
 
         def consume(number: int, use: Use, rows: slice) -> None:
@@ -86,7 +85,7 @@ class EachGradient:
     def __init__(self, engine: PerExample, n_examples: int) -> None:
         self.matrices = zero_matrices(engine, n_examples)
 
-    def at(self, index_B: NDArray[np.int64]) -> Consumer:
+    def at(self, index_B: I64) -> Consumer:
         def consume(number: int, use: Use, rows: slice) -> None:
             for start, piece in _pieces(use, self.matrices[number][0].numel()):
                 matrix = materialise(piece, self.matrices[number].shape[1])
@@ -109,7 +108,7 @@ class InnerProducts:
         """The products so far, (N, K)."""
         return np.asarray(self._product_NK.cpu().numpy(), dtype=np.float64)
 
-    def at(self, index_B: NDArray[np.int64]) -> Consumer:
+    def at(self, index_B: I64) -> Consumer:
         at_B = torch.from_numpy(index_B).to(self._product_NK.device)
 
         def consume(number: int, use: Use, rows: slice) -> None:
