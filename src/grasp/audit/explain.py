@@ -218,7 +218,8 @@ class _Question:
                 added_C += weighted_PC.sum(axis=0)
                 if self.by_position:
                     pair_LC[tokens] += weighted_PC.astype(np.float32)
-        stored, here = parts.by_kernel, {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
+        here = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
+        stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in here}
         total = sum(here.values())
         gap = total + parts.average - parts.effect
 
@@ -278,7 +279,7 @@ class _Question:
             average=parts.average,
             gap=gap,
             kernels=pa.table(
-                {"kernel": list(here), "contribution": list(here.values()), "stored": [stored[name] for name in here]}
+                {"kernel": list(here), "contribution": list(here.values()), "stored": list(stored.values())}
             ),
             answer=answer,
             pairs=pairs,

@@ -287,11 +287,6 @@ class EffectParts:
         return cls(float(predictor.effect_NT[index, 0]), average, stored, weights)
 
     @property
-    def by_kernel(self) -> dict[str, float]:
-        """What each kernel adds."""
-        return {kernel: float(self.weights[kernel] @ stored_E) for kernel, stored_E in self.stored.items()}
-
-    @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix
         """What each unit adds, (E,)."""
         return np.asarray(sum(self.weights[kernel] * stored_E for kernel, stored_E in self.stored.items()))

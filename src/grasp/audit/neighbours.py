@@ -1,6 +1,7 @@
 """Do the rows most like a row have its label?
 
-Shape letters: N rows, D sketch width, Q rows a block, M rows that these are compared with, K neighbours, C cells.
+Shape letters: N rows, D sketch width, Q rows a block, M rows that these are compared with, K neighbours, C cells (or
+rows that are checked).
 """
 
 from collections.abc import Iterator
@@ -47,39 +48,29 @@ def disagreement(
     share_N, hits, checked_N = np.zeros(n_rows), 0.0, np.zeros(n_rows, dtype=np.bool_)
     checked_N[:: max(1, n_rows // CHECKED_ROWS)] = n_rows > COMPARED
     progress.stage("neighbours", rows=n_rows, tokens=None)
-    for row_Q, cosine_QK, near_QK in _neighbours(unit_ND, k) if k else ():
-        weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
-        other_QK = label_N[near_QK] != label_N[row_Q, None]
-        share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
-        if (checked_Q := checked_N[row_Q]).any():
-            hits += _hits(unit_ND, row_Q[checked_Q], cosine_QK[checked_Q])
-        progress.advance(len(row_Q), 0)
-    alone_N = np.bincount(label_N)[label_N] == 1
-    if alone_N.any() and not alone_N.all():
-        share_N[alone_N] = np.median(share_N[~alone_N])
-    return Disagreement(share_N, alone_N, hits / checked_N.sum() if checked_N.any() else 1.0)
-
-
-def _hits(unit_ND: F32, row_Q: NDArray[np.int64], cosine_QK: F32) -> float:
-    """Sum over rows of the share of neighbours that are as near as the exact k nearest; copies of one are alike."""
-    exact_QN = unit_ND[row_Q] @ unit_ND.T
-    exact_QN[np.arange(len(row_Q)), row_Q] = -np.inf
-    k = cosine_QK.shape[1]
-    least_Q = np.partition(exact_QN, -k, axis=1)[:, -k]
-    return float((cosine_QK >= least_Q[:, None] - 1e-6).mean(axis=1).sum())
-
-
-def _neighbours(unit_ND: F32, k: int) -> Iterator[tuple[I64, F32, I64]]:
-    """Rows of a block (Q,), the cosines of their nearest other rows and these (Q, K), each row once."""
     cosines = np.empty((QUERIES, COMPARED), dtype=np.float32)
-    for row_N, other_M in _cells(unit_ND):
+    for row_N, other_M in _cells(unit_ND) if k else ():
         other_MD = unit_ND[other_M]
         for start in range(0, len(row_N), QUERIES):
             row_Q = row_N[start : start + QUERIES]
             cosine_QM = np.matmul(unit_ND[row_Q], other_MD.T, out=cosines[: len(row_Q), : len(other_M)])
             cosine_QM[other_M == row_Q[:, None]] = -np.inf
             best_QK = _largest(cosine_QM, k)
-            yield row_Q, np.take_along_axis(cosine_QM, best_QK, axis=1), other_M[best_QK]
+            cosine_QK = np.take_along_axis(cosine_QM, best_QK, axis=1)
+            weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
+            other_QK = label_N[other_M[best_QK]] != label_N[row_Q, None]
+            share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
+            if (checked_Q := checked_N[row_Q]).any():  # how many are as near as the exact k nearest; copies are alike
+                row_C = row_Q[checked_Q]
+                exact_CN = unit_ND[row_C] @ unit_ND.T
+                exact_CN[np.arange(len(row_C)), row_C] = -np.inf
+                least_C = np.partition(exact_CN, -k, axis=1)[:, -k]
+                hits += float((cosine_QK[checked_Q] >= least_C[:, None] - 1e-6).mean(axis=1).sum())
+            progress.advance(len(row_Q), 0)
+    alone_N = np.bincount(label_N)[label_N] == 1
+    if alone_N.any() and not alone_N.all():
+        share_N[alone_N] = np.median(share_N[~alone_N])
+    return Disagreement(share_N, alone_N, hits / checked_N.sum() if checked_N.any() else 1.0)
 
 
 def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:

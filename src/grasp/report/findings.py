@@ -199,6 +199,27 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     trends = label_trends([*request.previous, artifact], columns, targets) if request.previous else NO_TRENDS
     suspects = NO_SUSPECTS if request.suspects is None else read_suspects(request.suspects, artifact, names)
 
+    # the rows with the highest effects of each target, and what is gained by keeping them
+    n_best, n_targets = max(1, round(BEST_SHARE * artifact.n_rows)), len(targets)
+    effects = by_column(predictor.effect_NT, np.arange(artifact.n_rows))
+    subsets = (
+        WeightedRows(target, np.sort(ranked(effect_N, count=n_best)))
+        for target, effect_N in zip(targets, effects, strict=True)
+    )
+    blocks = list(in_blocks(subsets, artifact.n_rows, n_targets))
+    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
+    low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
+    units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
+    if isinstance(nats, OutcomePredictor):
+        tables = [nats.predict(block.weights) for block in blocks]
+        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
+        nats_T, low_T, high_T = np.diagonal(bounds_3BT, axis1=1, axis2=2)
+        known_T = np.isfinite(nats_T)
+        value_T = np.where(known_T, nats_T, value_T)
+        units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
+        outside = tuple(text for table in tables for text in table.outside)
+    best_kept = Change(value_T[None], low_T[None], high_T[None])
+
     # what is not there, and how to get it
     lacking = [Missing(unshaded, "")] if unshaded else []
     if not labels:
@@ -235,7 +256,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
         labels=tuple(labels),
         parts=parts,
-        best=_best(predictor, nats),
+        best=BestRows(n_best / artifact.n_rows, best_kept, tuple(units), outside),
         rows=rows,
         shades=shades,
         pictures=pictures,
@@ -298,27 +319,3 @@ def _label(
         price = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
-
-
-def _best(predictor: Predictor, nats: OutcomePredictor | Missing) -> BestRows:
-    """Keep the rows with the highest effects, for each target by itself."""
-    count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
-    effects = by_column(predictor.effect_NT, np.arange(predictor.n_rows))
-    subsets = (
-        WeightedRows(target, np.sort(ranked(effect_N, count=count)))
-        for target, effect_N in zip(predictor.targets, effects, strict=True)
-    )
-    blocks = list(in_blocks(subsets, predictor.n_rows, n_targets))
-    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
-    low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
-    units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
-    if isinstance(nats, OutcomePredictor):
-        tables = [nats.predict(block.weights) for block in blocks]
-        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
-        nats_T, low_T, high_T = np.diagonal(bounds_3BT, axis1=1, axis2=2)
-        known_T = np.isfinite(nats_T)
-        value_T = np.where(known_T, nats_T, value_T)
-        units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
-        outside = tuple(text for table in tables for text in table.outside)
-    kept = Change(value_T[None], low_T[None], high_T[None])
-    return BestRows(count / predictor.n_rows, kept, tuple(units), outside)

@@ -42,7 +42,8 @@ def render(found: Findings, live: str = "") -> str:
     Args:
         live: where a server answers what the page does not hold, e.g. /api; empty: nowhere, and nothing is asked.
     """
-    script = "\n".join(["'use strict';", *(_resource(file) for file in SCRIPTS)])
+    templates = files("grasp.report") / "templates"
+    script = "\n".join(["'use strict';", *((templates / file).read_text(encoding="utf-8") for file in SCRIPTS)])
     checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json_text(payload(found), None)  # made such that it cannot end the element it stands in
     for sign in "&<>":
@@ -86,7 +87,7 @@ def render(found: Findings, live: str = "") -> str:
             f"default-src 'none'; script-src 'sha256-{checksum}'; style-src 'unsafe-inline'; img-src data:; "
             f"{'connect-src ' + repr('self') + '; ' if live else ''}base-uri 'none'; form-action 'none'"
         ),
-        style=markupsafe.Markup(_resource("style.css")),
+        style=markupsafe.Markup((templates / "style.css").read_text(encoding="utf-8")),
         script=markupsafe.Markup(script),
         data=markupsafe.Markup(data),
         sections=[section for section in SECTIONS.items() if not absent.get(section[0])],
@@ -109,10 +110,6 @@ def render(found: Findings, live: str = "") -> str:
         **_commands(found),
     )
     return page
-
-
-def _resource(file: str) -> str:
-    return files("grasp.report").joinpath("templates", file).read_text(encoding="utf-8")
 
 
 @functools.cache

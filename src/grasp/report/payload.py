@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.predict.label_slices import LabelSlices, SliceFormula
+from grasp.predict.label_slices import SliceFormula
 from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -49,13 +49,27 @@ def payload(found: Findings) -> dict[str, Any]:
         }
         for one in held.questions
     ]
+    # the parts of the treemap: their two slices, rows, mean effect on each target, and what is sure of it
+    cells = None
+    if found.parts is not None:
+        parts, of_label = found.parts.slices, [label.slices.codes_N for label in found.labels[:2]]
+        first_N = np.unique(parts.codes_N, return_index=True)[1]  # of each part some row
+        cells = [
+            {
+                "at": [int(code_N[first_N[cell]]) for code_N in of_label],
+                "rows": parts.slices[cell].rows,
+                "effect": _short(found.parts.mean_GT[cell]),
+                "sign": (-found.parts.dropped.sign_GT[cell]).tolist(),
+            }
+            for cell in range(len(parts.slices) - bool(parts.n_grouped))
+        ]
     return {
         "targets": different(found.targets, LONGEST_CELL),
         "plainUnit": found.plain_unit,
         "runsUnit": "" if isinstance(nats, Missing) else nats.unit,
         "title": "" if isinstance(nats, Missing) else plain(nats.title, 400).partition(": ")[2],
         "labels": [_label(found, label) for label in found.labels],
-        "map": None if found.parts is None else _parts(found, found.parts),
+        "map": cells,
         "rows": {"rows": rows, "n": held.n_ranked, "questions": questions},
     }
 
@@ -82,13 +96,17 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
     weights = slices.weights(np.concatenate([moved_BG, *([preset["percent"]] for preset in presets)]) / 100)
 
+    def placed(values: Sequence[Any]) -> dict[str, Any]:
+        alone = [values[at : at + len(PLACES)] for at in range(0, len(moved_BG), len(PLACES))]
+        return {"places": PLACES, "alone": alone, "presets": values[len(moved_BG) :]}
+
     # what a change is computed with; where rows bear on one another, the changes themselves
     price = label.price
     if isinstance(price, SliceFormula):
         law = {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
         priced: dict[str, Any] = {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
     else:
-        priced = {"priced": _placed(slices, [{"change": _short(change_T)} for change_T in price.change(weights)])}
+        priced = {"priced": placed([{"change": _short(change_T)} for change_T in price.change(weights)])}
 
     # what runs expect: the change by target, half of its interval, and in which way it lies beyond the runs
     expected = None
@@ -99,7 +117,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
             {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
             for value_T, half_T, beyond in zip(table.nats_BT, half_BT, table.outside, strict=True)
         ]
-        expected = _placed(slices, values)
+        expected = placed(values)
 
     # flags that make the command line say what the page says
     runs = None if isinstance(found.nats, Missing) else found.request.environment
@@ -122,29 +140,6 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
         "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
     }
-
-
-def _placed(slices: LabelSlices, values: Sequence[Any]) -> dict[str, Any]:
-    """One value for each setting: those with one slider moved, by slider, and those of the presets."""
-    moved = len(slices.slices) * len(PLACES)
-    alone = [values[at : at + len(PLACES)] for at in range(0, moved, len(PLACES))]
-    return {"places": PLACES, "alone": alone, "presets": values[moved:]}
-
-
-def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:
-    """The parts of the treemap: their two slices, rows, mean effect on each target, and what is sure of it."""
-    codes = [one.slices.codes_N for one in found.labels[:2]]
-    first_N = np.unique(parts.slices.codes_N, return_index=True)[1]  # of each part some row
-    n_parts = len(parts.slices.slices) - bool(parts.slices.n_grouped)
-    return [
-        {
-            "at": [int(code_N[first_N[cell]]) for code_N in codes],
-            "rows": parts.slices.slices[cell].rows,
-            "effect": _short(parts.mean_GT[cell]),
-            "sign": (-parts.dropped.sign_GT[cell]).tolist(),
-        }
-        for cell in range(n_parts)
-    ]
 
 
 def _short(values: Any) -> list[float | None]:

@@ -152,15 +152,12 @@ def answers(found: Findings, targets: Sequence[str]) -> list[View]:
 def _best(found: Findings, t: int) -> View:
     """What a choice of rows is worth: the one that was given, else the best part of them."""
 
-    def share(part: float) -> str:
-        return f"{part:.0%}" if part >= 0.01 else f"{part:.2%}"
-
     best, selection = found.best, found.selection
-    what, unit, outside = f"the best {share(best.share)} of rows", best.units[t], best.outside[t]
+    share, what, unit, outside = best.share, "", best.units[t], best.outside[t]
     value, low, high = (float(part[0, t]) for part in (best.kept.value_GT, best.kept.low_GT, best.kept.high_GT))
     if not isinstance(selection, Missing):
         for one in (one for one in selection.targets if one.target == found.targets[t]):
-            what = f"the best {share(selection.rows / found.n_rows)} of rows"
+            share = selection.rows / found.n_rows
             if selection.documents is not None:
                 what = f"the best {selection.documents:,} documents"
             said = next((note for note in selection.notes if note.startswith(OUTSIDE)), "")
@@ -174,7 +171,7 @@ def _best(found: Findings, t: int) -> View:
                 ends = (one.nats, one.nats_low, one.nats_high)
             value, low, high = (float("nan") if end is None else end for end in ends)
     return {
-        "what": what,
+        "what": what or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
         "value": signed(value, 2),
         "unit": unit,
         "interval": interval(low, high, 2),
