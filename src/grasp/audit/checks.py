@@ -21,7 +21,6 @@ from grasp.audit.sample import (
     SampleFeatures,
     environment_subsets,
     features_alone,
-    random_halves,
     redrawn,
     reopened,
     sample_features,
@@ -35,6 +34,7 @@ from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
+from grasp.seeds import stream
 from grasp.text import json_text, plain
 from grasp.verbs.evaluate import agreement
 
@@ -110,7 +110,10 @@ def check(
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
     environment = None if runs is None else runs_beside(artifact, runs)
     if environment is None:
-        weight_BN, compared = random_halves(len(index), subsets, seed), "halves of them"
+        generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
+        weight_BN = np.zeros((subsets, len(index)))
+        for weight_N in weight_BN:
+            weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"

@@ -4,7 +4,7 @@ Shape letters: L tokens, E units.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Self
@@ -74,7 +74,7 @@ class Explanation(Result):
     @property
     def contributions(self) -> F64:
         """What each token adds, (L,); NaN where it carries no loss."""
-        return _numbers(self.table["contribution"])
+        return np.asarray(self.table["contribution"].to_pandas(), dtype=np.float64)
 
     @property
     def answer_tokens(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Explanation(Result):
     @property
     def received(self) -> F64:
         """What each token of the unit received, (L,); NaN for the prompt's."""
-        return np.empty(0) if self.answer is None else _numbers(self.answer["received"])
+        return np.empty(0) if self.answer is None else np.asarray(self.answer["received"].to_pandas(), dtype=np.float64)
 
     @property
     def shades(self) -> list[tuple[str, float]]:
@@ -101,13 +101,12 @@ class Explanation(Result):
 
     def as_text(self, *, colour: bool = False) -> str:
         """The explanation on a terminal: strong words with their numbers, or all on shades of blue and orange."""
-        mark = _coloured if colour else _numbered
-        parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, mark)]
+        parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, colour=colour)]
         if self.answer is not None:
             parts += ["", "question: " + ending(self.prompt), "", "its answer, by what each word received:"]
             said = ~np.isnan(self.received)
             answer = [token for token, is_said in zip(self.answer_tokens, said, strict=True) if is_said]
-            parts += _paragraph(answer, self.received[said], mark)
+            parts += _paragraph(answer, self.received[said], colour=colour)
         for title, names, lines in self._tables():
             parts += ["", text_table(title, names, lines, left=0)]
         return "\n".join([*parts, "", READING_COLOURS if colour else READING_NUMBERS, *map(plain, self.notes)])
@@ -133,7 +132,14 @@ class Explanation(Result):
                 ("questions it helps most: their part of the effect", helped),
                 ("questions it hurts most", hurt),
             ):
-                lines = [[signed(q["contribution"]), q["unit_id"], _question(q)] for q in some]
+                lines = [
+                    [
+                        signed(one["contribution"]),
+                        one["unit_id"],
+                        plain(f"{ending(one['prompt'], 100)} -> {one['completion'].strip()}"),
+                    ]
+                    for one in some
+                ]
                 if lines:
                     yield title, ["adds", "unit_id", "text"], lines
 
@@ -159,19 +165,6 @@ class Explanation(Result):
             **{name: table.to_pylist() for name, table in tables.items() if table is not None},
             "notes": list(self.notes),
         }
-
-
-def _numbered(word: str, adds: float, share: float) -> str:
-    """A word, with its number where it is strong."""
-    return f"{word}[{adds:+z.2g}]" if word.strip() and abs(share) >= STRONG else word
-
-
-def _coloured(word: str, _: float, share: float) -> str:
-    """A word on a shade of blue where it helps, of orange where it hurts."""
-    level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS))
-    if not level:
-        return word
-    return f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{word}\x1b[0m"
 
 
 def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
@@ -209,21 +202,17 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
     return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
 
 
-def _numbers(column: pa.ChunkedArray) -> F64:
-    return np.asarray(column.to_pandas(), dtype=np.float64)
-
-
 def _shades(tokens: Sequence[str], adds_L: F64) -> list[tuple[str, float]]:
     """Words with the share of the strongest that each adds; white space with a share to speak of is made visible."""
     words, _, shares = by_word(tokens, adds_L)
     return [(visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(words, shares, strict=True)]
 
 
-def _paragraph(tokens: Sequence[str], adds_L: F64, mark: Callable[[str, float, float], str]) -> list[str]:
+def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]:
     """Lines of text with marked words; of a long one the part that adds most, either way.
 
-    Args:
-        mark: how a word is shown, by what it adds, and by that over the most that any adds.
+    Words are on a shade of blue where they help, of orange where they hurt; without colour the strong ones have their
+    number behind them.
     """
     words, adds_W, shares = by_word(tokens, adds_L)
     start, stop = 0, len(words)
@@ -239,7 +228,13 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, mark: Callable[[str, float, f
         if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
             lines.append(line.rstrip())
             line, used, shown = "", 0, shown.lstrip(" ")
-        line, used = line + mark(shown, add, share), used + width
+        used += width
+        level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS)) if colour else 0
+        if level:
+            shown = f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{shown}\x1b[0m"
+        elif shown.strip() and abs(share) >= STRONG and not colour:
+            shown += f"[{add:+z.2g}]"
+        line += shown
     lines.append(line)
     for where, part in (("before", adds_W[:start]), ("after", adds_W[stop:])):
         if part:
@@ -251,10 +246,6 @@ def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
     """A word that begins at a token, in brackets, behind the few that stand before it."""
     before = "".join(tokens[max(0, place - CONTEXT) : place])
     return plain(f"{before}{' ' * (word.startswith(' ') and not word.isspace())}[{visible(word).strip()}]")
-
-
-def _question(question: dict[str, Any]) -> str:
-    return plain(f"{ending(question['prompt'], 100)} -> {question['completion'].strip()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,16 +146,6 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
 
 
-def random_halves(n_rows: int, subsets: int, seed: int) -> F64:
-    """Weights of halves of the sample, each adding up to 1, (B, N)."""
-    generator = stream(seed, "audit", "subsets")
-    half = n_rows // 2
-    weight_BN = np.zeros((subsets, n_rows))
-    for weight_N in weight_BN:
-        weight_N[generator.choice(n_rows, size=half, replace=False)] = 1.0 / half
-    return weight_BN
-
-
 def environment_subsets(
     artifact: ArtifactReader, environment: Environment, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
