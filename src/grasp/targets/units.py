@@ -1,14 +1,14 @@
 """Units: the scored elements of a target, as text and as tokens."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation
 from grasp.errors import ModelError, TargetError
 
@@ -43,7 +43,7 @@ class Unit:
 class UnitTokens:
     """Tokens of one unit; the labels that carry loss are ``input_ids[first:]``, first >= 1."""
 
-    input_ids: NDArray[np.int32]
+    input_ids: I32
     first: int
 
 
@@ -97,33 +97,29 @@ class UnitSet:
         """
         prompts = tokenizer.encode([unit.prompt for unit in self.units])
         completions = tokenizer.encode([unit.completion for unit in self.units])
-        return [
-            _join(unit, prompt, completion, tokenizer, max_length)
-            for unit, prompt, completion in zip(self.units, prompts, completions, strict=True)
-        ]
-
-
-def _join(
-    unit: Unit, prompt: Sequence[int], completion: Sequence[int], tokenizer: "Tokenizer", max_length: int
-) -> UnitTokens:
-    where = f"unit {unit.unit_id!r} of {unit.target}"
-    if not completion:
-        raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
-    if len(completion) >= max_length:
-        raise TargetError(
-            f"{where}: the completion has {len(completion)} tokens, expected at most {max_length - 1}"
-            " beside one token of context; raise targets.max_length or exclude the unit"
-        )
-    if not prompt:
-        if tokenizer.eos_id is None:
-            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
-        prompt = [tokenizer.eos_id]
-    context = prompt[-(max_length - len(completion)) :]
-    ids = np.asarray([*context, *completion], dtype=np.int64)
-    outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if outside.size:
-        raise TargetError(
-            f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
-            " the tokenizer does not belong to the model"
-        )
-    return UnitTokens(ids.astype(np.int32), 1 if unit.loss_on == "all" else len(context))
+        tokens = []
+        for unit, prompt, completion in zip(self.units, prompts, completions, strict=True):
+            where = f"unit {unit.unit_id!r} of {unit.target}"
+            if not completion:
+                raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
+            if len(completion) >= max_length:
+                raise TargetError(
+                    f"{where}: the completion has {len(completion)} tokens, expected at most {max_length - 1}"
+                    " beside one token of context; raise targets.max_length or exclude the unit"
+                )
+            before = prompt or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
+            if not before:
+                raise TargetError(
+                    f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in"
+                )
+            context = before[-(max_length - len(completion)) :]
+            ids = np.asarray([*context, *completion], dtype=np.int64)
+            outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+            if outside.size:
+                raise TargetError(
+                    f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
+                    " the tokenizer does not belong to the model"
+                )
+            first = 1 if unit.loss_on == "all" else len(context)
+            tokens.append(UnitTokens(ids.astype(np.int32), first))
+        return tokens

@@ -27,7 +27,7 @@ from grasp.predict.predictor import additive_predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import only_target, row_index
 from grasp.settings import CorpusSettings
-from grasp.targets.records import target_name
+from grasp.targets.load import target_name
 from grasp.text import plain, signed
 from grasp.vision.images import ImageStore, decode_image, pixel_hash, png, read_images
 

@@ -6,8 +6,7 @@ from grasp.corpus.labels import HASH_LABEL
 from grasp.corpus.packing import Skipped
 from grasp.errors import TargetError
 from grasp.settings import CorpusSettings, TargetSettings
-from grasp.targets.load import draw
-from grasp.targets.records import target_name
+from grasp.targets.load import draw, target_name
 from grasp.targets.units import Unit, UnitSet
 from grasp.vision.images import ImageRow, ImageShard, image_rows, read_images
 

@@ -1,0 +1,255 @@
+"""Units come in the forms that people have; a file names its target; what fits no form is named by file and line."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.corpus.sources import IN_MEMORY
+from grasp.errors import MissingExtraError, TargetError
+from grasp.settings import DatasetTarget, TargetSettings
+from grasp.targets import load_units
+from grasp.targets.load import target_name, units_of
+from tests.corpus.chats import DROPS, chat_tokenizer, turns
+
+ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
+TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
+END = "<|im_end|>"
+CHOICE = {"doc_id": 7, "doc": {"q": "Sky?"}, "target": "1", "resps": []}
+CHOICE |= {"arguments": [["Q: Sky?\nA:", " green"], ["Q: Sky?\nA:", " blue"]]}
+TWO = {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}
+PLAIN = {"task": "t", "prompt": "p", "completion": "c"}
+
+
+def load(place, *records, name="exam.jsonl", **settings):
+    """Units of a file with these records, or of what lies there."""
+    if records:
+        (place / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return load_units(TargetSettings(names=(str(place / name),), **settings))
+
+
+def plain(unit_set):
+    return {unit.unit_id: (unit.target, unit.prompt, unit.completion) for unit in unit_set.units}
+
+
+# ---------------------------------------------------------------- forms
+
+
+def test_lines_become_units_of_their_tasks(tmp_path):
+    lines = [
+        {"task": "math", "prompt": "1+1=", "completion": "2", "note": "ignored"},
+        {"task": "math", "prompt": "1+2=", "completion": "3", "unit_id": "m-two"},
+        {"task": "geo", "prompt": "", "completion": "Rome", "loss_on": "all", "choices": ["Rome", "Bonn"], "gold": 0},
+    ]
+    units = load(tmp_path, *lines)
+    assert units.targets == ("math", "geo")
+    by_id = {unit.unit_id: unit for unit in units.units}
+    assert set(by_id) == {"math:0", "m-two", "geo:0"}
+    two, rome = by_id["m-two"], by_id["geo:0"]
+    assert (two.prompt, two.completion, two.loss_on) == ("1+2=", "3", "completion")
+    assert (rome.loss_on, rome.choices, rome.gold) == ("all", ("Rome", "Bonn"), 0)
+    assert {unit.loss_on for unit in load(tmp_path, *lines, loss_on="all").units} == {"all"}
+    assert len(load(tmp_path, *lines, units_per_target=1).units) == 2  # drawn per task
+    data = (tmp_path / "exam.jsonl").read_bytes()
+    for ending, pack in (("gz", gzip.compress), ("zst", lambda d: pa.compress(d, codec="zstd", asbytes=True))):
+        (tmp_path / f"exam.jsonl.{ending}").write_bytes(pack(data))
+        assert load(tmp_path, name=f"exam.jsonl.{ending}").fingerprint == units.fingerprint
+
+
+def test_questions_and_answers_of_a_file_are_a_target_named_after_it(tmp_path, monkeypatch):
+    questions = [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}]
+    expected = {f"exam:{k}": ("exam", f"Question: 1+{k + 1}?\nAnswer:", f" {k + 2}") for k in range(2)}
+    pq.write_table(pa.Table.from_pylist(questions), tmp_path / "exam.parquet")
+    assert plain(load(tmp_path, *questions)) == plain(load(tmp_path, name="exam.parquet")) == expected
+    monkeypatch.chdir(tmp_path)
+    assert plain(load_units(TargetSettings(names=("exam.jsonl",)))) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/exam.v2.jsonl.gz", "exam.v2"),
+        ("samples_arc_easy_2024-05-01T10-11-12.3.jsonl", "arc_easy"),
+        ("samples_gsm8k.jsonl", "gsm8k"),
+        ("data/exam/", "exam"),
+    ],
+)
+def test_a_target_is_named_after_its_file(path, name):
+    assert target_name(path) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt", "completion", "gold"),
+    [
+        ({}, "Q: Sky?\nA:", " blue", 1),
+        ({"target": "blue"}, "Q: Sky?\nA:", " blue", 1),
+        ({"arguments": TWO}, "Q:", " b", 1),
+        ({"arguments": [["It is", " x"], ["He is", " x"]]}, "He is", " x", 1),
+        ({"arguments": [["The end of the", " road"]], "target": " road"}, "The end of the", " road", None),
+        ({"arguments": [["2+2=", {"until": ["\n"]}]], "target": "4"}, "2+2=", " 4", None),
+        ({"arguments": {"gen_args_0": {"arg_0": "A:\n", "arg_1": {}}}, "target": "4"}, "A:\n", "4", None),
+    ],
+)
+def test_sample_logs_of_the_harness(changes, prompt, completion, gold):
+    (unit,) = units_of([("x:1", CHOICE | changes)], "sky", "completion")
+    assert (unit.unit_id, unit.target) == ("7", "sky")
+    assert (unit.prompt, unit.completion, unit.gold) == (prompt, completion, gold)
+    if gold is not None:
+        assert unit.choices[gold] in (completion, prompt)
+
+
+def test_units_in_memory_stand_behind_their_name():
+    units = units_of([("unit 0", {"prompt": "p", "completion": "c"})], "units", "completion")
+    settings = TargetSettings(names=(IN_MEMORY + "x",))
+    assert load_units(settings, units).targets == ("units",)
+    with pytest.raises(TargetError, match="it was in memory, x: it is on no disk; pass the same object again"):
+        load_units(settings)
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
+    (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer()).units
+    assert unit.completion == LAST + END
+    assert unit.prompt.endswith(f"{AGAIN}{END}\n<|im_start|>assistant\n")
+    assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
+    with pytest.raises(TargetError, match="unit 'exam:0' of exam: turn 3: the chat template leaves out"):
+        load(tmp_path).written_out(chat_tokenizer(DROPS))
+
+
+def test_every_answer_is_a_unit_when_asked(tmp_path):
+    found = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
+    by_name = {unit.unit_id: unit.completion for unit in found.written_out(chat_tokenizer()).units}
+    assert by_name == {"a#0": ANSWERED + END, "a#1": LAST + END, "exam:1": ANSWERED + END}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERED}]},
+        {"instruction": ASKED, "input": "", "output": ANSWERED},
+        {"prompt": TURNS[:1], "completion": TURNS[1:2]},
+    ],
+)
+def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
+    (unit,) = load(tmp_path, record).written_out(chat_tokenizer()).units
+    assert unit.completion == ANSWERED + END
+
+
+# ---------------------------------------------------------------- refusals
+
+REFUSED = [
+    ({"text": "x", "label": 1}, r"exam.jsonl:1: has the fields text, label; expected `prompt`"),
+    ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\)"),
+    ({**CHOICE, "target": "red"}, r"exam.jsonl:1: target: got 'red'"),
+    ({**CHOICE, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
+    ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' '"),
+    ({"task": "t", "prompt": "p"}, r"exam.jsonl:1: completion: missing"),
+    ({"task": "t", "prompt": 3}, r"exam.jsonl:1: prompt: .* got 3; completion: missing"),
+    ({**PLAIN, "task": ""}, r"exam.jsonl:1: task: .* got ''"),
+    ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: got 2, .* 1 choices"),
+    ({"messages": turns(ASKED, " ")}, r"exam.jsonl:1: an answer of the assistant is empty; mend it or take it out"),
+    ({"messages": TURNS[:1]}, r"exam.jsonl:1: the assistant does not answer"),
+    ({"messages": TURNS[1:]}, r"exam.jsonl:1: its turns are out of order"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, r"exam.jsonl:1: turn 0: got the role 'boss'"),
+    # half a surrogate pair, before anything runs
+    ({"messages": turns("a\ud800", "b")}, r"prompt: half of a surrogate pair at character"),
+    ({**PLAIN, "prompt": "x\ud800"}, r"prompt: half of a surrogate pair at character 1"),
+    ({**PLAIN, "completion": "x\ud800"}, r"completion: half of a surrogate pair at character 1"),
+    ({**PLAIN, "unit_id": "x\ud800"}, r"unit_id: half of a surrogate pair at character 1"),
+    ({**PLAIN, "task": "x\ud800"}, r"task: .* unicode"),
+    (b"{bad", r"exam.jsonl:1: not JSON"),
+    (b'["list"]', r"exam.jsonl:1: got list"),
+    (b'{"task": "\xff"}', r"exam.jsonl:1: not JSON"),
+    (b"\n", r"exam.jsonl: no units"),
+    (b'{"prompt": "p", "completion": "c", "unit_id": "two"}\n' * 2, "'two' occurs twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSED)
+def test_a_record_that_is_no_unit_is_named(tmp_path, content, message):
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / "exam.jsonl").write_bytes(data)
+    with pytest.raises(TargetError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_damaged_files(tmp_path):
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
+    for name, message in (("gone.jsonl", "no such file"), ("bad.jsonl.gz", "damaged or cut short")):
+        with pytest.raises(TargetError, match=f"{name}: {message}"):
+            load(tmp_path, name=name)
+
+
+# ---------------------------------------------------------------- templates over columns
+
+datasets = pytest.importorskip("datasets")
+
+TABLE = {"key": ["a", "b"], "question": ["Who?", "Where?"], "answer": ["me", "here"], "spans": [["x"], ["y"]]}
+
+
+def mapped(path, **changes):
+    given = {"name": "qa", "path": str(path), "prompt": "Q: {question}\nA:", "completion": " {answer}"}
+    return load_units(TargetSettings(datasets=(DatasetTarget(**given | changes),))).units
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.Dataset.from_dict(TABLE).save_to_disk(tmp_path / "table")
+    return tmp_path / "table"
+
+
+def test_columns_fill_the_templates(table):
+    units = {unit.unit_id: (unit.prompt, unit.completion) for unit in mapped(table)}
+    assert units == {"qa:0": ("Q: Who?\nA:", " me"), "qa:1": ("Q: Where?\nA:", " here")}
+    units = {unit.unit_id: unit.completion for unit in mapped(table, unit_id="key", completion="{spans[0]}")}
+    assert units == {"qa:a": "x", "qa:b": "y"}
+    assert {unit.prompt for unit in mapped(table, prompt="Q: {{ spans | first }}")} == {"Q: x", "Q: y"}
+
+
+def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
+    rows, place = datasets.Dataset.from_dict(TABLE), table.parent
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(place / "splits")
+    assert [unit.completion for unit in mapped(place / "splits", split="test")] == [" here"]
+    for split, said in ((None, "has the splits test, train"), ("dev", "qa.split: got 'dev', .* has test, train")):
+        with pytest.raises(TargetError, match=said):
+            mapped(place / "splits", split=split)
+    rows.to_parquet(place / "data" / "train.parquet")
+    assert len(mapped(place / "data")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "{nope}"}, "qa: no column nope; .* has key, question, answer, spans"),
+        ({"unit_id": "uid"}, "no column uid"),
+        ({"prompt": "{}"}, r"qa.prompt: '\{\}' has a field without a name"),
+        ({"prompt": "{question"}, "qa.prompt: .* is no format string"),
+        ({"completion": "{spans[3]}"}, "row 0: does not fit targets.datasets.qa.completion: IndexError"),
+        ({"completion": ""}, "row 0: completion: got '', expected text"),
+        ({"split": "test"}, r"qa.split: got 'test', but .* is one table"),
+    ],
+)
+def test_mappings_that_do_not_fit_are_refused(table, changes, message):
+    with pytest.raises(TargetError, match=message):
+        mapped(table, **changes)
+
+
+def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monkeypatch):
+    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(table.parent / "none")
+    (table.parent / "bare").mkdir()
+    for name, said in (("none", ".*none"), ("bare", ".*no Parquet or JSONL file")):
+        with pytest.raises(TargetError, match=f"targets.datasets.qa: {said}"):
+            mapped(table.parent / name)
+
+    def absent(module):
+        raise ImportError(module)
+
+    monkeypatch.setattr("importlib.import_module", absent)
+    with pytest.raises(MissingExtraError, match=r"pip install 'grasp-attribution\[datasets\]'"):
+        mapped(table)
