@@ -33,12 +33,6 @@ def said(store: RowStore, i: int = 0) -> tuple[str, str]:
     return raw.decode(shard.ids(0)), raw.decode(shard.ids(0)[mask])
 
 
-def refused(tmp_path, records, tokenizer=None, **settings) -> str:
-    with pytest.raises(CorpusError) as caught:
-        stored(tmp_path, records, tokenizer, **settings)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -59,15 +53,10 @@ def test_a_template_that_marks_the_assistants_words_gives_the_same(tmp_path):
     assert said(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWERED + END + LAST + END
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "expected"), [("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)]
-)
-def test_loss_on_says_which_answers(tmp_path, loss_on, expected):
-    assert said(stored(tmp_path, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
-
-
-def test_loss_on_all_is_a_text(tmp_path):
-    store = stored(tmp_path, [{"messages": TURNS}], loss_on="all")
+def test_loss_on_says_which_answers(tmp_path):
+    for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)):
+        assert said(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
+    store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
     assert store.shard(0).labelled is None
     assert store.supervised().tolist() == [store.n_tokens - 1]
 
@@ -149,36 +138,6 @@ def test_a_pair_without_an_answer_is_left_out(tmp_path):
     assert store.skipped.ids == {"no_loss": ["q"]}
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"messages": [{"role": "owner", "content": "x"}]}, "c.jsonl:1: turn 0: got the role 'owner'"),
-        ({"messages": [{"content": "x"}]}, "turn 0: got the role None"),
-        ({"messages": [{"role": "user", "content": {"image": 1}}]}, "expected words"),
-        ({"messages": "hello", "text": "a"}, "--text-column messages"),
-        ({"messages": ["hello"]}, "column 'messages' holds a list of str"),
-        ({"prompt": "a", "completion": TURNS}, "column 'prompt' holds str"),
-        ({"messages": TURNS, "tools": "{"}, "tools: got '{'"),
-    ],
-)
-def test_a_record_that_cannot_be_read_is_named(tmp_path, record, message):
-    assert message in refused(tmp_path, [record])
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "c.jsonl:1: the tokenizer has no chat template"),
-        (DROPS, "turn 1: the chat template leaves out"),
-        (REWRITES, "turn 1: the chat template writes it otherwise"),
-        (STRICT, "Conversation roles must alternate"),
-    ],
-)
-def test_a_template_that_cannot_be_trusted_is_refused(tmp_path, template, message):
-    thought = turns(ASKED, f"<think>hm</think>{ANSWERED}" if template is REWRITES else ANSWERED, AGAIN, LAST)
-    assert message in refused(tmp_path, [{"messages": thought}], chat_tokenizer(template))
-
-
 def test_the_last_answer_of_a_template_that_rewrites_can_be_had(tmp_path):
     thought = turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
     assert (
@@ -221,16 +180,47 @@ def test_surrogates_in_turns_are_mended(tmp_path):
     assert said(stored(tmp_path, None))[1] == "wet." + END
 
 
-def test_a_tokenizer_that_cannot_tell_where_tokens_end_is_refused(tmp_path, monkeypatch):
-    tokenizer = chat_tokenizer()
-    monkeypatch.setattr(
-        type(tokenizer), "encode_with_ends", lambda self, texts: [(ids, None) for ids in self.encode(texts)]
-    )
-    assert "the tokenizer cannot tell which tokens are the answer" in refused(
-        tmp_path, [{"messages": TURNS}], tokenizer
-    )
+# ---------------------------------------------------------------- refusals
 
 
-def test_what_has_no_answer_or_would_be_joined_is_refused(tmp_path):
-    assert "corpus.loss_on: got completion" in refused(tmp_path, [{"text": "water"}], loss_on="completion")
-    assert "corpus.packing" in refused(tmp_path, [{"messages": TURNS}], packing="concat")
+class Blind:
+    """A tokenizer that cannot tell where tokens end."""
+
+    def __getattr__(self, name):
+        return getattr(chat_tokenizer(), name)
+
+    def encode_with_ends(self, texts):
+        return [(ids, None) for ids in self.encode(texts)]
+
+
+ONE = {"messages": TURNS}
+THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)}
+REFUSED = [
+    ({"messages": [{"role": "owner", "content": "x"}]}, {}, "c.jsonl:1: turn 0: got the role 'owner'"),
+    ({"messages": [{"content": "x"}]}, {}, "turn 0: got the role None"),
+    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "expected words"),
+    ({"messages": "hello", "text": "a"}, {}, "--text-column messages"),
+    ({"messages": ["hello"]}, {}, "column 'messages' holds a list of str"),
+    ({"prompt": "a", "completion": TURNS}, {}, "column 'prompt' holds str"),
+    ({"instruction": "a", "output": 3}, {}, "column 'output' holds int, expected text"),
+    ({"messages": TURNS, "tools": "{"}, {}, "tools: got '{'"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, "c.jsonl:1: the tokenizer has no chat template"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, "turn 1: the chat template leaves out"),
+    (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "turn 1: the chat template writes it otherwise"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "Conversation roles must alternate"),
+    (ONE, {"tokenizer": Blind}, "the tokenizer cannot tell which tokens are the answer"),
+    (ONE, {"packing": "concat"}, "corpus.packing"),
+    ({"text": "water"}, {"loss_on": "completion"}, "corpus.loss_on: got completion"),
+]
+
+
+@pytest.mark.parametrize(("record", "given", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused_and_named(tmp_path, record, given, message):
+    with pytest.raises(CorpusError) as caught:
+        stored(
+            tmp_path,
+            [record],
+            given.get("tokenizer", chat_tokenizer)(),
+            **{k: v for k, v in given.items() if k != "tokenizer"},
+        )
+    assert message in str(caught.value)

@@ -88,12 +88,17 @@ def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected)
         joined = tmp_path / f"joined{suffix}"
         joined.write_bytes(one + two)
         assert plain(read_documents(settings_for(joined))) == expected
+    named = joined.parent / "c4.json.zst"  # as C4 and Dolma name their lines
+    assert plain(read_documents(settings_for(joined.rename(named)))) == expected
 
 
 def test_a_datasets_directory(tmp_path, expected):
     path = save_dataset(tmp_path / "saved", records(20))
     assert plain(read_documents(settings_for(path))) == expected
     assert plain(read_documents(settings_for(path), start=7)) == expected[7:]
+    datasets.Dataset.from_list(records(20)).select([5, 3, 17]).save_to_disk(tmp_path / "indexed")
+    texts = sentences(20)
+    assert [d.text for d in read_documents(settings_for(tmp_path / "indexed"))] == [texts[5], texts[3], texts[17]]
 
 
 def test_a_datasets_directory_with_splits(tmp_path, expected):
@@ -168,64 +173,34 @@ def test_a_number_that_is_none_is_a_missing_label(tmp_path):
         assert [d.labels["score"] for d in read_documents(settings_for(path))] == [1.5, None, None]
 
 
-def test_an_indexed_dataset_keeps_its_order(tmp_path):
-    shuffled = datasets.Dataset.from_list(records(20)).select([5, 3, 17])
-    shuffled.save_to_disk(tmp_path / "saved")
-    texts = sentences(20)
-    assert [d.text for d in read_documents(settings_for(tmp_path / "saved"))] == [texts[5], texts[3], texts[17]]
-
-
-def fake_hub(monkeypatch, load):
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
-
-
-def test_a_name_that_is_no_path_is_a_hub_name(monkeypatch, expected):
-    asked, found = [], datasets.DatasetDict({"train": datasets.Dataset.from_list(records(20))})
+def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_path, expected):
+    asked, there = [], datasets.DatasetDict({"train": datasets.Dataset.from_list(records(20))})
 
     def load(name):
         asked.append(name)
-        return found
+        if name != "someone/some-corpus":
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
+        return there
 
-    fake_hub(monkeypatch, load)
-    assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
-    assert asked == ["someone/some-corpus"]
-
-
-def test_a_path_is_never_taken_for_a_hub_name(monkeypatch, tmp_path):
-    def load(name):
-        raise AssertionError(name)
-
-    fake_hub(monkeypatch, load)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
     monkeypatch.chdir(tmp_path)
+    assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
+    with pytest.raises(CorpusError, match=r"no/such: no such file .* no hub dataset of that name .* doesn't exist"):
+        read_documents(settings_for("no/such"))
+    asked.clear()
     write_jsonl(tmp_path / "someone" / "corpus" / "a.jsonl", [{"text": "here"}])
     assert [d.text for d in read_documents(settings_for("someone/corpus"))] == ["here"]
     for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
         with pytest.raises(CorpusError, match=rf"{path}: no such file or directory; expected \.parquet"):
             read_documents(settings_for(path))
-
-
-def test_a_link_that_leads_nowhere_is_not_asked_of_a_hub(monkeypatch, tmp_path):
-    def load(name):
-        raise AssertionError(name)
-
-    fake_hub(monkeypatch, load)
-    monkeypatch.chdir(tmp_path)
     for name, to in (("circle", "other"), ("other", "circle"), ("dangling", "nothing")):
         os.symlink(to, name)
         with pytest.raises(CorpusError, match=f"^{name}: is a symbolic link that leads nowhere, or in"):
             read_documents(settings_for(name))
         with pytest.raises(ModelError, match=f"^model.path: `{name}` is a symbolic link that leads nowhere"):
             load_reference(ModelSettings(path=name))
-
-
-def test_a_hub_name_that_cannot_be_had(monkeypatch):
-    def load(name):
-        raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
-
-    fake_hub(monkeypatch, load)
-    with pytest.raises(CorpusError, match=r"no/such: no such file .* no hub dataset of that name .* doesn't exist"):
-        read_documents(settings_for("no/such"))
+    assert not asked
 
 
 def test_without_datasets_the_extra_is_named(monkeypatch, tmp_path):
@@ -349,7 +324,12 @@ def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeyp
 
 FIRST = b'{"text": "a"}\n\n'
 TWICE = pa.Table.from_arrays([pa.array(["x"]), pa.array(["a"]), pa.array(["b"])], ["text", "topic", "topic"])
+_SINK = pa.BufferOutputStream()
+pq.write_table(pa.Table.from_pylist(records(200)), _SINK)
+WHOLE = _SINK.getvalue().to_pybytes()
 REFUSED = [
+    *[("c.parquet", WHOLE[: int(len(WHOLE) * keep)], "damaged or cut short") for keep in (0.3, 0.9, 0.999)],
+    ("c.parquet", WHOLE[:4] + bytes(196) + WHOLE[200:], "damaged or cut short"),
     ("c.parquet", pa.table({"body": ["x"]}), r"c\.parquet: no text column .*found: body"),
     ("c.jsonl", b'{"text": "a"}\n{"txet": "b"}', r"c\.jsonl:2: no text column .*found: txet"),
     ("c.jsonl", FIRST + b'{"text": "b"', r"c\.jsonl:3: not JSON"),
@@ -406,18 +386,3 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
     next(saved.glob("*.arrow")).write_bytes(b"")
     with pytest.raises(CorpusError, match="not a whole `datasets` directory"):
         list(read_documents(settings_for(saved)))
-
-
-@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999, "with zeros inside"])
-def test_a_damaged_parquet_file(tmp_path, keep):
-    path = write_parquet(tmp_path / "c.parquet", records(200), group=200)
-    whole = path.read_bytes()
-    zeros = whole[:4] + bytes(196) + whole[200:]
-    path.write_bytes(zeros if isinstance(keep, str) else whole[: int(len(whole) * keep)])
-    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short"):
-        list(read_documents(settings_for(path)))
-
-
-def test_a_gzip_named_json_is_read_as_lines(tmp_path):
-    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
-    assert [d.text for d in read_documents(settings_for(tmp_path / "c4.json.gz"))] == ["a", "b"]
