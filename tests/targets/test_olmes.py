@@ -74,40 +74,28 @@ def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
     assert kept[0].prompt == "Question: 1?\nAnswer: no\n\nQuestion: is 0 even?\nAnswer:"
 
 
-def test_a_few_shot_prompt_that_does_not_end_with_the_question_is_refused(root):
-    lines = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
-    write(root, "odd", "rc_5shot", lines)
-    with pytest.raises(TargetError, match=r"odd:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"):
-        olmes.read_task("odd", "rc_0shot", "completion", root)
+ONE = [record(5, 0, context="a", continuation=" b", label=0)]
+NONE_IS_GOLD = [record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)]
+OTHER_QUESTION = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
+REFUSED = [
+    ("scoq", "rc_0shot", None, "no OLMES task is called 'scoq'; did you mean sciq"),
+    ("zzzzzz", "rc_0shot", None, "there are: basic, commonsense_qa, csqa, sciq "),
+    ("drop", "rc_0shot", None, "'drop' is no multiple-choice task; what can be used: basic"),
+    ("sciq", "mc_0shot", None, "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
+    ("sciq", "bpb_0shot", None, "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
+    ("new", "rc_0shot", ONE, "document 5 has 1 candidates and 1 gold"),
+    ("new", "rc_0shot", NONE_IS_GOLD, "2 candidates and 0 gold"),
+    ("new", "rc_0shot", [{"doc_id": 0}], "damaged after line 1: KeyError"),
+    ("new", "rc_5shot", OTHER_QUESTION, "new:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "message"),
-    [
-        ("scoq", "rc_0shot", "no OLMES task is called 'scoq'; did you mean sciq"),
-        ("zzzzzz", "rc_0shot", "there are: basic, commonsense_qa, csqa, sciq "),
-        ("drop", "rc_0shot", "'drop' is no multiple-choice task; what can be used: basic"),
-        ("sciq", "mc_0shot", "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
-        ("sciq", "bpb_0shot", "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
-    ],
-)
-def test_unknown_names_say_what_there_is(root, name, variant, message):
+@pytest.mark.parametrize(("name", "variant", "lines", "message"), REFUSED)
+def test_what_is_no_task_says_what_there_is(root, name, variant, lines, message):
+    if lines is not None:
+        write(root, name, variant, lines)
     with pytest.raises(TargetError, match=message):
-        olmes.read_task(name, variant, "completion", root)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([record(5, 0, context="a", continuation=" b", label=0)], "document 5 has 1 candidates and 1 gold"),
-        ([record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)], "2 candidates and 0 gold"),
-        ([{"doc_id": 0}], "damaged after line 1: KeyError"),
-    ],
-)
-def test_request_files_that_do_not_fit_are_refused(root, lines, message):
-    write(root, "broken", "rc_0shot", lines)
-    with pytest.raises(TargetError, match=message):
-        olmes.read_task("broken", "rc_0shot", "completion", root)
+        olmes.read_task(name, "rc_0shot" if lines else variant, "completion", root)
 
 
 def test_a_truncated_request_file_is_named(root):
