@@ -90,7 +90,7 @@ class World:
 
     def fill(self, writer: ArtifactWriter, shards: Iterable[int] | None = None) -> None:
         for k in range(writer.grid.n_shards) if shards is None else shards:
-            if k not in writer.finished:
+            if k in writer.left:
                 writer.write_shard(k, *self.shard(k))
 
     def finish(self, writer: ArtifactWriter) -> None:
@@ -125,7 +125,7 @@ class World:
 
     def fill_extension(self, extension: ArtifactWriter, shards: Iterable[int] | None = None) -> None:
         for k in range(extension.grid.n_shards) if shards is None else shards:
-            if k not in extension.finished:
+            if k in extension.left:
                 block = self.new_values[slice(*extension.grid.bounds(k))]
                 sums = {"relevance_token": block.astype(np.float64).sum(axis=0)}
                 extension.write_shard(k, {"relevance_token": block}, None, sums)

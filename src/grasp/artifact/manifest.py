@@ -223,9 +223,9 @@ class BuiltShards(Store[ShardMark]):
         return mark
 
     @property
-    def finished(self) -> frozenset[int]:
-        """Shards that need not be written again; one whose files are gone or cut does not count."""
-        return frozenset(map(int, self.parts))
+    def left(self) -> list[int]:
+        """Shards that are still to be written; one whose files are gone or cut is."""
+        return [k for k in range(self.grid.n_shards) if f"{k:05d}" not in self.parts]
 
     def progress(self) -> str:
         """How far the build is, in words."""

@@ -266,8 +266,8 @@ class ArtifactWriter(BuiltShards):
         """
         self._require_incomplete()
         start, stop = self.grid.bounds(k)
-        if k in self.finished:
-            raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
+        if f"{k:05d}" in self.parts:
+            raise ArtifactError(f"shard {k} is finished already; write only those that are `left`")
 
         def row_name(i: int) -> str:
             if rows is None and self._artifact is not None:
@@ -374,8 +374,8 @@ class ArtifactWriter(BuiltShards):
             _check_units(units, widths[0] if widths else None)
         else:
             units = self._units
-        if missing := sorted(set(range(self.grid.n_shards)) - self.finished):
-            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
+        if left := self.left:
+            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {left[0]}")
         if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
             raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
         if clash := sorted(name for name in moments if name.startswith(SUM)):

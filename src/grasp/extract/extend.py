@@ -61,7 +61,7 @@ def add_target(
                 f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features spares "
                 "targets that are added this pass"
             )
-        left = [k for k in range(extension.grid.n_shards) if k not in extension.finished]
+        left = extension.left
         share = len(left) / inputs.store.n_shards
         progress.stage("forward", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share))
         for k in left:

@@ -145,7 +145,7 @@ def build_artifact(
                 arrays=sketches | relevance_specs(inputs, kernels, pooled_kernel),
                 dtype=settings.array_dtype,
             )
-            left = [k for k in range(writer.grid.n_shards) if k not in writer.finished]
+            left = writer.left
             shards: Iterator[tuple[int, ShardForward]]
             if exact:
                 shards = ((k, ShardForward.unspool(spool.read(k), model.vocab_size)) for k in left)
