@@ -21,3 +21,18 @@ def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys)
     now[0] = 302.0
     watch.advance(1, 0)
     assert capsys.readouterr().err.endswith("verifying: 1 of 2 rows, 0 rows/s, 6 s left\n")
+
+
+def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    watch = Watch(quiet=True)
+    watch.plan({"token moments": 1_000, "gradient moments": 3_000, "forward": 60_000})
+    watch.stage("token moments", rows=10, tokens=1_000)
+    now[0] = 10.0
+    watch.advance(5, 500)  # 50 tokens a second
+    assert capsys.readouterr().err.endswith(", 10 s left here, 21 min 10 s in all\n")
+    watch.stage("forward", rows=400, tokens=40_000)  # the gradients' moments were there, and a third of the shards
+    now[0] = 70.0
+    watch.advance(100, 10_000)
+    assert capsys.readouterr().err.endswith(", 3 min 00 s left\n")

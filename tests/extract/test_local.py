@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -294,7 +295,7 @@ class Notes(Silent):
     """Remembers what it is told."""
 
     def __init__(self):
-        self.lines, self.stages, self.rows = [], [], 0
+        self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
 
     def note(self, line):
         self.lines.append(line)
@@ -304,6 +305,20 @@ class Notes(Silent):
 
     def advance(self, rows, tokens):
         self.rows += rows
+        self.read[self.stages[-1]] += tokens
+
+    def plan(self, tokens):
+        self.planned = dict(tokens)
+
+
+@pytest.mark.parametrize("moment_rows", [16, 100])
+def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, moment_rows):
+    notes = Notes()
+    build_artifact(world(root, features={"moment_rows": moment_rows}), tmp_path / "art", progress=notes)
+    passes = {"token moments", "pooled moments", "forward"} & {*notes.stages}
+    assert list(notes.planned) == [stage for stage in notes.stages if stage in passes]
+    for stage in passes:
+        assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage
 
 
 def test_the_same_build_again_says_that_it_is_finished(root, built):

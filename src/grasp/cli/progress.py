@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from grasp.training.retrain import RetrainStatus
 
 LINE_SECONDS = 5.0
+WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
 # What a build does, in words; other stages are called what they are.
 STAGES = {
     "rows": "cutting into rows",
@@ -38,6 +40,8 @@ class Watch:
         self._total: int | None = None
         self._rows = self._tokens = self._runs = self._before = 0
         self._begun = self._told = time.monotonic()
+        self._ahead: dict[str, int] = {}  # tokens of the stages that have not begun, by name
+        self._here = 0  # tokens of this stage, where it was planned
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -74,6 +78,9 @@ class Watch:
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         self._close_stage()
+        self._here = self._ahead.get(name, 0)
+        if name in self._ahead:  # what was planned before it is there already
+            self._ahead = dict(list(self._ahead.items())[list(self._ahead).index(name) + 1 :])
         name = STAGES.get(name, name)
         self._name, self._total, self._rows, self._tokens, self._runs = name, rows, 0, 0, 0
         self._begun = self._told = time.monotonic()
@@ -88,6 +95,10 @@ class Watch:
         elif time.monotonic() - self._told >= LINE_SECONDS:
             self._told = time.monotonic()
             self._tell(self._so_far(), self._rate(), self._left())
+
+    def plan(self, tokens: Mapping[str, int]) -> None:
+        """The stages ahead, in order, with the tokens that the model reads in each."""
+        self._ahead = dict(tokens)
 
     def note(self, line: str) -> None:
         """A sentence above the bar."""
@@ -139,8 +150,11 @@ class Watch:
         return f"{rate}, {self._tokens / seconds:,.0f} tokens/s" if self._tokens else rate
 
     def _left(self) -> str:
-        """Of the stage, by what of it is done."""
+        """Of the stage, by what of it is done; and in all, if the tokens ahead are read as fast as those here."""
         if not self._total or not self._rows:
             return ""
-        left = (time.monotonic() - self._begun) * (self._total - self._rows) / self._rows
-        return f"{duration_text(left)} left"
+        whole_stage = (time.monotonic() - self._begun) * self._total / self._rows
+        left = whole_stage * (1 - self._rows / self._total)
+        ahead = whole_stage * sum(self._ahead.values()) / self._here if self._here else 0.0
+        in_all = f" here, {duration_text(left + ahead)} in all" if ahead > WORTH_SAYING else ""
+        return f"{duration_text(left)} left{in_all}"

@@ -52,6 +52,26 @@ def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> boo
     return all_sampled and size <= SEEN_BYTES and "gradient" not in settings.kernels
 
 
+def tokens_ahead(store: Store, settings: FeatureSettings, *, measured: bool, once: bool) -> dict[str, int]:
+    """Tokens that the model reads in each stage of a build, about; those there and back count three times.
+
+    Args:
+        measured: moments are taken over from another artifact.
+        once: `reads_once`, so that rows are scored without the model.
+    """
+    there_and_back = "gradient" in settings.kernels
+    share = {}
+    if not measured:
+        if "token" in settings.kernels or settings.product_width:
+            share["token moments"] = min(1.0, settings.moment_positions / max(1, store.n_supervised))
+        if there_and_back:
+            share["gradient moments"] = 3 * min(1.0, settings.gradient_rows / store.n_rows)
+        if store.n_rows > settings.moment_rows:
+            share["pooled moments"] = settings.moment_rows / store.n_rows
+    share["forward"] = 3.0 if there_and_back else 0.0 if once else 1.0
+    return {name: round(passes * store.n_tokens) for name, passes in share.items()}
+
+
 def position_moments(
     model: Reference,
     store: Store,

@@ -34,6 +34,7 @@ from grasp.extract.corpus_moments import (
     position_moments,
     reads_once,
     spool_moments,
+    tokens_ahead,
     unspool_moments,
     unspool_position_moments,
 )
@@ -108,9 +109,11 @@ def build_artifact(
                 spool.write(0, dict(alike(inputs, settings.like).moments))
             progress.note(f"moments are those of {settings.like}; none are measured")
             given = spool.read(0)
+        once = cluster is None and reads_once(model, store, features)
+        progress.plan(tokens_ahead(store, features, measured=given is not None, once=once))
         entered: AbstractContextManager[Workers]
         if cluster is None:
-            entered = nullcontext(Workers(model, features, keep_passes=reads_once(model, store, features)))
+            entered = nullcontext(Workers(model, features, keep_passes=once))
         else:
             from grasp.extract.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 

@@ -1,6 +1,6 @@
 """What a build tells whoever watches it. Nothing here prints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 Advance = Callable[[int, int], None]  # so many more rows and tokens are done
@@ -15,6 +15,9 @@ class Progress(Protocol):
     def advance(self, rows: int, tokens: int) -> None:
         """So many more rows and tokens of the current stage are done."""
 
+    def plan(self, tokens: Mapping[str, int]) -> None:
+        """Tokens that the model reads in each of the stages ahead, in order: by them the time left in all is told."""
+
     def note(self, line: str) -> None:
         """Something worth knowing, a sentence."""
 
@@ -26,6 +29,9 @@ class Silent:
         pass
 
     def advance(self, rows: int, tokens: int) -> None:
+        pass
+
+    def plan(self, tokens: Mapping[str, int]) -> None:
         pass
 
     def note(self, line: str) -> None:

@@ -91,7 +91,7 @@ class LabelFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class BestRows:
+class BestShare:
     """What is gained by keeping the best rows of each target, in effect sizes, or in nats where it has runs."""
 
     share: float
@@ -136,7 +136,7 @@ class Findings:
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
     parts: LabelFindings | None  # of the first two labels crossed
-    best: BestRows
+    best: BestShare
     rows: HeldRows
     shades: Shades
     pictures: Pictures
@@ -256,7 +256,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
         labels=tuple(labels),
         parts=parts,
-        best=BestRows(n_best / artifact.n_rows, best_kept, tuple(units), outside),
+        best=BestShare(n_best / artifact.n_rows, best_kept, tuple(units), outside),
         rows=rows,
         shades=shades,
         pictures=pictures,
