@@ -96,14 +96,14 @@ def geometric() -> ScoringProtocol:
 def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     family = parse_family(f"uniform:{SUBSET_ROWS / artifact.n_rows}")
     blocks = family.draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
-        assert table.num_rows
+    for batch in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks):
+        assert batch.num_rows
 
 
 def ask_halves(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     blocks = parse_family("uniform:0.5").draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
-        assert table.num_rows
+    for batch in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks):
+        assert batch.num_rows
 
 
 def ask_slices(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
@@ -112,8 +112,8 @@ def ask_slices(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtoc
     blocks = parse_family("groups:topic").draw(
         n_subsets, n_rows=artifact.n_rows, labels=labels, seed=0, purpose="growth"
     )
-    for table in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks).tables:
-        assert table.num_rows
+    for batch in prediction_table(Predictor.from_artifact(artifact, protocol), artifact, blocks):
+        assert batch.num_rows
 
 
 def ask_select(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:

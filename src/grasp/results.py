@@ -1,6 +1,6 @@
 """What every verb gives back: a table that prints itself, and the way to pandas and Arrow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,7 +12,7 @@ import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
 from grasp.files import TABLES, written_aside
-from grasp.store.sealed import write_sealed
+from grasp.store.sealed import SealedWriter, write_sealed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -100,6 +100,20 @@ def write_table(table: pa.Table, path: Path) -> Path:
             kept = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
             write_sealed(kept, part)
     return path
+
+
+def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> int:
+    """Write tables one below the other: Parquet as they come, CSV in one go; returns how many lines they have."""
+    if path.suffix != ".parquet":
+        whole = pa.concat_tables([schema.empty_table(), *tables])
+        write_table(whole, path)
+        return int(whole.num_rows)
+    lines = 0
+    with written_aside(path) as part, SealedWriter(part, schema) as writer:
+        for table in tables:
+            writer.write(table)
+            lines += table.num_rows
+    return lines
 
 
 def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:

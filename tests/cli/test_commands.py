@@ -365,7 +365,7 @@ def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
         out = tmp_path / f"{family.replace(':', '-')}.parquet"
         succeed("predict", art, "--family", family, "-B", 7, "--seed", 5, "--out", out)
         drawn = parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
-        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn).read()
+        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn).read_all()
         assert pq.read_table(out).equals(expected)
     printed = succeed("predict", art, "--family", "uniform:0.3").out
     assert len(table(printed, "100 subsets drawn from uniform:0.3")) == 30

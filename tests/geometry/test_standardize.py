@@ -1,6 +1,5 @@
 """Closed forms against enumeration of every subset; sampled moments against numpy; merging in any blocks."""
 
-import functools
 import itertools
 import math
 
@@ -45,16 +44,17 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     how = parse_family(family), side, weighting
     rng = np.random.default_rng(0)
     relevance_NE, sketch_ND = rng.standard_normal((N, 2)) + 1, rng.standard_normal((N, 3)) + np.array([1.0, 0.0, -0.5])
+    norm_N1 = (sketch_ND**2).sum(axis=1)[:, None]
     masks, chance = every_subset(how[0])
     sums, totals, mass = summed(masks, sketch_ND)
     every = sums.geometry(mass, totals, side, weighting)
     pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
     wanted = [
         (
-            relevance_moments(RowMoments.from_values(relevance_NE), *how),
+            relevance_moments(RowMoments.from_blocks([(0, relevance_NE)]), *how),
             subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting),
         ),
-        (self_moments(RowMoments.from_values((sketch_ND**2).sum(axis=1)[:, None]), *how), every.self_B[:, None]),
+        (self_moments(RowMoments.from_blocks([(0, norm_N1)]), *how), every.self_B[:, None]),
         *((pair_moments(pairs, kind, *how), every[kind][:, None]) for kind in ("raw", "self", "pair", "cent")),
     ]
     for got, values_BE in wanted:
@@ -82,7 +82,7 @@ def test_sampled_moments_agree_with_closed_forms(spelling):
     relevance_NE = np.random.default_rng(1).standard_normal((n_rows, 3)) + 0.5
     blocks = family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration")
     sampled = sampled_moments({"token": block.weights_BN @ relevance_NE} for block in blocks)
-    want = relevance_moments(RowMoments.from_values(relevance_NE), family, "retained", "count")
+    want = relevance_moments(RowMoments.from_blocks([(0, relevance_NE)]), family, "retained", "count")
     got = sampled["token"]
     assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
     assert np.allclose(got.std_E, want.std_E, rtol=0.08)
@@ -106,7 +106,7 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     values_BE = np.random.default_rng(seed).standard_normal((30, 2)) * 3 + 1e4
     parts = [values_BE[start:stop] for start, stop in itertools.pairwise(sorted({0, 30, *cuts}))]
     got = sampled_moments({"a": part_BE, "k": part_BE[:, 0]} for part_BE in parts)
-    rows = functools.reduce(RowMoments.merge, map(RowMoments.from_values, parts))
+    rows = RowMoments.from_blocks(enumerate(parts))
     np.testing.assert_allclose(got["a"].mean_E, values_BE.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(got["a"].std_E, values_BE.std(axis=0), rtol=1e-9)
     assert got["k"].std_E == pytest.approx(values_BE[:, 0].std(), rel=1e-9)

@@ -44,7 +44,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
             Predictor.from_artifact(source, protocol, per_unit=True),
             source,
             read_subsets(tmp_path / "s.parquet", index, 3),
-        ).read()
+        ).read_all()
         for source in (artifact, FAKE)
     )
     assert got.num_rows == 7 * (2 + 5)

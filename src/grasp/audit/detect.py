@@ -252,9 +252,9 @@ def standardised_blocks(
     """
     columns, n_rows = artifact.unit_columns(target), artifact.n_rows
     progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
-    moments = RowMoments(0, np.zeros(len(columns)), np.zeros(len(columns)))
+    moments = RowMoments()
     for _, block in artifact.array_blocks(array, columns=columns):
-        moments = moments.merge(RowMoments.from_values(block))
+        moments.add(block)
         progress.advance(len(block), 0)
     scale_E = moments.spread.inverse_E
     for start, block in artifact.array_blocks(array, columns=columns):

@@ -274,7 +274,7 @@ class EffectParts:
             stored[kernel] = np.asarray(here_1E[0], dtype=np.float64)
             counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
             weights[kernel] = counted_E * predictor.unit_shares[kernel] / len(columns_E)
-        average = -sum(float(level.shares[kernel][0] * level.means[kernel][0]) for kernel in stored)
+        average = -sum(float(level.shares[kernel][0] * level.scales[kernel].mean_E[0]) for kernel in stored)
         return cls(float(predictor.effect_NT[index, 0]), average, stored, weights)
 
     @property

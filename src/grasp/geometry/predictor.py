@@ -27,7 +27,6 @@ from grasp.predict.predictor import (
     SubsetSums,
     UnitSelection,
     assembled,
-    over_rows,
     sketch_of,
 )
 from grasp.predict.protocol import ScoringProtocol, kernel_weights
@@ -69,12 +68,6 @@ class InteractionLevel(Level):
 
     gain_C: F64  # what a difference of A, made of effects, is multiplied by to be a change
     offset_C: F64  # added to every effect before rows are summed: under `count` their zero is that of the relevance
-    level_C: F64  # of the corpus
-
-    @property
-    def whole_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """Level of the corpus: what its own prediction is, before a change is taken."""
-        return self.level_C
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +141,7 @@ class InteractionPredictor(Predictor):
         assert isinstance(sums, InteractionSums)
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
-            share_T, mean_T = self.task.shares[name], self.task.means[name]
+            share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
             sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.counted_B, mean_T))
             offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
@@ -202,23 +195,27 @@ def bind(
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     wanted = sorted({*halves_needed(protocol.components), *sketches})
 
-    def spreads(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
-        """What brings kernels to one scale: their spread over the rows; with geometry, that of A over the family."""
-        if family is None or not kernels:
-            return over_rows(kernels)
+    def over_family(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+        """The spread of A over the family, which brings kernels to one scale where there is geometry."""
+        assert family is not None
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
-    first = protocol.standardize.task == "mean_of_standardised"
-    plain, (spread, unit_spread) = assembled(
-        artifact, protocol, units, per_unit=per_unit, components=components, spreads=spreads, units_first=first
+    plain = assembled(
+        artifact,
+        protocol,
+        units,
+        per_unit=per_unit,
+        components=components,
+        family=None if family is None else over_family,
+        units_first=protocol.standardize.task == "mean_of_standardised",
     )
     if not protocol.interacts:
         return replace(plain, sketches={half: sketch_of(artifact, half) for half in wanted})
     held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
     own = {
-        "task": _level(plain.task, terms, spread),
-        "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms, unit_spread),
+        "task": _level(plain.task, terms),
+        "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms),
         "sketches": held,
         "dropped": (*plain.dropped, *terms.dropped),
         "unit": plain.unit if family is None else f"standard deviations over {family}",
@@ -227,18 +224,19 @@ def bind(
     return InteractionPredictor(**shared | own, terms=terms)
 
 
-def _level(level: Level, terms: GeometryTerms, spread: Mapping[str, ColumnSpread]) -> InteractionLevel:
+def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
     protocol, n_rows, before = terms.protocol, terms.n_rows, level.spread
     counts, zero_C = protocol.weighting == "count", level.whole_C
     # A of the corpus is that of its mean row, N times under `count`. On the omitted side `mean` has no value for
     # nothing: that of a random part stands in, which changes nothing.
     sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
-    gain_C, level_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
+    gain_C, whole_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
     if protocol.components:
         gain_C = before.std_E
-        slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
-        origin_C = np.sum([slope_C * spread[name].mean_E for name, slope_C in slopes.items()], axis=0)
+        slopes = {name: weight * level.scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+        origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
-        level_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
+        whole_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
     shared = {one.name: getattr(level, one.name) for one in fields(Level)}
-    return InteractionLevel(**shared, gain_C=gain_C, offset_C=zero_C if counts else 0.0 * zero_C, level_C=level_C)
+    own = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
+    return InteractionLevel(**shared | own)

@@ -39,8 +39,7 @@ def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpre
     rows: dict[str, RowMoments] = {}
     for block in blocks:
         for name, value in block.items():
-            part = RowMoments.from_values(value.reshape(len(value), -1))
-            rows[name] = rows[name].merge(part) if name in rows else part
+            rows.setdefault(name, RowMoments()).add(value.reshape(len(value), -1))
     for part in rows.values():
         if part.n_rows < 2:
             raise SubsetError(f"calibration: got {part.n_rows} subsets, expected at least 2 to standardise by")

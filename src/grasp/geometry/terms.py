@@ -112,9 +112,11 @@ def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
 
 def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
     """Sums over the corpus of a sketch with its norms, and the moments of these."""
-    parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.from_values(block[:, -1:])) for _, block in blocks]
-    total_C = np.sum([total for total, _ in parts], axis=0)
-    norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
+    norms, totals = RowMoments(), list[F64]()
+    for _, block in blocks:
+        totals.append(block.sum(axis=0, dtype=np.float64))
+        norms.add(block[:, -1:])
+    total_C = np.sum(totals, axis=0)
     return SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows), norms
 
 

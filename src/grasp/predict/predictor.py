@@ -86,11 +86,8 @@ class Exposure:
         """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
         if weights.is_plain:
             return weights
-        return weights.mapped(self.relative, self.base(weights.sizes, weights.shape[1]) / weights.sums)
-
-    def relative(self, weight: Any, times: Any) -> F64:
-        """What the weight w counts against the weight 1, of which a row is seen `times`; elementwise."""
-        return np.asarray(self(weight * times) / self(times))
+        times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # a row of the weight 1 is seen
+        return weights.mapped(lambda weight, times: self(weight * times) / self(times), times_B)
 
 
 def _seen(x: F64) -> F64:
@@ -118,40 +115,33 @@ class ColumnSpread:
         return np.asarray((value_BE - self.mean_E) * self.inverse_E)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowMoments:
-    """Count, mean and squares of the numbers of each row, or subset, block by block."""
+    """Count, mean and squares of the numbers of each row, or subset, added up block by block."""
 
-    n_rows: int
-    mean_E: F64
-    scatter_E: F64  # sum of (x - mean)^2
-
-    @classmethod
-    def from_values(cls, values_NE: NDArray[Any]) -> Self:
-        """Moments of one block of rows."""
-        values_NE = np.asarray(values_NE, dtype=np.float64)
-        mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a product is the fastest sum over rows
-        apart_NE = values_NE - mean_E
-        return cls(len(values_NE), mean_E, np.einsum("ne,ne->e", apart_NE, apart_NE))
+    n_rows: int = 0
+    mean_E: F64 = field(default_factory=lambda: np.zeros(1))
+    scatter_E: F64 = field(default_factory=lambda: np.zeros(1))  # sum of (x - mean)^2
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], held_NE: F32 | None = None) -> Self:
         """Moments of rows that arrive in blocks; `held_NE` keeps them."""
-        moments: Self | None = None
+        moments = cls()
         for start, block in blocks:
             if held_NE is not None:
                 held_NE[start : start + len(block)] = block
-            of_block = cls.from_values(block)
-            moments = of_block if moments is None else moments.merge(of_block)
-        assert moments is not None
+            moments.add(block)
         return moments
 
-    def merge(self, other: Self) -> Self:
-        """Moments of both sets of rows (Chan's merge)."""
-        n_rows = self.n_rows + other.n_rows
-        shift_E = other.mean_E - self.mean_E
-        scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
-        return type(self)(n_rows, self.mean_E + shift_E * (other.n_rows / n_rows), scatter_E)
+    def add(self, values_NE: NDArray[Any]) -> None:
+        """One more block of rows (Chan's merge)."""
+        values_NE = np.asarray(values_NE, dtype=np.float64)
+        n_new, n_rows = len(values_NE), self.n_rows + len(values_NE)
+        mean_E = np.ones(n_new) @ values_NE / n_new  # a product is the fastest sum over rows
+        apart_NE, shift_E = values_NE - mean_E, mean_E - self.mean_E
+        scatter_E = self.scatter_E + np.einsum("ne,ne->e", apart_NE, apart_NE)
+        self.scatter_E = scatter_E + shift_E**2 * (self.n_rows * n_new / n_rows)
+        self.mean_E, self.n_rows = self.mean_E + shift_E * (n_new / n_rows), n_rows
 
     @property
     def spread(self) -> ColumnSpread:
@@ -245,8 +235,9 @@ class Level:
 
     effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
     spread: ColumnSpread  # what both were before
+    scales: Mapping[str, ColumnSpread]  # by kernel: what brought it to one scale
     shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
-    means: Mapping[str, F64]  # by kernel: over the rows, as it is counted
+    whole_C: F64  # of the corpus: what its own prediction is, before a change is taken
     base_C: F64  # what any new row is worth, in effects of the column
 
     @classmethod
@@ -254,7 +245,7 @@ class Level:
         cls,
         protocol: ScoringProtocol,
         kernels: Mapping[str, Kernel],
-        spread: Mapping[str, ColumnSpread],
+        scales: Mapping[str, ColumnSpread],
         held_NC: F32 | None,
     ) -> Self:
         """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
@@ -267,7 +258,7 @@ class Level:
             held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result
                 is made anew whenever it is summed, unless it is small.
         """
-        slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+        slopes = {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
 
         def added() -> Iterator[tuple[int, F64]]:
             readers = [kernels[name].held.blocks() for name in slopes]
@@ -275,31 +266,21 @@ class Level:
                 terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
                 yield parts[0][0], functools.reduce(operator.iadd, terms)
 
-        def standardised() -> Blocks:
-            for start, block in added():
-                yield start, ((block - before.mean_E) * inverse_C).astype(np.float32)
-
         before = RowMoments.from_blocks(added(), held_NC).spread
         inverse_C = before.inverse_E
         if held_NC is None:
             first = next(iter(kernels.values()))
-            effects = RowSums(standardised, first.rows.n_rows, first.held.width)
+            effects = RowSums(
+                lambda: ((start, ((block - before.mean_E) * inverse_C).astype(np.float32)) for start, block in added()),
+                first.rows.n_rows,
+                first.held.width,
+            )
         else:
             effects = RowSums.over(held_NC)
             for _, block in effects.blocks():
                 block[:] = (block - before.mean_E) * inverse_C
-        return cls(
-            effects=effects,
-            spread=before,
-            shares={name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            means={name: kernels[name].rows.mean_E for name in slopes},
-            base_C=np.full(len(before.std_E), ANY_TEXT),
-        )
-
-    @property
-    def whole_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """Level of the corpus: what its own prediction is, before a change is taken."""
-        return self.spread.mean_E * self.spread.inverse_E
+        shares = {name: slope_C * inverse_C for name, slope_C in slopes.items()}
+        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), ANY_TEXT))
 
 
 # ------------------------------------------------------------------------------------------- what a subset is worth
@@ -388,11 +369,11 @@ class Predictor:
             return replace(bound, exposure=law)
         held = {half: sketch_of(artifact, half) for half in sorted(sketches)}
         if per_unit or components or units is not None:
-            bound, _ = assembled(artifact, fitted, selected, per_unit=per_unit, components=components)
+            bound = assembled(artifact, fitted, selected, per_unit=per_unit, components=components)
             return replace(bound, sketches=held, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected)[0])
+        bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
         return replace(bound, task=own, sketches=held, exposure=law)
 
@@ -422,8 +403,7 @@ class Predictor:
         Args:
             halves: sketches that are summed; None: all that the predictor was made with.
         """
-        counted = self.counted(weights)
-        weight_B = weights.sums
+        counted, weight_B = self.exposure.weigh(weights), weights.sums
         return SubsetSums(
             self.n_rows,
             weight_B,
@@ -444,7 +424,7 @@ class Predictor:
         counted_B = np.full(len(size_B), weight)
         if weight > 0.0:
             times_B = self.exposure.base(kept_B, n_rows) / np.maximum(weight_B, 1.0)
-            counted_B = self.exposure.relative(weight, times_B)
+            counted_B = self.exposure(weight * times_B) / self.exposure(times_B)
         step_B = counted_B - 1.0
         return SubsetSums(n_rows, weight_B, kept_B, n_rows + step_B * size_B, step_B[:, None] * sums.effect_BT, {})
 
@@ -483,8 +463,8 @@ class Predictor:
         """
         parts, counted = dict[str, F64](), self.counted(weights)
         for name, kernel in self.task_kernels.items():
-            share_T, mean_T = self.task.shares[name], self.task.means[name]
-            sum_BT = share_T * (kernel.held.sums(counted) - np.outer(sums.counted_B, mean_T))
+            sum_BT = kernel.held.sums(counted) - np.outer(sums.counted_B, kernel.rows.mean_E)
+            sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
         parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.base_C)
         return parts
@@ -513,11 +493,6 @@ def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
     return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
-def over_rows(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
-    """The spread of kernels over the rows of the artifact, by name."""
-    return {name: kernel.rows.spread for name, kernel in kernels.items()}
-
-
 def assembled(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
@@ -525,49 +500,52 @@ def assembled(
     *,
     per_unit: bool = False,
     components: bool = False,
-    spreads: Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]] = over_rows,
+    family: Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]] | None = None,
     units_first: bool = False,
-) -> tuple[Predictor, tuple[Mapping[str, ColumnSpread], Mapping[str, ColumnSpread]]]:
-    """Read the relevance, and add its kernels up.
+) -> Predictor:
+    """Read the relevance, and add its kernels up; the predictor has no sketches yet.
 
     Args:
         per_unit: a level of the units, too.
         components: keep the kernels.
-        spreads: what brings kernels to one scale; as a rule their spread over the rows.
+        family: what brings kernels to one scale; None: their spread over the rows.
         units_first: bring every unit to one scale before a task takes the mean.
-    Returns:
-        The predictor, without sketches, and the spreads that were used: by kernel, of tasks and of units.
     """
+
+    def scales_of(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+        return {name: one.rows.spread for name, one in kernels.items()} if family is None else family(kernels)
+
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
     by_unit: dict[str, Kernel] = {}
     if per_unit or units_first:
         by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in negative.items()}
-    unit_spread = spreads(by_unit)
-    scales = {name: unit_spread[name].inverse_E if units_first else 1.0 for name in negative}
-    kernels = {name: Kernel.for_tasks(artifact, name, units, less, scales[name]) for name, less in negative.items()}
-    spread = spreads(kernels)
-    unit_level = Level.from_kernels(protocol, by_unit, unit_spread, None) if per_unit else None
+    unit_scales = scales_of(by_unit)
+    before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
+    kernels = {name: Kernel.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()}
+    unit_level = None
+    if per_unit:
+        unit_level = Level.from_kernels(protocol, by_unit, unit_scales, None)
+    scales = scales_of(kernels)
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
-    task = Level.from_kernels(protocol, kernels, spread, np.empty_like(first_NT) if components else first_NT)
+    task = Level.from_kernels(protocol, kernels, scales, np.empty_like(first_NT) if components else first_NT)
     if unit_level is not None:  # a task's effect in those of each of its units: its standard deviation over them
         blocks = unit_level.effects.blocks()
         of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
         unit_level = replace(unit_level, base_C=unit_level.base_C * np.repeat(of_tasks.spread.std_E, units.counts_T))
-    predictor = Predictor(
+    return Predictor(
         protocol=protocol,
         units=units,
         n_rows=artifact.n_rows,
         task=task,
         unit_level=unit_level,
         sketches={},
-        dropped=tuple(name for name, one in spread.items() if not one.inverse_E.any()),
-        unit_shares={name: np.repeat(part_T, units.counts_T) * scales[name] for name, part_T in task.shares.items()},
+        dropped=tuple(name for name, one in scales.items() if not one.inverse_E.any()),
+        unit_shares={name: np.repeat(part_T, units.counts_T) * before[name] for name, part_T in task.shares.items()},
         task_kernels=kernels if components else {},
         exposure=Exposure(),
         unit=EFFECT_SIZE,
     )
-    return predictor, (spread, unit_spread)
 
 
 def additive_predictor(

@@ -19,10 +19,8 @@ from grasp.arrays import I64, Bool, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
-from grasp.files import written_aside
 from grasp.predict.labels import LabelColumn, LabelTable
-from grasp.results import write_table
-from grasp.store.sealed import SealedWriter
+from grasp.results import write_tables
 from grasp.text import did_you_mean, listed
 
 T = TypeVar("T")
@@ -188,14 +186,10 @@ def short_of(column: str) -> str:
 
 
 def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: Path, by: str) -> None:
-    """Rows in order; Parquet some at a time. The file appears only when whole."""
-    if path.suffix != ".parquet":
-        write_table(ranked_table(artifact, order, values_N, by), path)
-        return
-    schema = ranked_table(artifact, order[:0], values_N, by).schema
-    with written_aside(path) as part, SealedWriter(part, schema) as writer:
-        for start in range(0, len(order), ROWS_AT_ONCE):
-            writer.write(ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
+    """Rows in order, some at a time. The file appears only when whole."""
+    schema, starts = ranked_table(artifact, order[:0], values_N, by).schema, range(0, len(order), ROWS_AT_ONCE)
+    parts = (ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by) for start in starts)
+    write_tables(schema, (part.cast(schema) for part in parts), path)
 
 
 def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:

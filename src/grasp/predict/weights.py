@@ -227,18 +227,27 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
     names: list[str] = []
     pending: list[_Compact] = []
     entries = 0
+
+    def stacked() -> SubsetBlock:
+        bases, rows, values = zip(*pending, strict=True)
+        if bases[0] is None:
+            return SubsetBlock(tuple(names), Weights(PackedMasks(np.stack(rows), n_rows)))
+        indptr = np.concatenate([[0], np.cumsum([len(row_index) for row_index in rows])])
+        matrix = csr_array((np.concatenate(values), np.concatenate(rows), indptr), shape=(len(rows), n_rows))
+        return SubsetBlock(tuple(names), Weights(matrix, base=bases[0]))
+
     for item in subsets:
-        compact = _compact(item, n_rows)
-        size = len(compact) // 12 if isinstance(compact, np.ndarray) else len(compact.row_index)
-        other = bool(pending) and type(pending[0]) is not type(compact)
-        if pending and (other or len(pending) == block or entries + size > MAX_BLOCK_ENTRIES):
-            yield SubsetBlock(tuple(names), _stacked(pending, n_rows))
+        compact = base, rows, _ = _compact(item, n_rows)
+        size = len(rows) // 12 if base is None else len(rows)
+        full = len(pending) == block or entries + size > MAX_BLOCK_ENTRIES
+        if pending and (full or pending[0][0] != base):
+            yield stacked()
             names, pending, entries = [], [], 0
         names.append(item.subset_id)
         pending.append(compact)
         entries += size
     if pending:
-        yield SubsetBlock(tuple(names), _stacked(pending, n_rows))
+        yield stacked()
 
 
 def one_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
@@ -247,59 +256,39 @@ def one_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> Subs
     return next(in_blocks([kept], len(mask_N), 1))
 
 
-_Compact = WeightedRows | MissingRows | NDArray[np.uint8]  # entries of either side, or a bit a row
+_Compact = tuple[float | None, NDArray[Any], F64]  # `base`, rows and entries; or no base, bits and no entries
 
 
 def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
     """The subset in the form that its share of the corpus suggests."""
-    few = n_rows * OMITTED_SHARE
-    if isinstance(item, MissingRows):
-        if len(item.row_index) < few:
-            return item
-        item = WeightedRows(item.subset_id, np.flatnonzero(~mask_of(item.row_index, n_rows)))
-    kept = len(item.row_index)
-    if item.weights is not None or kept <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
-        return item
-    mask_N = mask_of(item.row_index, n_rows)
-    if n_rows - kept < few:
-        return MissingRows(item.subset_id, np.flatnonzero(~mask_N))
-    return np.packbits(mask_N)
-
-
-def _stacked(items: Sequence[_Compact], n_rows: int) -> Weights:
-    """One matrix out of subsets of one form."""
-    bits = [item for item in items if isinstance(item, np.ndarray)]
-    if bits:
-        return Weights(PackedMasks(np.stack(bits), n_rows))
-    lines = [item for item in items if not isinstance(item, np.ndarray)]
-    values = [
-        _checked_weights(item) if isinstance(item, WeightedRows) else -np.ones(len(item.row_index)) for item in lines
-    ]
-    indptr = np.concatenate([[0], np.cumsum([len(item.row_index) for item in lines])])
-    entries = np.concatenate(values), np.concatenate([item.row_index for item in lines]), indptr
-    base = 1.0 if isinstance(lines[0], MissingRows) else 0.0
-    return Weights(csr_array(entries, shape=(len(lines), n_rows)), base=base)
-
-
-def _checked_weights(item: WeightedRows) -> F64:
-    if len(item.row_index) == 0:
-        raise SubsetError(f"subset {item.subset_id!r}: names no rows; a subset retains at least one")
-    if item.weights is None:
-        return np.ones(len(item.row_index))
-    weights = np.asarray(item.weights, dtype=np.float64)
-    if weights.shape != item.row_index.shape:
-        raise ShapeError(
-            f"subset {item.subset_id!r}: {weights.shape} weights for {item.row_index.shape} rows; one a row"
-        )
+    where, few = f"subset {item.subset_id!r}", n_rows * OMITTED_SHARE
+    rows, weights = item.row_index, None
+    if isinstance(item, WeightedRows):
+        weights = item.weights
+    elif len(rows) < few:
+        return 1.0, rows, -np.ones(len(rows))
+    else:
+        rows = np.flatnonzero(~mask_of(rows, n_rows))
+    if len(rows) == 0:
+        raise SubsetError(f"{where}: names no rows; a subset retains at least one")
+    if weights is None:
+        if len(rows) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
+            return 0.0, rows, np.ones(len(rows))
+        mask_N = mask_of(rows, n_rows)
+        if n_rows - len(rows) < few:
+            missing = np.flatnonzero(~mask_N)
+            return 1.0, missing, -np.ones(len(missing))
+        return None, np.packbits(mask_N), np.empty(0)
+    weights = np.asarray(weights, dtype=np.float64)
+    if weights.shape != rows.shape:
+        raise ShapeError(f"{where}: {weights.shape} weights for {rows.shape} rows; one a row")
     bad = np.flatnonzero(~((weights == 0) | ((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))))
     if bad.size:
-        raise SubsetError(
-            f"subset {item.subset_id!r}: row {int(item.row_index[bad[0]])} has weight "
-            f"{float(weights[bad[0]])!r} ({bad.size} such); {WEIGHT_RANGE}"
-        )
+        first = f"row {int(rows[bad[0]])} has weight {float(weights[bad[0]])!r}"
+        raise SubsetError(f"{where}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     if weights.sum() <= 0:
-        raise SubsetError(f"subset {item.subset_id!r}: its weights sum to 0; at least one must be positive")
-    return weights
+        raise SubsetError(f"{where}: its weights sum to 0; at least one must be positive")
+    return 0.0, rows, weights
 
 
 def mask_of(row_index: I64, n_rows: int) -> Bool:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, ShapeError
-from grasp.files import check_outputs, written_aside
+from grasp.files import check_outputs
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import dropped_intervals, label_slices, slice_effects
 from grasp.predict.labels import LabelColumn, LabelTable
@@ -23,12 +23,11 @@ from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.rows import checked_targets, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, one_subset
-from grasp.results import Result, write_table
+from grasp.results import Result, write_tables
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import OutcomePredictor, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
-from grasp.store.sealed import SealedWriter
 from grasp.text import plain, several, signed, text_table
 
 if TYPE_CHECKING:
@@ -176,16 +175,15 @@ def predict(
         artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
     )
     intervals, outside = None if beside is None else learn(predictor, artifact, beside), Outside()
-    table = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
-    lines = None if out is None else table.write(out)
-    held = table.read() if lines is None else table.schema.empty_table()
-    return Prediction(
-        held,
-        headline,
-        (*outside.notes, *notes(predictor, intervals)),
-        unit=predictor.unit,
-        lines=len(held) if lines is None else lines,
-    )
+    made = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
+    if out is None:
+        held = made.read_all()
+        lines = len(held)
+    else:
+        held = made.schema.empty_table()
+        lines = write_tables(made.schema, (pa.Table.from_batches([batch]) for batch in made), out)
+    said = (*outside.notes, *notes(predictor, intervals))
+    return Prediction(held, headline, said, unit=predictor.unit, lines=lines)
 
 
 def notes(predictor: Predictor, intervals: OutcomePredictor | None = None) -> tuple[str, ...]:
@@ -343,31 +341,6 @@ def _cell(name: str, value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- block by block
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionTable:
-    """Predictions of any number of subsets in bounded memory: tables made while they are read, so iterate once."""
-
-    schema: pa.Schema
-    tables: Iterator[pa.Table]
-
-    def read(self) -> pa.Table:
-        """All of it in memory."""
-        return pa.concat_tables([self.schema.empty_table(), *self.tables])
-
-    def write(self, path: Path | str) -> int:
-        """Write Parquet as it comes, or CSV; it appears only when whole. Returns the lines."""
-        path, lines = Path(path), 0
-        if path.suffix != ".parquet":
-            table = self.read()
-            write_table(table, path)
-            return int(table.num_rows)
-        with written_aside(path) as part, SealedWriter(part, self.schema) as writer:
-            for table in self.tables:
-                writer.write(table)
-                lines += table.num_rows
-        return lines
-
-
 def prediction_table(
     predictor: Predictor,
     artifact: ArtifactReader,
@@ -376,8 +349,8 @@ def prediction_table(
     components: bool = False,
     intervals: OutcomePredictor | None = None,
     outside: Outside | None = None,
-) -> PredictionTable:
-    """Predict subsets.
+) -> pa.RecordBatchReader:
+    """Predict any number of subsets in bounded memory: lines are made while they are read, so read once.
 
     Args:
         predictor: with units, a line for every unit stands below that of its task.
@@ -397,7 +370,7 @@ def prediction_table(
     fields = [(name, pa.string()) for name in names] + [(name, pa.float64()) for name in columns]
     schema, units = pa.schema(fields, _metadata(predictor)), predictor.units
 
-    def tables() -> Iterator[pa.Table]:
+    def batches() -> Iterator[pa.RecordBatch]:
         for block in blocks:
             if block.n_rows != predictor.n_rows:
                 raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {predictor.n_rows}")
@@ -422,7 +395,7 @@ def prediction_table(
                 numbers = shared | {"change": change_BE, "level": predictor.unit_level.whole_C + change_BE}
                 yield _lines(schema, block.subset_ids, names, numbers)
 
-    return PredictionTable(schema, tables())
+    return pa.RecordBatchReader.from_batches(schema, batches())
 
 
 def _metadata(predictor: Predictor) -> dict[str, str]:
@@ -433,7 +406,7 @@ def _metadata(predictor: Predictor) -> dict[str, str]:
 
 def _lines(
     schema: pa.Schema, subset_ids: Sequence[str], names: Mapping[str, Any], numbers: Mapping[str, F64]
-) -> pa.Table:
+) -> pa.RecordBatch:
     """Lines at one level: subsets by columns, subsets slowest; what is not known there is null."""
     shape = numbers["change"].shape
     texts: dict[str, Any] = {"unit_id": np.full(shape[1], None), **names}
@@ -445,4 +418,4 @@ def _lines(
         else pa.array(np.broadcast_to(numbers.get(field.name, np.float64(np.nan)), shape).reshape(-1), from_pandas=True)
         for field in schema
     ]
-    return pa.table(arrays, schema=schema)
+    return pa.record_batch(arrays, schema=schema)
