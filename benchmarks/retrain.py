@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from grasp.training.recipe import TrainingRecipe, named_recipe
-from grasp.training.train import Share, Trainer, batch_order, token_batches
+from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
 from tests.models.toy import InMemoryRows
 
 WARM_UP = 5
@@ -24,9 +24,9 @@ WARM_UP = 5
 
 def seconds_a_step(recipe: TrainingRecipe, rows: InMemoryRows, n_models: int, steps: int, device: str) -> float:
     """Seconds of one step of `n_models` models, batches included: by the wall on a GPU, else of the CPU."""
-    share = Share.from_batch(rows.n_rows, recipe.batch_rows, None)
+    often_N = relative_weights(rows.n_rows, recipe.batch_rows, None)
     orders = [
-        batch_order(share.often_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
+        batch_order(often_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
         for k in range(n_models)
     ]
     trainer = Trainer(recipe, list(range(n_models)), device)

@@ -28,7 +28,7 @@ from grasp.store.locks import held
 from grasp.training.plan import row_names
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.retrain import POLL_SECONDS, Worker
-from grasp.training.train import Share, batch_order, label_weights, token_batches
+from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
 
 NAME = "gpt2"
 
@@ -65,8 +65,8 @@ def train_gpt2(
     vectors = [one for one in model.parameters() if one.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
-    share = Share.from_batch(rows.n_rows, recipe.batch_rows, retained)
-    order = batch_order(share.often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
+    often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
+    order = batch_order(often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
     shape = recipe.shape
     batches = token_batches(rows, [order], steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size)
     for step, batch in enumerate(batches):

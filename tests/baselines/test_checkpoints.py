@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
 from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.train import Share, Trainer, batch_order, token_batches
+from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
 from tests.extract.world import write_checkpoint
 
 
@@ -53,8 +53,8 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """The same eight steps again, in this process."""
     material, recipe = world.material(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
-    share = Share.from_batch(material.n_rows, recipe.batch_rows, None)
-    order = batch_order(share.often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
+    often_N = relative_weights(material.n_rows, recipe.batch_rows, None)
+    order = batch_order(often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
     for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch)
     found = checkpoints_of(material)[0].moments()

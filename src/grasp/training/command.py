@@ -31,34 +31,26 @@ from grasp.targets.units import UnitTokens
 from grasp.text import json_text, plain
 
 ROWS = "rows.jsonl"
-PLACEHOLDERS = ("corpus", "checkpoint", "seed")
-REQUIRED = ("corpus", "checkpoint")
-OWN = ("row_id", "text")
-JOBS = "jobs"
 LAST_BYTES = 8192  # of stderr, in which its last line is looked for
 SHOWN = 300
 
 
 def command_words(command: str) -> list[str]:
-    """The arguments of a command, placeholders still in them; no shell ever sees them.
-
-    Raises:
-        SettingsError: a quotation that does not end, or placeholders that are unknown or missing.
-    """
-    expected = f"{{corpus}} and {{checkpoint}}, and {{seed}} if it draws, e.g. {EXAMPLE}"
+    """The arguments of a command, placeholders still in them; no shell ever sees them."""
+    expected = (
+        "{corpus} and {checkpoint}, and {seed} if it draws, e.g. "
+        "'python train.py --data {corpus} --seed {seed} --out {checkpoint}'"
+    )
     try:
         words = shlex.split(command)
     except ValueError as err:
         raise SettingsError(f"train_command: got {command!r}: {err}; quote as in a shell") from err
     found = {name for word in words for name in re.findall(r"\{(\w+)\}", word)}
-    if unknown := sorted(found - set(PLACEHOLDERS)):
+    if unknown := sorted(found - {"corpus", "checkpoint", "seed"}):
         raise SettingsError(f"train_command: unknown placeholders {unknown} in {command!r}, expected {expected}")
-    if missing := [name for name in REQUIRED if name not in found]:
+    if missing := [name for name in ("corpus", "checkpoint") if name not in found]:
         raise SettingsError(f"train_command: placeholders {missing} are missing in {command!r}, expected {expected}")
     return words
-
-
-EXAMPLE = "'python train.py --data {corpus} --seed {seed} --out {checkpoint}'"
 
 
 def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
@@ -66,7 +58,7 @@ def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) ->
     with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
         for row in pack(read_documents(settings), settings, tokenizer, with_texts=True):
             text = tokenizer.decode([row.input_ids.tolist()])[0] if row.text is None else row.text
-            labels = {f"{name}_" if name in OWN else name: value for name, value in row.labels.items()}
+            labels = {f"{name}_" if name in ("row_id", "text") else name: value for name, value in row.labels.items()}
             file.write(json_text({"text": text, "row_id": row.row_id, **labels}, None, only_ascii=False) + "\n")
 
 
@@ -113,7 +105,25 @@ def utility_by_command(
         if not by_job:
             write_subset(environment / ROWS, weight_N, run.seed, corpus)
             _call(_filled(words, run, corpus, checkpoint), environment / "logs" / run.stem)
-        utility_E = -_losses(checkpoint, tokenizer, tokens, device)
+        if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
+            raise ModelError("the command left no checkpoint in the directory that {checkpoint} names")
+        own = any((checkpoint / name).exists() for name in TOKENIZER_FILES)
+        beside = None if own else tokenizer.tokenizer.name_or_path
+        model = ReferenceModel.load(
+            ModelSettings(path=str(checkpoint), tokenizer=beside, dtype="float32", device=device, check=False)
+        )
+        if model.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise ModelError(
+                "the checkpoint has another tokenizer than the one that units were read with; name its directory with "
+                "--set tokenizer=DIR and a new --out"
+            )
+        longest = max(len(unit.input_ids) for unit in tokens)
+        if model.context is not None and longest > model.context:
+            raise ModelError(
+                f"the checkpoint reads {model.context} tokens, a unit has {longest}; set targets.max_length to "
+                f"{model.context} and choose a new --out"
+            )
+        utility_E: F64 = -evaluate_units(model.model, tokens)
         if run.subset_id == FULL:
             reference = environment / "reference" / f"seed-{run.seed}"
             discard(reference)
@@ -126,7 +136,7 @@ def utility_by_command(
 
 def job_of(run: Run, environment: Path) -> Path:
     """Where the job of a run has its corpus and leaves its checkpoint."""
-    return environment.resolve() / JOBS / run.stem
+    return environment.resolve() / "jobs" / run.stem
 
 
 def job_line(words: Sequence[str], run: Run, weight_N: F64, environment: Path) -> str:
@@ -162,24 +172,3 @@ def _call(words: Sequence[str], log: Path) -> None:
         written = [line.strip() for line in lines if line.strip()]
         last = plain(written[-1], SHOWN) if written else "nothing on stderr"
         raise ModelError(f"exit status {ended.returncode}: {last} (all of it: {complained})")
-
-
-def _losses(checkpoint: Path, tokenizer: HfTokenizer, tokens: Sequence[UnitTokens], device: str) -> F64:
-    if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
-        raise ModelError("the command left no checkpoint in the directory that {checkpoint} names")
-    own = any((checkpoint / name).exists() for name in TOKENIZER_FILES)
-    beside = None if own else tokenizer.tokenizer.name_or_path
-    settings = ModelSettings(path=str(checkpoint), tokenizer=beside, dtype="float32", device=device, check=False)
-    model = ReferenceModel.load(settings)
-    if model.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ModelError(
-            "the checkpoint has another tokenizer than the one that units were read with; name its directory with "
-            "--set tokenizer=DIR and a new --out"
-        )
-    longest = max(len(unit.input_ids) for unit in tokens)
-    if model.context is not None and longest > model.context:
-        raise ModelError(
-            f"the checkpoint reads {model.context} tokens, a unit has {longest}; set targets.max_length to "
-            f"{model.context} and choose a new --out"
-        )
-    return evaluate_units(model.model, tokens)

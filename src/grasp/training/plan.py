@@ -33,8 +33,8 @@ from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text
 from grasp.training.command import ROWS, command_words, write_corpus
-from grasp.training.recipe import TrainingRecipe, named_recipe, recipe_of_command
-from grasp.yaml_files import validated, write_yaml
+from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
+from grasp.yaml_files import over, validated, write_yaml
 
 PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
 SHARD_ROWS = 4096
@@ -105,29 +105,33 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
 
 
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    """The recipe with its overrides.
+    """The recipe with its overrides; of a command only how long rows and units may be, and that a row is enough.
 
     Raises:
         ModelError: no such recipe.
         SettingsError: an override that does not fit, or rows longer than the recipe reads.
     """
-    recipe = _overridden_recipe(settings)
-    if (settings.corpus.max_length or 0) > recipe.shape.context:
+    max_length = settings.corpus.max_length
+    if settings.train_command is not None:
+        shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
+        return RECIPES["tiny"].model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
+    named, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
+    if not isinstance(overrides.get("shape", {}), dict):
         raise SettingsError(
-            f"corpus.max_length: got {settings.corpus.max_length}, but recipe {recipe.name} reads rows of at most "
+            f"overrides.shape: got {overrides['shape']!r}, expected a group of settings, e.g. {{layers: 2}}"
+        )
+    recipe = validated(TrainingRecipe, over(named, overrides), "overrides")
+    if (max_length or 0) > recipe.shape.context:
+        raise SettingsError(
+            f"corpus.max_length: got {max_length}, but recipe {recipe.name} reads rows of at most "
             f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
         )
     return recipe
 
 
 def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
-    """Rows and units as long as the recipe reads, where the settings do not say how long.
-
-    Raises:
-        ModelError: no such recipe.
-        SettingsError: an override that does not fit.
-    """
-    length = {"max_length": _overridden_recipe(settings).shape.context}
+    """Rows and units as long as the recipe reads, where the settings do not say how long."""
+    length = {"max_length": resolved_recipe(settings).shape.context}
     groups = {"corpus": settings.corpus, "targets": settings.targets}
     return settings.model_copy(
         update={
@@ -136,16 +140,6 @@ def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
             if "max_length" not in group.model_fields_set or getattr(group, "max_length", None) is None
         }
     )
-
-
-def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    if settings.train_command is not None:
-        return recipe_of_command(settings.corpus.max_length or COMMAND_CONTEXT)
-    named = named_recipe(settings.recipe).model_dump()
-    shape = settings.overrides.get("shape", {})
-    if not isinstance(shape, dict):
-        raise SettingsError(f"overrides.shape: got {shape!r}, expected a group of settings, e.g. {{layers: 2}}")
-    return validated(TrainingRecipe, named | settings.overrides | {"shape": named["shape"] | shape}, "overrides")
 
 
 def row_names(store: RowStore) -> RowIndex:
@@ -157,12 +151,7 @@ def row_names(store: RowStore) -> RowIndex:
 
 
 def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
-    """The tokenizer that is given, or the one that was trained on the corpus.
-
-    Raises:
-        SettingsError: no such directory, or more tokens than the recipe has room for.
-        ModelError: it holds no tokenizer that transformers can load.
-    """
+    """The tokenizer that is given, or the one that was trained on the corpus; the recipe has room for its tokens."""
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not directory.is_dir():
@@ -221,11 +210,7 @@ def recorded_units(
     settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer
 ) -> tuple[dict[str, tuple[Unit, ...]], list[UnitTokens]]:
     """Units by the name that the environment gives them, `sciq`, and `sciq@all` for the loss on every token; their
-    tokens in this order.
-
-    Raises:
-        SettingsError: units that are longer than the recipe reads.
-    """
+    tokens in this order. The recipe can read them all."""
     loaded = load_units(settings.targets).written_out(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:

@@ -82,12 +82,6 @@ _PAPER = TrainingRecipe(
 RECIPES = {recipe.name: recipe for recipe in (_TINY, _SMALL, _PAPER)}
 
 
-def recipe_of_command(context: int) -> TrainingRecipe:
-    """What is known where a command of the user's trains: how long rows and units may be, and that a row is enough."""
-    shape = _TINY.shape.model_copy(update={"context": context})
-    return _TINY.model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
-
-
 def named_recipe(name: str) -> TrainingRecipe:
     """A recipe by name.
 

@@ -95,6 +95,7 @@ def retrain(
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     environment.forget_failures()
+    clock = _Clock(environment)
     if jobs is not None:
         assert settings.train_command is not None
         worker, words = Worker(settings, environment), command_words(settings.train_command)
@@ -105,12 +106,26 @@ def retrain(
             jobs(job_line(words, run, worker.weights(run), environment.path))
         if not environment.pending():
             environment.compact()
-    elif cluster is not None:
-        _fill_on_cluster(settings, environment, cluster, report)
-    elif settings.workers in (None, 1):
+    elif cluster is not None:  # the runs of a worker that dies are taken over when their leases end
+        threads = settings.threads or cluster.threads
+        cluster = replace(cluster, workers=cluster.workers or settings.workers, threads=threads)
+        settings = settings.model_copy(update={"threads": threads})
+        with connected(cluster) as connection:
+            tasks = connection.tasks(fill, settings, environment.path.resolve(), _silent)
+            while not connection.done(tasks, POLL_SECONDS):
+                report(clock.status(len(environment.pending())))
+        report(clock.status(len(environment.pending())))
+    elif (workers := settings.workers or 1) == 1:
         fill(settings, out, report)
     else:
-        _fill_with_workers(settings, settings.workers, environment, report)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = [pool.submit(fill, settings, environment.path, _silent) for _ in range(workers)]
+            while not all(future.done() for future in futures):
+                report(clock.status(len(environment.pending())))
+                time.sleep(POLL_SECONDS)
+            for future in futures:
+                future.result()  # the first error of any of them is raised here
     environment.refuse_all_failed()
     return Environment.open(out)
 
@@ -148,7 +163,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     while pending := environment.untried():
         claims = environment.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
-            progress(clock.status(len(pending), (), 0, 0))
+            progress(clock.status(len(pending)))
             time.sleep(POLL_SECONDS)  # others hold the rest; one of them may die
             continue
         runs = tuple(claims)
@@ -163,7 +178,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     left = len(environment.pending())
     if not left:
         environment.compact()
-    progress(clock.status(left, (), 0, 0))
+    progress(clock.status(left))
 
 
 class Worker:
@@ -201,10 +216,7 @@ class Worker:
     def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[F64]:
         """Train the models of `runs` and score them: -loss of every unit, (E,) each.
 
-        The model of the whole corpus is kept, with checkpoints.
-
-        Raises:
-            ModelError: a run diverged; the message names the runs.
+        The model of the whole corpus is kept, with checkpoints. A run that diverged is an error that names the runs.
         """
         seeds, kept = [run.seed for run in runs], self.settings.checkpoints
         if kept is None:
@@ -245,38 +257,6 @@ class Worker:
             self.environment.mark_failed(run, str(err))
 
 
-# ------------------------------------------------------------------------------------------- workers
-
-
-def _fill_with_workers(settings: RetrainSettings, workers: int, environment: Environment, progress: Progress) -> None:
-    """Fill from several processes; the first error of any of them is raised here."""
-    clock = _Clock(environment)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = [pool.submit(fill, settings, environment.path, _silent) for _ in range(workers)]
-        while not all(future.done() for future in futures):
-            progress(clock.status(len(environment.pending()), (), 0, 0))
-            time.sleep(POLL_SECONDS)
-        for future in futures:
-            future.result()
-
-
-def _fill_on_cluster(
-    settings: RetrainSettings, environment: Environment, spec: ClusterSpec, progress: Progress
-) -> None:
-    """Fill from the workers of a cluster. The runs of one that dies are taken over when their leases end."""
-    clock = _Clock(environment)
-    threads = settings.threads or spec.threads
-    spec = replace(spec, workers=spec.workers or settings.workers, threads=threads)
-    with connected(spec) as cluster:
-        tasks = cluster.tasks(
-            fill, settings.model_copy(update={"threads": threads}), environment.path.resolve(), _silent
-        )
-        while not cluster.done(tasks, POLL_SECONDS):
-            progress(clock.status(len(environment.pending()), (), 0, 0))
-    progress(clock.status(len(environment.pending()), (), 0, 0))
-
-
 class _Clock:
     """Time left, from the runs that ended since it was started."""
 
@@ -285,7 +265,7 @@ class _Clock:
         self._left_before = len(environment.pending())
         self._began = time.monotonic()
 
-    def status(self, left: int, running: tuple[str, ...], step: int, steps: int) -> RetrainStatus:
+    def status(self, left: int, running: tuple[str, ...] = (), step: int = 0, steps: int = 0) -> RetrainStatus:
         # runs under way count by the share of their steps that is done
         partly = len(running) * step / steps if steps else 0.0
         ended = self._left_before - left + partly

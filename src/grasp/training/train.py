@@ -47,41 +47,28 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a corpus that one model is trained on: how often each row comes, against the one that comes most."""
+def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) -> F64:
+    """How often each row of a corpus comes, (N,): from 0, left out, to 1, against the one that comes most.
 
-    often_N: F64  # from 0, left out, to 1
-
-    @classmethod
-    def from_batch(cls, n_rows: int, batch_rows: int, retained: Bool | F64 | None) -> "Share":
-        """Check a subset.
-
-        Args:
-            retained: rows that are kept, or a weight a row: one of weight 2 is seen twice as often as one of weight 1.
-        Raises:
-            ShapeError: `retained` is not of the corpus.
-            ModelError: a negative or non-finite weight; fewer rows than one batch.
-        """
-        weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
-        if weight_N.shape != (n_rows,):
-            raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry a row")
-        bad = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
-        if bad.size:
-            raise ModelError(f"retained: row {bad[0]} weighs {weight_N[bad[0]]}, expected a finite number >= 0")
-        if (kept := np.count_nonzero(weight_N)) < batch_rows:
-            raise ModelError(
-                f"retained: {kept} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
-                " more rows or lower the recipe's batch_rows"
-            )
-        return cls(weight_N / weight_N.max())
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.blake2b(np.packbits(self.often_N > 0).tobytes(), digest_size=16)
-        if (self.often_N[self.often_N > 0] < 1).any():
-            digest.update(self.often_N.tobytes())
-        return digest.hexdigest()
+    Args:
+        retained: rows that are kept, or a weight a row: one of weight 2 is seen twice as often as one of weight 1.
+    Raises:
+        ShapeError: `retained` is not of the corpus.
+        ModelError: a negative or non-finite weight; fewer rows than one batch.
+    """
+    weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
+    if weight_N.shape != (n_rows,):
+        raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry a row")
+    bad = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
+    if bad.size:
+        raise ModelError(f"retained: row {bad[0]} weighs {weight_N[bad[0]]}, expected a finite number >= 0")
+    if (kept := np.count_nonzero(weight_N)) < batch_rows:
+        raise ModelError(
+            f"retained: {kept} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
+            " more rows or lower the recipe's batch_rows"
+        )
+    often_N: F64 = weight_N / weight_N.max()
+    return often_N
 
 
 def row_order(often_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
@@ -228,11 +215,7 @@ class Trainer:
         self.step += 1
 
     def check(self) -> None:
-        """Refuse weights that came out of a loss that is not a number.
-
-        Raises:
-            ModelError: names the model and the step.
-        """
+        """Refuse weights that came out of a loss that is not a number, by model and step."""
         bad = np.argwhere(~np.isfinite(self.losses))
         if bad.size:
             raise ModelError(
@@ -315,108 +298,93 @@ def train(
         ModelError: fewer rows than a batch; a row too long or outside the vocabulary; a loss that is not a
             number; `out` holds a run of other arguments.
     """
-    share = Share.from_batch(rows.n_rows, recipe.batch_rows, retained)
+    often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
     outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
     if outside:
         raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
     if checkpoints and out is None:
         raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
+    subset = hashlib.blake2b(np.packbits(often_N > 0).tobytes(), digest_size=16)
+    if (often_N[often_N > 0] < 1).any():
+        subset.update(often_N.tobytes())
     identity = {
         "recipe": recipe.model_dump(mode="json"),
         "seed": seed,
         "rows": rows.fingerprint,
-        "subset": share.fingerprint,
+        "subset": subset.hexdigest(),
     }
-    run = None if out is None else _Run(out, identity, tokenizer)
     trainer = Trainer(recipe, [seed], device)
-    if run is not None:
-        run.resume(trainer)
-    for step in _steps(trainer, rows, [share], [seed]):
-        if run is not None and step in checkpoints:
-            run.save(trainer, f"checkpoint-{step}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        remove_parts(out)  # of a run that was killed
+        _resume(trainer, out, identity)
+    for step in _steps(trainer, rows, [often_N], [seed]):
+        if out is not None and step in checkpoints:
+            _save(trainer, out / f"checkpoint-{step}", identity, tokenizer)
         if progress is not None:
             progress(step)
-    if run is not None:
-        run.finish(trainer)
-    model = trainer.model.to_hf(0, _eos_id(tokenizer))
-    return TrainedModel(model, trainer.losses[:, 0], () if run is None else run.checkpoints())
+    if out is not None and not (out / RECORD).exists():
+        discard(out / "final")
+        final = _save(trainer, out / "final", identity, tokenizer)
+        # the record goes last: a kill in between leaves files that the next run writes again
+        for path in sorted(final.iterdir(), key=lambda path: path.name == RECORD):
+            path.replace(out / path.name)
+        final.rmdir()
+    model = trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id)
+    return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoints(out))
 
 
-def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
-    """Train to the end of the recipe, model k on ``shares[k]``; the number of steps done, after each."""
+def _steps(trainer: Trainer, rows: RowStore, often_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
+    """Train to the end, model k on rows that come ``often_KN[k]``; the number of steps done, after each."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
-        batch_order(share.often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
-        for share, seed in zip(shares, seeds, strict=True)
+        batch_order(often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
+        for often_N, seed in zip(often_KN, seeds, strict=True)
     ]
-    shape = recipe.shape
-    steps = recipe.steps - first
+    shape, steps = recipe.shape, recipe.steps - first
     for batch in token_batches(rows, orders, steps=steps, context=shape.context, vocab_size=shape.vocab_size):
         trainer.advance(batch)
         yield trainer.step
     trainer.check()
 
 
-def _eos_id(tokenizer: HfTokenizer | None) -> int | None:
-    return None if tokenizer is None else tokenizer.eos_id
+def _checkpoints(out: Path) -> tuple[Path, ...]:
+    found = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
+    return tuple(found[step] for step in sorted(filter(str.isdigit, found), key=int))
 
 
-class _Run:
-    """The directory of a training run. What is written is written aside and renamed: what exists is whole."""
+def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
+    """Load the finished model, else the last checkpoint, else nothing."""
+    places = [*_checkpoints(out), *([out] if (out / RECORD).exists() else [])]
+    if not places:
+        return
+    record = json.loads((places[-1] / RECORD).read_text(encoding="utf-8"))
+    if other := [key for key, value in identity.items() if record["identity"].get(key) != value]:
+        raise ModelError(
+            f"{places[-1]}: trained with another {', '.join(other)}, expected the same; give another directory"
+            " or remove it"
+        )
+    trainer.model.load(0, load_file(places[-1] / WEIGHTS))
+    trainer.restore(
+        record["step"], load_file(places[-1] / OPTIMIZER), np.asarray(record["losses"], np.float32)[:, None]
+    )
 
-    def __init__(self, out: Path, identity: dict[str, Any], tokenizer: HfTokenizer | None) -> None:
-        self._out = out
-        self._identity = identity
-        self._tokenizer = tokenizer
-        out.mkdir(parents=True, exist_ok=True)
-        remove_parts(out)  # of a run that was killed
 
-    def checkpoints(self) -> tuple[Path, ...]:
-        found = {path.name.removeprefix("checkpoint-"): path for path in self._out.glob("checkpoint-*")}
-        return tuple(found[step] for step in sorted(filter(str.isdigit, found), key=int))
-
-    def resume(self, trainer: Trainer) -> None:
-        """Load the finished model, else the last checkpoint, else nothing."""
-        places = [*self.checkpoints(), *([self._out] if (self._out / RECORD).exists() else [])]
-        if not places:
-            return
-        record = json.loads((places[-1] / RECORD).read_text(encoding="utf-8"))
-        if record["identity"] != self._identity:
-            other = [key for key, value in self._identity.items() if record["identity"].get(key) != value]
-            raise ModelError(
-                f"{places[-1]}: trained with another {', '.join(other)}, expected the same; give another directory"
-                " or remove it"
-            )
-        trainer.model.load(0, load_file(places[-1] / WEIGHTS))
-        state = load_file(places[-1] / OPTIMIZER)
-        trainer.restore(record["step"], state, np.asarray(record["losses"], dtype=np.float32)[:, None])
-
-    def save(self, trainer: Trainer, name: str) -> Path:
-        """A Hugging Face checkpoint with the optimizer's state and, last of all, what it is."""
-        trainer.check()
-        place = self._out / name
-        if place.exists():
-            return place
-        with written_aside(place) as part:
-            hf_logging.disable_progress_bar()  # the terminal belongs to the command line
-            trainer.model.to_hf(0, _eos_id(self._tokenizer)).save_pretrained(part)
-            if self._tokenizer is not None:
-                self._tokenizer.save(part)
-            save_file(trainer.optimizer_state(), part / OPTIMIZER)
-            losses = [float(loss) for loss in trainer.losses[:, 0]]
-            record = {"identity": self._identity, "step": trainer.step, "losses": losses}
-            (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+def _save(trainer: Trainer, place: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
+    """A Hugging Face checkpoint with the optimizer's state and, last of all, what it is; what exists is whole."""
+    trainer.check()
+    if place.exists():
         return place
-
-    def finish(self, trainer: Trainer) -> None:
-        if (self._out / RECORD).exists():
-            return
-        discard(self._out / "final")
-        final = self.save(trainer, "final")
-        # the record goes last: a kill in between leaves files that the next run writes again
-        for path in sorted(final.iterdir(), key=lambda path: path.name == RECORD):
-            path.replace(self._out / path.name)
-        final.rmdir()
+    with written_aside(place) as part:
+        hf_logging.disable_progress_bar()  # the terminal belongs to the command line
+        trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save(part)
+        save_file(trainer.optimizer_state(), part / OPTIMIZER)
+        losses = [float(loss) for loss in trainer.losses[:, 0]]
+        record = {"identity": identity, "step": trainer.step, "losses": losses}
+        (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return place
 
 
 # ------------------------------------------------------------------------------------------------------- K at once
@@ -445,12 +413,12 @@ def train_stacked(
             f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, expected as many of each, and at least"
             " one"
         )
-    shares = [Share.from_batch(rows.n_rows, recipe.batch_rows, one) for one in retained]
+    often_KN = [relative_weights(rows.n_rows, recipe.batch_rows, one) for one in retained]
     if torch.device(device).type == "cpu" and recipe.micro_rows is None:
         # a K-th of the batch at a time: more activations at once would only leave the cache
         recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
     trainer = Trainer(recipe, seeds, device)
-    for step in _steps(trainer, rows, shares, seeds):
+    for step in _steps(trainer, rows, often_KN, seeds):
         if progress is not None:
             progress(step)
     return trainer
