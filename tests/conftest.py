@@ -1,6 +1,8 @@
-"""Small real models of several families, made from configurations: no download."""
+"""Small real models of several families, made from configurations, and a small artifact: no download."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from grasp.yaml_files import write_yaml
+from tests.cli.grasp_command import succeed
+from tests.extract.world import world
 
 # How long an example takes says something about the machine, nothing about the law.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -90,3 +96,24 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory) -> Path:
+    """A small world: model/, corpus.jsonl, facts.jsonl, settings.yaml"""
+    place = tmp_path_factory.mktemp("cli")
+    write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
+    return place
+
+
+@pytest.fixture(scope="session")
+def art(root) -> Path:
+    """Its artifact, built by the command itself; no test may change it."""
+    succeed("build", "--config", root / "settings.yaml", "--out", root / "art")
+    return root / "art"
+
+
+@pytest.fixture
+def own_art(art, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(art, tmp_path / "art"))

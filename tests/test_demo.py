@@ -14,7 +14,6 @@ from grasp.demo import Demo, retrained, tell
 from grasp.errors import EnvironmentDataError
 from grasp.settings import retrain_settings
 from grasp.training.plan import fitted_lengths
-from tests.cli.conftest import art, root  # noqa: F401
 from tests.cli.grasp_command import succeed
 from tests.report.world import write_artifact, write_environment
 
@@ -67,7 +66,7 @@ def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkey
         retrained(Demo(tmp_path), artifact)
 
 
-def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, monkeypatch):  # noqa: F811
+def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, monkeypatch):
     for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",), "RANDOM_SUBSETS": 20}.items():
         monkeypatch.setattr(grasp.demo, name, value)
     monkeypatch.setattr(grasp.demo, "SHIPPED", tmp_path / "nothing")

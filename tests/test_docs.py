@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,3 @@ STOP = "{long} {long} a list of words"
     assert set(printed(module).split("\n\n")) == {f"{long}, ", f"the `x` rows {long} {long}: too long"}
     (fault,) = figures(printed(module), module=True).faults()
     assert fault.startswith("a sentence of 55 words; at most 40: the `x` rows")
-
-
-def test_check_builds_the_site_as_docs_does():
-    asked = ["make", "--dry-run", "--always-make", "check"]
-    lines = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert [line for line in lines if "mkdocs" in line] == [".venv/bin/mkdocs build --strict"]  # quiet hides warnings

@@ -1,7 +1,5 @@
 """The same question asked in every way has one answer: flags, tables, Python, the page's coefficients, the rows."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +18,7 @@ from grasp.report.serve import Ask, answered
 from grasp.text import several
 from grasp.verbs.predict import predict
 from grasp.verbs.score import score
-from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
-from tests.extract.world import world
 from tests.rules import rule
 from tests.runs.environments import write_artifact, write_environment
 
@@ -31,14 +27,6 @@ GEOMETRY = rule(
     match={"token": 1.0, "pooled": 0.5},
     components={"joint.pair": -0.25, "hidden.cent": 0.2, "residual.self": -0.1},
 )
-
-
-@pytest.fixture(scope="module")
-def art(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("scale")
-    write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
-    succeed("build", "--config", place / "settings.yaml", "--out", place / "art")
-    return place / "art"
 
 
 @pytest.mark.parametrize("protocol", [default_protocol(), GEOMETRY], ids=["default", "geometry"])

@@ -4,7 +4,6 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import yaml
 
 import grasp
@@ -65,11 +64,3 @@ def test_the_picture_of_the_house_has_every_package_of_the_road():
     assert packages == [name for name in layers if name in packages]
     assert all(find_spec(f"grasp.{name}") for name in packages)
     assert {name for name in layers if (ROOT / "src/grasp" / name / "__init__.py").exists()} == set(packages)
-
-
-@pytest.mark.parametrize("name", ["bug", "wish"])
-def test_an_issue_form_asks_for_what_is_needed(name):
-    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
-    ids = [part["id"] for part in form["body"]]
-    assert len(ids) == len(set(ids))
-    assert any(part.get("validations", {}).get("required") for part in form["body"])

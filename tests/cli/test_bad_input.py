@@ -14,19 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.cli.console import program
-from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
-from tests.extract.world import texts, write_corpus
-
-TWO_ROWS = [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
-
-
-def write_lines(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+from tests.extract.world import write_corpus
 
 
 @pytest.fixture
@@ -42,67 +33,21 @@ def build(root, tmp_path):
 # corpus
 
 
-def test_once_the_corpus_is_mended_the_same_command_works(build, tmp_path):
-    corpus = write_lines(tmp_path / "corpus.jsonl", [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}])
-    refused(*build("--corpus", corpus))
-    refused(*build("--corpus", corpus, "--targets", "/no/such/units.jsonl"))
-    write_lines(corpus, TWO_ROWS)
-    succeed(*build("--corpus", corpus))
-
-
 def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(build, tmp_path):
     records = [{"doc_id": "hole", "text": ""}, {"doc_id": "blank", "text": " \n\t"}, {"doc_id": "void", "text": ""}]
-    records += [{"doc_id": "short", "input_ids": [3]}, {"doc_id": "none", "input_ids": []}, *TWO_ROWS]
-    outcome = succeed(*build("--corpus", write_lines(tmp_path / "corpus.jsonl", records)))
-    assert outcome.lines[1] == (
-        "left out: 3 empty documents, 1 documents of white space, 1 rows of one token "
-        f"(listed in {tmp_path / 'new/manifest.json'})"
-    )
+    records += [{"doc_id": "short", "input_ids": [3]}, {"doc_id": "none", "input_ids": []}]
+    records += [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    built = succeed(*build("--corpus", tmp_path / "corpus.jsonl"))
+    said = "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
+    assert built.lines[1].startswith(said)
+    assert said in succeed("info", tmp_path / "new").lines
     skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
     assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}
     assert skipped["ids"] == {"empty": ["hole", "void", "none"], "whitespace": ["blank"], "one_token": ["short"]}
-    assert ArtifactReader.open(tmp_path / "new").n_rows == 2
-    assert (
-        "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
-        in succeed("info", tmp_path / "new").lines
-    )
 
 
 # model
-
-
-@pytest.fixture
-def broken_model(root, tmp_path) -> Path:
-    return Path(shutil.copytree(root / "model", tmp_path / "model"))
-
-
-def changed_weights(model: Path, change) -> None:
-    weights = load_file(model / "model.safetensors")
-    change(weights)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_tokenizer_larger_than_the_models_vocabulary(build, tmp_path):
-    tokenizer = train_tokenizer(texts(50), vocab_size=320)
-    assert len(tokenizer) == 320
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert refused(*build("--set", f"model.tokenizer={tmp_path / 'tokenizer'}")) == (
-        f"{tmp_path / 'tokenizer'}: the tokenizer has 320 tokens, the model's head 300; they do not belong together: "
-        "pass the model's own tokenizer"
-    )
-
-
-def cut_short(model: Path) -> None:
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def configured(**changes):
-    def change(model: Path) -> None:
-        config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | changes))
-
-    return change
 
 
 LACKS = "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: model.norm.weight"
@@ -111,58 +56,36 @@ LACKS = "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: 
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
-        (lambda model: changed_weights(model, lambda held: held.pop("model.norm.weight")), LACKS),
-        (lambda model: changed_weights(model, lambda held: held.update({"model.norm.weight": torch.ones(7)})), LACKS),
-        (cut_short, "is not a causal LM that transformers can load"),
-        (configured(num_attention_heads=0), ""),
-        (configured(model_type=["a"]), ""),
-        (configured(vocab_size=-1), ""),
-        (configured(num_hidden_layers=10**7), ""),
-        (configured(intermediate_size=10**15), ""),
-        (lambda model: (model / "config.json").write_text("[1, 2]"), ""),
-        (lambda model: (model / "config.json").write_text("[" * 100_000), ""),
+        ({"model.norm.weight": None}, LACKS),
+        ({"model.norm.weight": torch.ones(7)}, LACKS),
+        ("cut short", "is not a causal LM that transformers can load"),
+        ({"num_attention_heads": 0}, ""),
+        ({"model_type": ["a"]}, ""),
+        ({"vocab_size": -1}, ""),
+        ({"num_hidden_layers": 10**7}, ""),
+        ({"intermediate_size": 10**15}, ""),
+        ("[1, 2]", ""),
+        ("[" * 100_000, ""),
     ],
 )
-def test_a_damaged_checkpoint(build, broken_model, damage, word):
-    damage(broken_model)
-    found = refused(*build("--model", broken_model))
-    assert found.startswith(f"model.path: `{broken_model}` ")
+def test_a_damaged_checkpoint(build, root, tmp_path, damage, word):
+    model = Path(shutil.copytree(root / "model", tmp_path / "model"))
+    config, weights = model / "config.json", model / "model.safetensors"
+    if damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif isinstance(damage, str):
+        config.write_text(damage)
+    elif word:
+        changed = {name: one for name, one in (load_file(weights) | damage).items() if one is not None}
+        save_file(changed, weights, metadata={"format": "pt"})
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | damage))
+    found = refused(*build("--model", model))
+    assert found.startswith(f"model.path: `{model}` ")
     assert word in found
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        (["--model", "small.gguf"], "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
-        (["--model", __file__], "is a file; expected a directory, a GGUF file or the name"),
-        (["--set", "model.tokenizer=/no/tok"], "model.tokenizer: `/no/tok`: no such file or directory; expected"),
-        (["--set", "model.device=gpu"], "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
-        (["--set", "model.device=cuda:99"], "model.device: got `cuda:99`, but torch sees"),
-        (["--max-length", "512"], "rows of 512 tokens, the model has 128 positions; set 128 or less"),
-    ],
-)
-def test_a_model_that_cannot_be_used(build, changes, word):
-    assert word in refused(*build(*changes))
-
-
 # settings
-
-
-def test_what_is_missing_is_named_with_its_flag(tmp_path):
-    advice = "; give it as an argument, or in the settings (--set, --config)"
-    out = tmp_path / "art"
-    missing = "missing --model (model.path), --corpus (corpus.path), --targets (targets.names)"
-    assert refused("build", "--out", out) == f"build: {missing}{advice}"
-    assert refused("build", "--out", out, "--resume") == (
-        f"build --resume: there is no {out / 'run.yaml'}: {missing}{advice}"
-    )
-    assert refused("build", "--out", out, "--corpus", "c", "--targets", "sciq") == (
-        f"build: missing --model (model.path){advice}"
-    )
-    assert refused("build", "--out", out, "--set", "model.path=m", "--corpus", "c", "--targets", " , ") == (
-        f"build: missing --targets (targets.names){advice}"
-    )
-    assert not out.exists()
 
 
 NINE = [", ".join([f"*a{i - 1}" if i else "x"] * 9) for i in range(9)]
@@ -227,93 +150,40 @@ def test_a_settings_file_that_is_none(tmp_path, content, word):
 def test_an_artifact_where_none_can_be(root, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/art"):
-        assert re.fullmatch(
-            rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to \(.*\)); choose another .*",
-            refused("build", "--config", root / "settings.yaml", "--out", out),
-        )
+        said = refused("build", "--config", root / "settings.yaml", "--out", out)
+        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to)", said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_place_that_refuses_is_told_without_a_traceback(art, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.files.temporary_path", lambda path: path.with_name(f"{path.name}.part"))
+    monkeypatch.setattr("grasp.files.STALE_SECONDS", float("inf"))  # the device is older than any part
     (tmp_path / "out.parquet.part").symlink_to("/dev/full")
     assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_a_second_build_on_a_locked_artifact(root, tmp_path):
+    asked = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
     with lock_artifact(tmp_path / "art"):
-        assert re.fullmatch(
-            rf"{re.escape(str(tmp_path / 'art'))}: locked by process {os.getpid()} on \S+; two writers cannot share "
-            "one directory: wait for it or stop it",
-            refused("build", "--config", root / "settings.yaml", "--out", tmp_path / "art"),
-        )
-    succeed("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
-
-
-def test_a_second_build_and_what_add_target_does_not_take(root, art):
-    assert refused("build", "--config", root / "settings.yaml", "--out", art, "--max-length", 9) == (
-        f"{art}: holds a finished artifact, built with other settings: corpus.max_length: was 48, now 9; choose "
-        f"another --out, give the old settings, or delete {art}"
-    )
-    assert refused("build", "--out", art, "--add-target", root / "facts.jsonl") == (
-        f"{art}: has targets ['facts'] already; add only targets that it does not have, or build a new artifact"
-    )
-    assert "--add-target: got corpus as well; a target is added with the artifact's own settings" in refused(
-        "build", "--out", art, "--add-target", "sciq", "--max-length", 9
-    )
-    assert refused("build", "--out", art, "--add-target", "sciq", "--set", "targets.sed=1") == (
-        "targets: sed: no such field, got 1 (did you mean seed?)"
-    )
-    assert refused("build", "--out", art, "--add-target", "sciq", "--set", "targets=1").startswith("--add-target: got")
-    assert "no such artifact" in refused("build", "--out", root / "none", "--add-target", "sciq")
-    assert not (root / "none").exists()
+        assert f"{tmp_path / 'art'}: locked by process {os.getpid()} on " in refused(*asked)
+    succeed(*asked)
 
 
 # damaged artifacts
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_verify_names_every_broken_file(own_art):
-    flip(own_art / "arrays/relevance_token/00003.npy")
-    (own_art / "arrays/relevance_token/00005.npy").unlink()
-    os.truncate(own_art / "rows.parquet", 100)
-    found = run("verify", own_art).lines
-    assert re.match(r"broken: arrays/relevance_token/00003.npy: damaged: checksum \w+, expected \w+", found[0])
-    assert found[1] == "broken: arrays/relevance_token/00005.npy: missing"
-    assert re.match(r"broken: rows.parquet: truncated: 100 of \d+ bytes", found[2])
-    assert found[3].endswith(": 3 broken")
-
-
-ADVICE = "`grasp verify` names everything that is broken"
-
-
-def test_reading_a_truncated_or_missing_chunk_says_so(own_art):
+def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
     chunk = own_art / "arrays/relevance_token/00003.npy"
     size = chunk.stat().st_size
     os.truncate(chunk, size - 7)
+    (own_art / "arrays/relevance_token/00005.npy").unlink()
+    first, second, last = run("verify", own_art).lines
+    assert first.startswith("broken: arrays/relevance_token/00003.npy: ")
+    assert second == "broken: arrays/relevance_token/00005.npy: missing"
+    assert last.endswith(": 2 broken")
     for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
-        assert refused(*asked) == f"{chunk}: truncated: {size - 7} of {size} bytes; {ADVICE}"
-    chunk.unlink()
-    assert refused("score", own_art, "--target", "facts") == f"{chunk}: missing; {ADVICE}"
-
-
-@pytest.mark.parametrize(
-    "command", [["info"], ["verify"], ["score", "--target", "facts"], ["predict", "--by", "topic"]]
-)
-def test_what_is_no_artifact(art, tmp_path, command):
-    name, *flags = command
-    hint = "make one with `grasp build --out"
-    scorer = "; a scorer is there once `grasp distil` has ended" if name == "info" else ""
-    said = f"{tmp_path / 'no'}: no such artifact; {hint} {tmp_path / 'no'}`{scorer}"
-    assert refused(name, tmp_path / "no", *flags) == said
-    assert refused(name, tmp_path, *flags) == f"{tmp_path}: not an artifact (no build.json); {hint} {tmp_path}`"
-    assert f"{art / 'manifest.json'}: not an artifact" in refused(name, art / "manifest.json", *flags)
+        assert refused(*asked).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify` names")
 
 
 # full disks and kills
@@ -337,71 +207,48 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(place)], check=True)
 
 
-FULL = "no space left on the device"
-GO_ON = "free space and run again with --resume"
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_shard(root, tmp_path, small_disk):
-    wide = ["--set", "features.product_width=1024", "--set", "features.moment_rows=2"]
-    asked = ["build", "--config", root / "settings.yaml", *wide, "--out"]
-    out = small_disk(500) / "art"
+@pytest.mark.parametrize(
+    ("kilobytes", "wide", "said"),
+    [
+        (500, True, r"art: shards/0000([1-9]) was not written: {full}; \1 of 9 shards are finished"),
+        (140, False, r"art/work/\w+/features: shard-0000(\d) was not written: {full}; \1 parts are whole"),
+        (60, False, r"art/tokens: shard-0000(\d) was not written: {full}; \1 parts are whole"),
+    ],
+    ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
+)
+def test_a_disk_that_is_full(kilobytes, wide, said, root, art, tmp_path, small_disk):
+    changes = ["--set", "features.product_width=1024", "--set", "features.moment_rows=2"] if wide else []
+    asked = ["build", "--config", root / "settings.yaml", *changes, "--out"]
+    out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)
-    full = rf"{out}: shards/0000(\d) was not written: {FULL}; \1 of 9 shards are finished; {GO_ON}"
-    found = re.fullmatch(full, message)
-    assert found
-    assert int(found[1]) > 0
-    assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
-    assert succeed("verify", out).lines[-1].endswith("all whole")
+    end = said.format(full="no space left on the device") + "; free space and run again with --resume"
+    found = re.fullmatch(f"{out.parent}/{end}", message)
+    assert found, message
+    if wide:
+        assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
+        assert succeed("verify", out).lines[-1].endswith("all whole")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
-    succeed(*asked, tmp_path / "whole")
-    assert_same_arrays(out, tmp_path / "whole")
-
-
-def test_a_disk_that_is_full_during_the_forward_pass(root, art, small_disk):
-    out = small_disk(140) / "art"
-    found = refused("build", "--config", root / "settings.yaml", "--out", out)
-    assert re.fullmatch(
-        rf"{out}/work/\w+/features: shard-0000(\d) was not written: {FULL}; \1 parts are whole; "
-        f"{GO_ON}",
-        found,
-    )
-    small_disk(20_000)
-    succeed("build", "--resume", "--out", out)
-    assert_same_arrays(out, art)
-
-
-def test_a_disk_without_room_for_the_rows(root, art, small_disk):
-    out = small_disk(60) / "art"
-    found = refused("build", "--config", root / "settings.yaml", "--out", out)
-    assert re.fullmatch(
-        rf"{out}/tokens: shard-0000(\d) was not written: {FULL}; \1 parts are whole; {GO_ON}",
-        found,
-    )
-    small_disk(20_000)
-    succeed("build", "--resume", "--out", out)
-    assert_same_arrays(out, art)
+    if wide:
+        succeed(*asked, tmp_path / "whole")
+    assert_same_arrays(out, tmp_path / "whole" if wide else art)
 
 
 @pytest.mark.parametrize(
-    ("verb", "place", "asked", "left"),
+    ("asked", "place", "left"),
     [
-        (
-            "build",
-            "grasp.extract.build.build",
-            ("--out", "new", "--model", "m"),
-            "what was finished is kept; the same command goes on from there",
-        ),
-        ("score", "grasp.open", ("art",), "a result is written when it is whole, so this one was not"),
+        ("build --out new --model m", "grasp.extract.build.build", "what was finished is kept; the same command goes"),
+        ("score art", "grasp.open", "a result is written when it is whole, so this one was not"),
     ],
 )
-def test_ctrl_c_says_what_is_left(verb, place, asked, left, monkeypatch):
+def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(place, stop, raising=False)  # grasp loads its names when they are asked for
-    outcome = run(verb, *asked)
-    assert (outcome.code, outcome.complaints) == (130, [f"stopped: {left}"])
+    outcome = run(*asked.split())
+    assert outcome.code == 130
+    assert [line.startswith(f"stopped: {left}") for line in outcome.complaints] == [True]
 
 
 @pytest.mark.parametrize(

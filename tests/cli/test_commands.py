@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -19,8 +18,7 @@ from grasp.geometry.terms import CalibrationFamily
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import load_protocol
-from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.store import remote
 from grasp.verbs.predict import prediction_table
 from grasp.yaml_files import write_yaml
@@ -83,12 +81,14 @@ def test_a_forecast_says_what_a_build_would_be_and_its_rows_are_kept(root, tmp_p
 def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):
     outcome = succeed(
         *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
-        *("--max-length", 48, "--match", "token", "--dtype", "float32", "--keep-features", "--out", tmp_path / "art"),
-        *("--set", "features.token_positions=tail:4", "--set", "targets.units_per_target=5", "--quiet"),
+        *("--max-length", 48, "--match", "token", "--dtype", "float32", "--keep-features", "--quiet"),
+        *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # the path that it names
     )
     artifact = ArtifactReader.open(tmp_path / "art")
-    assert outcome.lines[0].startswith(f"{tmp_path / 'art'}: {artifact.n_rows} rows x 5 units (facts), ")
-    assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10 --min-tokens 32"
+    where = f"file://{tmp_path / 'art'}"
+    assert outcome.lines[0].startswith(f"{where}: {artifact.n_rows} rows x 5 units (facts), ")
+    assert outcome.lines[-1] == f"next: grasp score {where} --target facts --top 10 --min-tokens 32"
+    assert succeed("info", where).lines[0].startswith(f"{tmp_path / 'art'}: complete")
     assert "relevance_pooled" not in artifact.array_names
     assert artifact.keeps_features
     settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
@@ -96,7 +96,6 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
     assert artifact.manifest.settings["targets"].pop("max_length") == 128  # the model reads no more
     assert settings == artifact.manifest.settings
     assert settings["corpus"]["max_length"] == 48
-    assert settings["features"]["token_positions"] == "tail:4"
     assert "scoring rows: " in outcome.err
 
 
@@ -121,20 +120,10 @@ def test_flags_beat_set_and_set_beats_the_file(art, tmp_path):
     given = [part for assignment in assigned for part in ("--set", assignment)]
     succeed("build", "--config", art / "run.yaml", *given, *flags, "--out", tmp_path / "art")
     settings = ArtifactReader.open(tmp_path / "art").manifest.settings
-    assert settings["corpus"]["max_length"] == 24
-    assert settings["corpus"]["limit"] == 9
-    assert settings["features"]["tau"] == 0.5
-    assert settings["features"]["match"] == "pooled"
+    assert (settings["corpus"]["max_length"], settings["corpus"]["limit"]) == (24, 9)
+    features = {name: settings["features"][name] for name in ("tau", "match", "top_k")}
+    assert features == {"tau": 0.5, "match": "pooled", "top_k": 12}  # the last is of the file
     assert settings["keep_features"] is False
-    assert settings["features"]["top_k"] == 12  # of the file
-
-
-def test_a_setting_reaches_the_numbers(art, tmp_path):
-    succeed("build", "--config", art / "run.yaml", "--set", "features.tau=0.3", "--out", tmp_path / "art")
-    found, before = arrays(tmp_path / "art"), arrays(art)
-    for name in ("relevance_token", "relevance_pooled", "hidden_sketch"):
-        assert not np.allclose(found[name], before[name], rtol=1e-3), name
-    np.testing.assert_array_equal(found["residual_sketch"], before["residual_sketch"])  # no whitening in it
 
 
 def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_path, monkeypatch):
@@ -159,12 +148,6 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
         done = succeed("build", *again, "--out", out)
         assert done.err == f"note: {out}: finished already, with these settings; nothing was read again\n"
         assert done.out.startswith(f"{out}: 65 rows x 6 units (facts)")
-
-
-def test_resume_with_another_setting_names_it(art):
-    assert "features.tau: was 0.01, now 0.02; choose another --out, give the old settings" in refused(
-        "build", "--resume", "--out", art, "--set", "features.tau=0.02"
-    )
 
 
 @pytest.mark.parametrize(("keep", "how"), [(True, "from the features that were kept"), (False, "by a pass over")])
@@ -222,12 +205,6 @@ def test_score_shows_the_rows_that_a_sort_would(art):
     assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
 
 
-def test_score_shows_ten_rows_unless_asked(art):
-    assert len(table(succeed("score", art, "--target", "facts").out, "the 10 most helpful")) == 10
-    harmful = succeed("score", art, "--target", "facts", "--top", 0, "--bottom", 2).out
-    assert len(table(harmful, "the 2 most harmful")) == 2
-
-
 @pytest.mark.parametrize("kernel", ["pooled", "input"])
 def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
     asked = ["--top", 4, "--match", kernel, "--min-tokens", 30, "--where", "topic = 'sky'", "--labels", "n_tokens"]
@@ -254,14 +231,10 @@ def test_score_for_one_unit_is_by_its_own_relevance(art):
 def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path):
     out = tmp_path / "art"
     succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
-    assert refused("score", out, "--target", "facts", "--match", "input") == (
-        f"{out}: has no 'input' relevance, only ['pooled', 'token', 'neighbour']; build it with features.input_match: "
-        "true and features.match other than pooled"
-    )
+    assert f"{out}: has no 'input' relevance" in refused("score", out, "--target", "facts", "--match", "input")
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {token: 1, input: 1}\n")
-    assert refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml").startswith(
-        "protocol 'three' does not fit the artifact: needs array 'relevance_input', the artifact has ["
-    )
+    said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
+    assert "does not fit the artifact: needs array 'relevance_input'" in said
 
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
@@ -272,6 +245,7 @@ def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
     written = pq.read_table(tmp_path / "all.parquet")
     np.testing.assert_allclose(written["effect"], -np.sort(-effects(art)), rtol=1e-4, atol=1e-6)
     assert {"row_id", "topic", "snippet"} <= set(written.column_names)
+    assert len(table(succeed("score", art, "--target", "facts").out, "the 10 most helpful")) == 10
     succeed("score", art, "--target", "facts", "--top", 3, "--bottom", 2, "--out", tmp_path / "some.csv")
     assert len((tmp_path / "some.csv").read_text().splitlines()) == 6
 
@@ -308,15 +282,6 @@ def test_a_kept_slice_is_its_mean_effect(art, tmp_path):
     assert shown["change"] == f"{line['change']:+.3f}"
 
 
-def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
-    for flag, expression in (("--drop", "topic = 'sky'"), ("--keep", "topic != 'sky'")):
-        succeed("predict", art, flag, expression, "--out", tmp_path / f"{flag}.parquet")
-    dropped, kept = lines_of(tmp_path / "--drop.parquet"), lines_of(tmp_path / "--keep.parquet")
-    assert dropped[0].pop("subset_id") == "drop topic = 'sky'"
-    assert kept[0].pop("subset_id") == "keep topic != 'sky'"
-    assert dropped == kept
-
-
 def weighted_change(weight_N: np.ndarray, effect_N: np.ndarray) -> float:
     """By the law of exposure, written out: a row of the mean weight is seen once, and repeating takes a part.
 
@@ -340,48 +305,23 @@ def test_weights_of_expressions_multiply(art, tmp_path):
     assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
 
 
-def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
-    effect_N = effects(art)
-    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
-    names = {"subset_id": ["a", "a", "b"], "row_id": [row_ids[3], row_ids[5], row_ids[0]]}
-    pq.write_table(pa.table({**names, "weight": [1.0, 3.0, 2.0]}), tmp_path / "weighted.parquet")
-    pq.write_table(pa.table(names), tmp_path / "plain.parquet")
-    found = {}
-    for name, flags in (("weighted", []), ("plain", []), ("omitted", ["--omitted"])):
-        path = tmp_path / ("plain.parquet" if name == "omitted" else f"{name}.parquet")
-        succeed("predict", art, "--subsets", path, *flags, "--out", tmp_path / "out.parquet")
-        found[name] = {line["subset_id"]: line["change"] for line in lines_of(tmp_path / "out.parquet")}
-    expected = {"a": weighted_change(np.array([1.0, 3.0]), effect_N[[3, 5]]), "b": effect_N[0]}
-    assert found["weighted"] == pytest.approx(expected, abs=1e-5)
-    assert found["plain"] == pytest.approx({"a": (effect_N[3] + effect_N[5]) / 2, "b": effect_N[0]}, abs=1e-5)
-    rest = {"a": np.delete(effect_N, [3, 5]).mean(), "b": np.delete(effect_N, [0]).mean()}
-    assert found["omitted"] == pytest.approx(rest, abs=1e-5)
-
-
-def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
-    artifact = ArtifactReader.open(art)
-    labels = LabelTable(artifact.rows_path).column("topic")
+def test_a_drawn_family_is_what_the_library_draws_and_predicts_also_from_a_file(art, tmp_path):
+    artifact, out = ArtifactReader.open(art), tmp_path / "out.parquet"
+    labels, index = LabelTable(artifact.rows_path).column("topic"), RowIndex.from_parquet(artifact.rows_path)
     for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
-        out = tmp_path / f"{family.replace(':', '-')}.parquet"
         succeed("predict", art, "--family", family, "-B", 7, "--seed", 5, "--out", out)
-        drawn = parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
-        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn).read_all()
+
+        def drawn(family=family):
+            return parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
+
+        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn()).read_all()
+        assert pq.read_table(out).equals(expected)
+        write_subsets(tmp_path / "subsets.parquet", drawn(), index)
+        succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", out)
         assert pq.read_table(out).equals(expected)
     printed = succeed("predict", art, "--family", "uniform:0.3").out
     assert len(table(printed, "100 subsets drawn from uniform:0.3")) == 30
     assert "... and 70 more lines" in printed
-
-
-def test_predictions_of_a_file_are_those_of_the_drawn_family_it_was_written_from(art, tmp_path):
-    artifact = ArtifactReader.open(art)
-    index = RowIndex.from_parquet(artifact.rows_path)
-    drawn = parse_family("uniform:0.3").draw(300, n_rows=artifact.n_rows, seed=0, purpose="drawn")
-    write_subsets(tmp_path / "subsets.parquet", drawn, index)
-    succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", tmp_path / "file.parquet")
-    succeed("predict", art, "--family", "uniform:0.3", "-B", 300, "--out", tmp_path / "drawn.parquet")
-    assert pq.read_table(tmp_path / "file.parquet").equals(pq.read_table(tmp_path / "drawn.parquet"))
-    (first, *_) = read_subsets(tmp_path / "subsets.parquet", index)
-    assert first.subset_ids[0] == lines_of(tmp_path / "file.parquet")[0]["subset_id"] == "drawn-000000"
 
 
 def test_units_have_lines_of_their_own(art, tmp_path):
@@ -396,42 +336,31 @@ def test_units_have_lines_of_their_own(art, tmp_path):
     assert all(unit in succeed(*asked).out for unit in units)
 
 
-def test_components_of_a_protocol_add_up_to_the_change(art, tmp_path):
+def test_components_of_a_protocol_stand_beside_the_change(art, tmp_path):
     write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
     asked = ["predict", art, "--family", "bernoulli:0.5", "-B", 5, "--protocol", tmp_path / "protocol.yaml"]
     outcome = succeed(*asked, "--components", "--out", tmp_path / "p.parquet")
-    assert (
-        "in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus, higher is better; protocol with "
-        "geometry"
-    ) in outcome.lines[1]
+    assert "in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus, " in outcome.lines[1]
     for line in lines_of(tmp_path / "p.parquet"):
         parts = [line[f"part_{name}"] for name in ("token", "pooled", "joint.pair", "product.self")]
         assert line["change"] == pytest.approx(sum(parts), rel=1e-5, abs=1e-6)
-        assert line["value_joint.pair"] != line["value_product.self"]
-    printed = succeed(*asked, "--components").out
-    assert "part_joint.pair" in printed
+    assert "part_joint.pair" in succeed(*asked, "--components").out
     assert "part_joint.pair" not in succeed(*asked).out
 
 
 def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
-    artifact = ArtifactReader.open(art)
+    artifact, calibration = ArtifactReader.open(art), {"family": "groups:topic", "n_subsets": 2}
 
-    def family(seed: int) -> CalibrationFamily:
-        return CalibrationFamily.from_calibration(
-            CalibrationSettings(family="groups:topic", n_subsets=2, seed=seed), artifact
-        )
+    def are_alike(seed: int) -> bool:
+        family = CalibrationFamily.from_calibration(CalibrationSettings(**calibration, seed=seed), artifact)
+        (block,) = family.blocks(artifact.n_rows)
+        return block.weights_BN[[0]].indices.tolist() == block.weights_BN[[1]].indices.tolist()
 
-    def draws(seed: int) -> list[list[int]]:
-        (block,) = family(seed).blocks(artifact.n_rows)
-        return [block.weights_BN[[b]].indices.tolist() for b in range(2)]
-
-    alike = next(seed for seed in range(100) if len({tuple(rows) for rows in draws(seed)}) == 1)
-    calibration = {"family": "groups:topic", "n_subsets": 2, "seed": alike}
-    write_yaml({**GEOMETRY, "calibration": calibration}, tmp_path / "protocol.yaml")
+    alike = next(seed for seed in range(100) if are_alike(seed))
+    write_yaml({**GEOMETRY, "calibration": calibration | {"seed": alike}}, tmp_path / "protocol.yaml")
     for asked in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
         outcome = succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml")
-        (said,) = [line for line in outcome.lines if line.startswith("left out")]
-        assert said == "left out, since it does not vary: token, pooled, joint.pair, product.self"
+        assert "left out, since it does not vary: token, pooled, joint.pair, product.self" in outcome.lines
 
 
 def test_by_gives_every_value_its_worth(art, tmp_path):
@@ -454,15 +383,6 @@ def test_by_gives_every_value_its_worth(art, tmp_path):
             assert line[name.replace("_", " ")] == f"{written[name]:+.3f}"
 
 
-def test_written_predictions_carry_what_they_are(art, tmp_path):
-    write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
-    for asked in (["--family", "uniform:0.5"], ["--by", "topic"]):
-        succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml", "--out", tmp_path / "p.parquet")
-        metadata = pq.read_schema(tmp_path / "p.parquet").metadata
-        assert metadata[b"grasp.protocol"] == load_protocol(tmp_path / "protocol.yaml").name.encode()
-        assert b"higher is better" in metadata[b"grasp.provenance"]
-
-
 def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypatch):
     """Not by the directory that it was built in or that keeps what was fetched."""
     settings = root / "settings.yaml"
@@ -479,11 +399,3 @@ def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypat
     assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
     succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")
     assert f"no row of {url} is" in refused("score", url, "--target", "facts", "--min-tokens", 10**6)
-
-
-def test_a_file_url_is_the_path_that_it_names(root, tmp_path):
-    where = tmp_path / "art"
-    succeed("build", "--config", root / "settings.yaml", "--out", f"file://{where}")
-    assert (where / "manifest.json").exists()
-    assert succeed("info", f"file://{where}").lines[0].startswith(f"{where}: complete")
-    assert succeed("score", f"file://{where}", "--target", "facts", "--top", 1).lines

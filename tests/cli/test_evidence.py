@@ -21,15 +21,12 @@ import yaml
 from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.cli import progress
-from grasp.cli.progress import Watch
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.runs.environment import Environment
-from grasp.training.retrain import RetrainStatus
 from grasp.yaml_files import read_yaml, write_yaml
-from tests.cli.grasp_command import cells, refused, succeed
+from tests.cli.grasp_command import arrays, cells, refused, succeed
 from tests.extract.world import write_targets
 
 FAMILY = {
@@ -119,10 +116,6 @@ def plant_protocol(env: Path, art: Path) -> None:
     (found,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
     truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
-
-
-def set_role(env: Path, role: str) -> None:
-    set_info(env, role=role)
 
 
 def set_info(env: Path, **fields: str) -> None:
@@ -234,45 +227,46 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
     )
 
 
-def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with Watch(quiet=True) as watch:
-        watch.runs(RetrainStatus("rows"))
-        watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
-        watch.runs(RetrainStatus("runs", 5, 18, ("a-0",), 7, 320, 3_725.0))
-    first, second, last = capsys.readouterr().err.splitlines()
-    assert first == "runs: 4 of 18 runs, step 2 of 320 of a-0 and 1 more"
-    assert second == "runs: 5 of 18 runs, step 7 of 320 of a-0, 1 h 02 min left"
-    assert last.startswith("runs: 1 runs in ")
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "word"),
     [
         (["--family", "uniform:0.03"], "retains 2 rows, recipe tiny needs the 4 of one batch or more"),
         (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
-        (["--recipe", "tinny"], "recipe: got 'tinny'; did you mean tiny?"),
-        (["--role", "test"], "role: Input should be 'dev' or 'held-out', got 'test'"),
+        (["--recipe", "tinny"], "did you mean tiny?"),
+        (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
         (["--set", "corpus.max_length=65"], "recipe tiny reads rows of at most 64 tokens"),
-        (["--set", "tokenizer=/"], "tokenizer: `/` holds no tokenizer; name its directory, or put it there with"),
+        (["--set", "tokenizer=/"], "`/` holds no tokenizer"),
     ],
 )
-def test_retrain_refuses_before_anything_is_trained(settings, tmp_path, arguments, message):
+def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):
     out = tmp_path / "env"
-    assert message in refused("retrain", "--config", settings, "--out", out, *arguments)
+    assert word in refused("retrain", "--config", settings, "--out", out, *arguments)
     assert not (out / "environment.json").exists()
-
-
-def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
-    assert "missing --corpus (corpus.path), --targets (targets.names)" in refused("retrain", "--out", tmp_path)
-    assert f"there is no {tmp_path / 'run.yaml'}" in refused("retrain", "--out", tmp_path, "--resume")
+    assert "missing --corpus (corpus.path), --targets" in refused("retrain", "--out", out)
+    assert f"there is no {out / 'run.yaml'}" in refused("retrain", "--out", out, "--resume")
     assert "is a file, expected a directory" in refused(*retrain(settings, settings))
-    assert "another environment was begun here: family.seed: was 0, now 1" in refused(
-        *retrain(settings, env, "--set", "family_seed=1")
-    )
+    assert "family.seed: was 0, now 1" in refused(*retrain(settings, env, "--set", "family_seed=1"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--target", "facts,sums"], "target: got ['facts', 'sums']"),
+        (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
+        (["--oracle", "ridge:colour"], "colour"),
+        (["--development", "elsewhere"], "no meaning without controls"),
+        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
+        (["--json", "nowhere/r.json"], "there is no directory nowhere"),
+        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", __file__], "is not an environment"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(art, env, arguments, word):
+    assert word in refused("evaluate", art, "--runs", env, *arguments)
 
 
 # evaluate
@@ -285,21 +279,16 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     several = {f"{names} additive" for names in ("both", "token+input", "token+input+neighbour", "token+input+pooled")}
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
     assert f"protocol default: {default_protocol().provenance}" in out
-    utilities = Environment.open(env).utilities()
-    realized_B = utilities.values_BSE.mean(axis=(1, 2))
-    artifact = ArtifactReader.open(art)
-    relevance = {
-        kernel: np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).mean(axis=1)
+    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
+    relevance = arrays(art)
+    (own,) = scored(art, env).predict({"default": default_protocol()}, ["facts"])
+    predicted = {"default": own.task_B["facts"]} | {
+        f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
         for kernel in kernels
     }
-    masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
-    for kernel, mean_N in relevance.items():
-        predicted_B = masks_BN @ mean_N / masks_BN.sum(axis=1)
-        rho = stats.spearmanr(predicted_B, realized_B).statistic
-        assert printed[f"{kernel} additive"][3].startswith(f"{rho:.3f} [")
-    (own,) = scored(art, env).predict({"default": default_protocol()}, ["facts"])
-    rho = stats.spearmanr(own.task_B["facts"], realized_B).statistic
-    assert printed["default"][3].startswith(f"{rho:.3f} [")
+    for name, predicted_B in predicted.items():
+        assert printed[name][3].startswith(f"{stats.spearmanr(predicted_B, realized_B).statistic:.3f} [")
 
 
 def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree(art, own_env, tmp_path):
@@ -327,7 +316,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
         assert record["target"] == "average" or record["task_rho_seed_sd"] is not None
 
 
-def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_path):
+def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env, tmp_path):
     plant_protocol(own_env, art)
     utilities = Environment.open(own_env).utilities()
     lines = [
@@ -335,20 +324,16 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
         for b, subset in enumerate(utilities.subset_ids)
         for e, unit in enumerate(utilities.unit_ids)
     ]
-    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "truth.parquet")
     (tmp_path / "other").mkdir()
-    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "other" / "truth.parquet")
-    np.save(tmp_path / "array.npy", -utilities.values_BSE.mean(axis=1))
-    ids = {"subset_ids": utilities.subset_ids, "units": [["facts", unit] for unit in utilities.unit_ids]}
-    (tmp_path / "array.ids.json").write_text(json.dumps(ids))
-    relevance = np.concatenate([block for _, block in ArtifactReader.open(art).array_blocks("relevance_token")])
-    np.save(tmp_path / "rows.npy", relevance)
-    (tmp_path / "rows.ids.json").write_text(json.dumps({"units": ids["units"]}))
-    files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "array.npy", "rows.npy")]
+    for place in (tmp_path, tmp_path / "other"):
+        pq.write_table(pa.Table.from_pylist(lines), place / "truth.parquet")
+    np.save(tmp_path / "rows.npy", arrays(art)["relevance_token"])
+    units = [["facts", unit] for unit in utilities.unit_ids]
+    (tmp_path / "rows.ids.json").write_text(json.dumps({"units": units}))
+    files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "rows.npy")]
     given = [part for file in files for part in ("--predictions", file)]
     printed = lines_of(succeed("evaluate", art, "--runs", own_env, *given).out)
     assert printed["truth"][3].startswith("1.000 [")
-    assert printed["array"][3].startswith("-1.000 [")
     assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
     assert printed["rows"][3:9] == printed["token additive"][3:9]
 
@@ -356,7 +341,7 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
 def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, own_env, settings, tmp_path):
     write_yaml(FAMILY, tmp_path / "family.yaml")
     plant_protocol(own_env, art)
-    set_role(own_env, "held-out")
+    set_info(own_env, role="held-out")
     other = Path(shutil.copytree(env, tmp_path / "other"))
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
@@ -402,24 +387,6 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
     if what == "corpus":
         both = refused("calibrate", art, out, "--runs", env, "--out", tmp_path / "p.yaml")
         assert f"{out}: of no corpus that an environment was trained on" in both
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "facts,sums"], "target: got ['facts', 'sums']; runs and artifact have ['facts']"),
-        (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
-        (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "development, family: no meaning without controls"),
-        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
-        (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
-        (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
-        (["--runs", "nowhere"], "nowhere: is not an environment"),
-        (["--runs", __file__], "test_evidence.py: is not an environment"),
-    ],
-)
-def test_evaluate_refuses_in_one_line(art, env, arguments, message):
-    assert message in refused("evaluate", art, "--runs", env, *arguments)
 
 
 # calibrate
@@ -474,8 +441,7 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 
 
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
-    other = shutil.copytree(env, tmp_path / "other")
-    out = tmp_path / "p.yaml"
+    other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
     assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
     assert not load_protocol(out).interacts
@@ -487,7 +453,7 @@ def test_one_result_and_a_held_out_environment_choose_nothing(art, env, own_env,
     assert "got 1 development results ['env/facts'], expected at least 2" in refused(*given)
     assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--runs", env)
     two = Path(shutil.copytree(env, tmp_path / "two"))
-    set_role(two, "held-out")
+    set_info(two, role="held-out")
     assert "selection was given a held-out environment" in refused(*given, "--runs", two)
     assert not (tmp_path / "p.yaml").exists()
 

@@ -1,7 +1,10 @@
-"""What a long run says while it works: what it does, and how much is left of it."""
+"""What a long run says while it works, and tables as they are printed."""
 
 from grasp.cli import progress
+from grasp.cli.console import show
 from grasp.cli.progress import Watch
+from grasp.text import LONGEST_CELL
+from grasp.training.retrain import RetrainStatus
 
 
 def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys):
@@ -36,3 +39,26 @@ def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, 
     now[0] = 70.0
     watch.advance(100, 10_000)
     assert capsys.readouterr().err.endswith(", 3 min 00 s left\n")
+
+
+def test_only_names_that_are_cut_are_told_apart(capsys):
+    long = "x" * 100
+    show("t", ("name", "n", "note"), [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")])
+    _, _, first, second, third = capsys.readouterr().out.splitlines()
+    names = [line.split("  ")[0] for line in (first, second)]
+    assert names[0] != names[1]
+    assert all(len(name) <= LONGEST_CELL for name in names)
+    assert third.split() == ["b", "2", "b"]
+    assert "#" not in first + third
+
+
+def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with Watch(quiet=True) as watch:
+        watch.runs(RetrainStatus("rows"))
+        watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
+        watch.runs(RetrainStatus("runs", 5, 18, ("a-0",), 7, 320, 3_725.0))
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == "runs: 4 of 18 runs, step 2 of 320 of a-0 and 1 more"
+    assert second == "runs: 5 of 18 runs, step 7 of 320 of a-0, 1 h 02 min left"
+    assert last.startswith("runs: 1 runs in ")

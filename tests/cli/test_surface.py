@@ -8,6 +8,7 @@ import typer
 
 import grasp
 from grasp.cli import app
+from grasp.cli.app import GROUPS, WORDS
 from tests.cli.grasp_command import run, succeed
 
 HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets")
@@ -30,12 +31,19 @@ def test_help_of_every_command_explains_its_options_and_ends_with_an_example(com
         assert parameter.help, parameter.name
 
 
-def test_help_names_every_command():
+def test_help_names_every_command_in_a_group_and_a_command_its_words():
     text = succeed("--help").out
     assert "Start with: grasp demo" in text
     assert all(f"  {command.split()[0]} " in text for command in commands())
+    assert all(f"{group}:" in text for group in GROUPS)
     assert "..." not in text.replace("[ARGS]...", "")
     assert run().err.strip() == text.strip()
+    page = succeed("report", "--help").out
+    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--previous")
+    words = " ".join(page[page.index("\nWords:") : page.index("Examples:")].split())
+    assert f"protocol {WORDS['protocol']}" in words
+    assert "recipe" not in words
+    assert all(len(line) <= 80 for line in page[: page.index("Examples:")].splitlines())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,7 @@ def loaded_after(program: str) -> list[str]:
 @pytest.mark.parametrize(
     "program",
     [
-        "import grasp",
+        "import grasp.api",
         "import grasp.cli",
         "from grasp.cli import app\nsys.argv = ['grasp', '--help']\ntry: app()\nexcept SystemExit: pass",
         "from grasp.cli import app\nsys.argv = ['grasp', 'predict', '--help']\ntry: app()\nexcept SystemExit: pass",

@@ -25,7 +25,7 @@ from grasp.training import retrain as module
 from grasp.training.plan import resolved_recipe, row_names
 from grasp.training.retrain import Worker, retrain
 from grasp.training.train import Trainer, train
-from grasp.yaml_files import read_yaml
+from grasp.yaml_files import put_all, read_yaml
 from tests.extract.test_chat_build import chat_settings
 from tests.faults import Killed
 
@@ -241,25 +241,21 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "error", "word"),
     [
         ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
         ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere'"),
-        ({"corpus": {"max_length": 65}}, SettingsError, "corpus.max_length: got 65, but recipe tiny reads"),
-        ({"shape": {"context": 4}, "corpus": {"max_length": 4}}, SettingsError, "more than the 4 tokens .* e.g. 'u0'"),
-        ({"shape": {"vocab_size": 260}, "tokenizer": True}, SettingsError, "300 tokens, recipe tiny has room for 260"),
+        ({"corpus.max_length": 65}, SettingsError, "corpus.max_length: got 65"),
+        ({"overrides.shape.context": 4, "corpus.max_length": 4}, SettingsError, "more than the 4 tokens .* e.g. 'u0'"),
+        ({"overrides.shape.vocab_size": 260, "tokenizer": "TRAINED"}, SettingsError, "300 tokens, .* room for 260"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, message):
-    plain = settings(inputs)
-    overrides = plain.overrides | {"shape": plain.overrides["shape"] | changes.get("shape", {})}
-    given = {name: value for name, value in changes.items() if name != "shape"} | {"overrides": overrides}
-    if "corpus" in given:
-        given["corpus"] = plain.corpus.model_dump() | given["corpus"]
-    if given.get("tokenizer") is True:
-        given["tokenizer"] = str(whole.path / "tokenizer")
-    with pytest.raises(error, match=message):
-        retrain(settings(inputs, **given), tmp_path / "env")
+def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, word):
+    if changes.get("tokenizer") == "TRAINED":
+        changes = changes | {"tokenizer": str(whole.path / "tokenizer")}
+    given = put_all(settings(inputs).model_dump(mode="json"), changes)
+    with pytest.raises(error, match=word):
+        retrain(retrain_settings(given), tmp_path / "env")
     assert not (tmp_path / "env" / "environment.json").exists()
 
 
