@@ -19,6 +19,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -230,11 +231,28 @@ class Environment:
         with written_aside(path / SUBSETS) as part:
             digest = MaskDigest()
             write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
-            _check_names(digest.ids, path / SUBSETS)
-            info = info.model_copy(update={"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]})
+            ids, checksums = tuple(digest.ids), digest.checksums
+            _check_names(ids, path / SUBSETS)
+            info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
                 begun = SIGNED_INFO.read(path)
-                _check_growth(path, begun, info, digest.checksums)
+                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+                then, now = (one.model_dump(mode="json", exclude=may_change) for one in (begun, info))
+                differs = list(differences(then, now))
+                if info.seeds[: len(begun.seeds)] != begun.seeds:
+                    differs.append(f"seeds: was {begun.seeds}, is {info.seeds}")
+                n_begun = len(begun.subset_ids)
+                if len(ids) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
+                    differs.append(
+                        f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(ids)} with "
+                        f"{checksums[-1]}"
+                    )
+                if differs:
+                    shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
+                    raise EnvironmentDataError(
+                        f"{path}: another environment was begun here: {'; '.join(shortened)}; "
+                        "go on with the old settings, or choose another directory"
+                    )
                 if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
                     info = begun
         SIGNED_INFO.write(path, info)
@@ -424,18 +442,12 @@ class Environment:
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
                 f"{[run.stem for run in missing[:EXAMPLES]]}; run `grasp retrain --resume` to go on"
             )
-        single = [run for run in all_runs if self._run_path(run).exists()]
-        if single:
-            try:
-                values = {run: self._read_run(run) for run in single}
-                values = self._merged() | values
-            except FileNotFoundError:
-                return  # another process has just merged and removed them
-            for path, is_reference in ((REFERENCE, True), (UTILITIES, False)):
-                runs = [run for run in all_runs if (run.subset_id == FULL) == is_reference]
-                if runs:
-                    stacked = np.stack([values[run] for run in runs])
-                    write_whole(self.path / path, run_bytes(runs, self.units, stacked))
+        if self._single():
+            values_RE = self._values()
+            for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
+                own = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
+                if own:
+                    write_whole(self.path / name, run_bytes([all_runs[r] for r in own], self.units, values_RE[own]))
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         stems = {run.stem for run in all_runs}
@@ -502,19 +514,20 @@ class Environment:
         unknown = [seed for seed in chosen if seed not in self.info.seeds]
         if unknown or not chosen:
             raise EnvironmentDataError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
-        values = self._all_values()
-        ids = [b for b in self.subset_ids if all(Run(seed, b) in values for seed in chosen)]
-        if len(ids) < len(self.subset_ids) and not partial:
-            missing = [r.stem for r in self.runs() if r not in values and r.seed in chosen and r.subset_id != FULL]
+        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
+        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
+        lacks_BS = np.isnan(values_BSE[:, :, 0])
+        if lacks_BS.any() and not partial:
+            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
             raise EnvironmentDataError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
                 "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
             )
-        flat = [values[Run(seed, b)] for b in ids for seed in chosen]
-        values_BSE = np.array(flat, np.float64).reshape(len(ids), len(chosen), len(self.units))
+        kept = np.flatnonzero(~lacks_BS.any(axis=1))
         targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
-        whole = Utilities(values_BSE, tuple(ids), chosen, targets, unit_ids)
-        return whole if target is None else whole.select(target)
+        ids = tuple(self.subset_ids[b] for b in kept)
+        utilities = Utilities(values_BSE[kept], ids, chosen, targets, unit_ids)
+        return utilities if target is None else utilities.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
         """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
@@ -523,9 +536,10 @@ class Environment:
 
     def reference_utilities(self) -> F64:
         """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
-        values = self._all_values()
-        found = [values[Run(seed, FULL)] for seed in self.info.seeds if Run(seed, FULL) in values]
-        return np.stack(found) if found else np.empty((0, len(self.units)))
+        if not self.info.reference:
+            return np.empty((0, len(self.units)))
+        whole_SE = self._values_by_subset()[0]
+        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
 
     def task_reference(self, targets: Sequence[str]) -> F64:
         """The same by target, (S, T)."""
@@ -579,33 +593,37 @@ class Environment:
                 f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}"
             )
 
+    def _single(self) -> list[Run]:
+        """Runs whose result has a file of its own."""
+        directory = self.path / "runs"
+        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+        return [run for run in self.runs() if self._run_path(run).name in names]
+
     def _finished(self) -> set[Run]:
-        # runs first, merged files second: a merge in between moves results from the first to the second
-        runs = self.path / "runs"
-        stems = {path.name for path in runs.iterdir()} if runs.exists() else set()
-        done = {run for run in self.runs() if self._run_path(run).name in stems}
+        done = set(self._single())  # these first: a merge in between moves results from here to the merged files
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
                 pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
                 done |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
         return done
 
-    def _read_run(self, run: Run) -> F64:
-        return read_runs(self._run_path(run), self.runs(), self.units)[run]
-
-    def _merged(self) -> dict[Run, F64]:
-        values: dict[Run, F64] = {}
+    def _values(self) -> F64:
+        """Utilities of all `runs`, (R, E); nan where there is none yet."""
+        runs, single = self.runs(), set(self._single())
+        values_RE = np.full((len(runs), len(self.units)), np.nan)
+        for r, run in enumerate(runs):
+            with suppress(FileNotFoundError):  # merged and removed meanwhile
+                if run in single:
+                    values_RE[r] = read_runs(self._run_path(run), [run], self.units)
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
-                values |= read_runs(path, self.runs(), self.units)
-        return values
+                merged_RE = read_runs(path, runs, self.units)
+                values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
+        return values_RE
 
-    def _all_values(self) -> dict[Run, F64]:
-        try:
-            parts = {run: self._read_run(run) for run in self._finished() if self._run_path(run).exists()}
-        except FileNotFoundError:
-            parts = {}  # merged and removed meanwhile
-        return parts | self._merged()
+    def _values_by_subset(self) -> F64:
+        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
+        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
 
 
 def _check_names(ids: Sequence[str], where: Path) -> None:
@@ -622,26 +640,6 @@ def _check_names(ids: Sequence[str], where: Path) -> None:
         raise EnvironmentDataError(
             f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
             f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
-        )
-
-
-def _check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: Sequence[str]) -> None:
-    """Allow more seeds and more subsets of the same family; name every other difference."""
-    fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-    then, after = (info.model_dump(mode="json", include=fixed) for info in (begun, now))
-    differs = list(differences(then, after))
-    if now.seeds[: len(begun.seeds)] != begun.seeds:
-        differs.append(f"seeds: was {begun.seeds}, is {now.seeds}")
-    n_begun = len(begun.subset_ids)
-    if len(checksums) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
-        differs.append(
-            f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(checksums)} with {checksums[-1]}"
-        )
-    if differs:
-        shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
-        raise EnvironmentDataError(
-            f"{path}: another environment was begun here: {'; '.join(shortened)}; "
-            "go on with the old settings, or choose another directory"
         )
 
 
@@ -698,8 +696,8 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
     return bytes(sink.getvalue())
 
 
-def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> dict[Run, F64]:
-    """Utilities (E,) of every run that the table has lines of.
+def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> F64:
+    """Utilities of `runs`, (R, E); nan for a run that the table has no line of.
 
     Args:
         runs: all runs that may occur.
@@ -731,9 +729,9 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
         if wrong.any():
             r0, e0 = np.argwhere(wrong)[0]
             raise EnvironmentDataError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
-    values_RE = np.zeros((len(runs), len(units)))
+    values_RE = np.full(counts_RE.shape, np.nan)
     values_RE[r, e] = utility
-    return {run: values_RE[i] for i, run in enumerate(runs) if counts_RE[i].any()}
+    return values_RE
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:

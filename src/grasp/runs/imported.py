@@ -83,15 +83,11 @@ class ImportedRuns(Environment):
     def task_utilities(self, targets: Sequence[str]) -> F64:
         return self.values_RST[:, :, [self.targets.index(name) for name in targets]]
 
-    def _all_values(self) -> dict[Run, F64]:
+    def _values(self) -> F64:
         values_RST = self.values_RST
         if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
             values_RST = np.nanmean(values_RST, axis=1, keepdims=True)  # some runs lack some seeds
-        return {
-            Run(seed, run): values_RST[r, s]
-            for s, seed in enumerate(self.info.seeds)
-            for r, run in enumerate(self.subset_ids)
-        }
+        return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
 def runs_beside(artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Environment:
