@@ -26,8 +26,8 @@ from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
 from grasp.runs.environment import Environment
-from grasp.runs.learned import SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer, learn_features, measures
+from grasp.runs.learned import Learned, SubsetFeatures
+from grasp.runs.learning import SubsetFeaturizer, measures
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights, stream
 from grasp.training.plan import row_names
@@ -61,7 +61,7 @@ def foretold(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, count
     for left_out in range(len(runs)):
         others = np.delete(np.arange(len(runs)), left_out)
         seen = others[stream(0, "beside", left_out, draw).permutation(len(others))[:count]]
-        learned = learn_features(runs.take(seen), values_RT[seen][:, None])
+        learned = Learned.fit(runs.take(seen), values_RT[seen][:, None])
         out_RT[left_out] = learned.change(runs.take([left_out]), corpus)[0][0]
     return out_RT
 

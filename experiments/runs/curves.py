@@ -26,7 +26,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.learned import Learned, SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer, learn_features
+from grasp.runs.learning import SubsetFeaturizer
 from grasp.runs.readers import import_runs
 from grasp.seeds import stream
 
@@ -143,7 +143,7 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
         out["relevance"] = list(rho(held.relevance_BT, truth_RT))
         known["learned, both"] = (runs, held)
     for name, (seen, asked) in known.items():
-        learned = learn_features(seen, utility_RST)
+        learned = Learned.fit(seen, utility_RST)
         mean_RT, spread_RT = learned.predict(asked)
         covered_RT = _covered(learned, mean_RT, spread_RT, truth_RT, seeds)
         far_R = np.linalg.norm(asked.share_BG - seen.share_BG.mean(axis=0), axis=1)

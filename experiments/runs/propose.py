@@ -18,8 +18,7 @@ from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
 from grasp.choose.alone import most_telling
-from grasp.runs.learned import SubsetFeatures
-from grasp.runs.learning import learn_features
+from grasp.runs.learned import Learned, SubsetFeatures
 from grasp.seeds import stream
 
 FIRST, EACH = 8, 4
@@ -43,7 +42,7 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
     taken = list(range(FIRST))
     found = []
     while True:
-        learned = learn_features(features.take(pool[taken]), utility_RST[pool[taken]])
+        learned = Learned.fit(features.take(pool[taken]), utility_RST[pool[taken]])
         guess_R = learned.predict(features.take(pool))[0][:, -1]
         regret = float((aim_R.max() - aim_R[int(np.argmax(guess_R))]) / aim_R.std())
         found.append((len(taken), regret, float(spearmanr(learned.predict(asked)[0][:, -1], truth_R).statistic)))

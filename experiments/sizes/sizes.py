@@ -20,8 +20,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
-from grasp.runs.learned import SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer, learn_features
+from grasp.runs.learned import Learned, SubsetFeatures
+from grasp.runs.learning import SubsetFeaturizer
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.seeds import stream
 
@@ -131,7 +131,7 @@ def carried_over(
     columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.targets]
     utility_BST = np.stack(columns, axis=2)
     held = np.isin(environment.subset_ids, subset_ids)
-    learned = learn_features(features.take(np.flatnonzero(~held)), utility_BST[~held])
+    learned = Learned.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
     order = [environment.subset_ids.index(one) for one in subset_ids]
     asked = features.take(np.array(order))
     order_T = [predictor.targets.index(task) for task in named]

@@ -168,4 +168,4 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
     with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
     with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
-        Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None])
+        Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])

@@ -58,7 +58,7 @@ def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
 
 def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> None:
     features, utility_BT = world(30)
-    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20])
+    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20, None])
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
     change_BT, spread_BT = learned.change(others, corpus)
     level_BT, _ = learned.predict(others)
@@ -76,7 +76,9 @@ def plain(learned, own: SubsetFeatures) -> dict[str, np.ndarray]:
 
 def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> None:
     features, utility_BT = world(30)
-    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20], seeds_n=np.arange(20) % 2 + 1.0)
+    seeds_BST = np.repeat(utility_BT[:20, None], 2, axis=1)
+    seeds_BST[::2, 1] = np.nan  # every other run has one seed
+    learned = Learned.fit(features.take(np.arange(20)), seeds_BST)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
     numbers, curves, n_slices = learned.numbers, learned._curves, features.share_BG.shape[1]
     unit = {name: numbers[name] * curves.units[name] for name in ("linear", "additive", "joint")}
@@ -122,8 +124,8 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
 def test_unit_and_level_of_the_metric_do_not_matter() -> None:
     features, utility_BT = world(24)
     runs, rest = features.take(np.arange(16)), features.take(np.arange(16, 24))
-    plain = Learned.fit(runs, utility_BT[:16]).predict(rest)
-    scaled = Learned.fit(runs, 5.0 + 100.0 * utility_BT[:16]).predict(rest)
+    plain = Learned.fit(runs, utility_BT[:16, None]).predict(rest)
+    scaled = Learned.fit(runs, 5.0 + 100.0 * utility_BT[:16, None]).predict(rest)
     np.testing.assert_allclose(scaled[0], 5.0 + 100.0 * plain[0], rtol=1e-4)
     np.testing.assert_allclose(scaled[1], 100.0 * plain[1], rtol=1e-3)
 
@@ -132,7 +134,7 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
     rng = np.random.default_rng(3)
     runs, rest = mixtures(40, rng), mixtures(300, rng)
     noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
-    learned = Learned.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy)
+    learned = Learned.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy[:, None])
     predicted, spread = learned.predict(SubsetFeatures.from_shares(rest, N_TASKS))
     linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
     assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
@@ -142,7 +144,7 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
 
 def test_runs_say_which_kernel_counts() -> None:
     features, utility_BT = world(140, seed=4)
-    learned = Learned.fit(features.take(np.arange(24)), utility_BT[:24])
+    learned = Learned.fit(features.take(np.arange(24)), utility_BT[:24, None])
     rest = features.take(np.arange(24, 140))
     assert rho(learned.predict(rest)[0], utility_BT[24:]) > rho(rest.relevance_BT, utility_BT[24:]) + 0.05
 
@@ -152,7 +154,7 @@ def test_runs_that_are_noise_leave_relevance_as_it_is() -> None:
     features, utility_BT = world(104, seed=5)
     noisy = features.relevance_BT + 3.0 * rng.normal(size=utility_BT.shape)
     for k in (4, 12):
-        learned = Learned.fit(features.take(np.arange(k)), noisy[:k])
+        learned = Learned.fit(features.take(np.arange(k)), noisy[:k, None])
         rest = features.take(np.arange(20, 104))
         assert rho(learned.predict(rest)[0], rest.relevance_BT) > 0.95
 
@@ -161,21 +163,18 @@ def test_seeds_of_a_subset_tell_noise_of_training_apart() -> None:
     rng = np.random.default_rng(6)
     features, utility_BT = world(40, seed=6)
     seeds = utility_BT[:, None] + 0.5 * rng.normal(size=(40, 3, N_TASKS))
-    mean_BT = seeds.mean(axis=1)
-    within_T = ((seeds - mean_BT[:, None]) ** 2).sum(axis=(0, 1))
-    learned = Learned.fit(features, mean_BT, seeds_n=np.full(40, 3.0), within_T=within_T)
+    learned = Learned.fit(features, seeds)
     noise_T = learned.scale_T * np.sqrt(learned.numbers["seed noise"])
     np.testing.assert_allclose(noise_T.mean(), 0.5, rtol=0.25)
-    alone = Learned.fit(features, mean_BT)
+    alone = Learned.fit(features, seeds.mean(axis=1, keepdims=True))
     assert learned.numbers["noise"] * learned.scale_T.mean() ** 2 < alone.numbers["noise"] * alone.scale_T.mean() ** 2
 
 
 def test_intervals_widen_away_from_the_runs() -> None:
     rng = np.random.default_rng(8)
     shares = 0.5 * mixtures(30, rng) + 0.5 / N_SLICES
-    learned = Learned.fit(
-        SubsetFeatures.from_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
-    )
+    noisy = saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
+    learned = Learned.fit(SubsetFeatures.from_shares(shares, N_TASKS), noisy[:, None])
     corpus = SubsetFeatures.from_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
     path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
     _, spread = learned.change(SubsetFeatures.from_shares(np.concatenate(path), N_TASKS), corpus)
@@ -199,7 +198,7 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
     """Of a choice w the part beyond the runs' own adds (sd of it)^2 to the variance; the mean stays."""
     features, utility_BT = world(20)
     features = replace(features, within_BT=np.random.default_rng(3).uniform(-0.1, 0.1, size=(20, N_TASKS)))
-    learned = Learned.fit(features, utility_BT)
+    learned = Learned.fit(features, utility_BT[:, None])
     corpus, asked = features.take(np.array([0])), features.take(np.array([5]))
     mean_BT, spread_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.05)), corpus)
     more_BT, wide_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.2)), corpus)
@@ -214,4 +213,4 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
 def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
     with pytest.raises(EnvironmentDataError, match="came out the same"):
-        Learned.fit(features, np.ones_like(utility_BT))
+        Learned.fit(features, np.ones_like(utility_BT)[:, None])

@@ -32,7 +32,7 @@ from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import row_weights
 from grasp.runs.learned import Learned, SubsetFeatures
-from grasp.runs.learning import COVERAGE, learn_features
+from grasp.runs.learning import COVERAGE
 from grasp.runs.readers import read_mixtures
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
@@ -87,7 +87,7 @@ class Taught:
         aim_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
-        learned = learn_features(features, np.concatenate([utility_RST, aim_RS1], axis=2))
+        learned = Learned.fit(features, np.concatenate([utility_RST, aim_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
         return cls(table, share_RG, learned, weights_T, sign_T)
 

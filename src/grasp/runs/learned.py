@@ -307,23 +307,26 @@ class Learned:
     _level_T: F64
 
     @classmethod
-    def fit(
-        cls, runs: SubsetFeatures, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None
-    ) -> Self:
-        """Learn from runs.
+    def fit(cls, runs: SubsetFeatures, utility_nST: F64) -> Self:
+        """Learn from runs. Seeds are averaged; how far they differ says how much of the noise is that of training.
+
+        What a seed adds to all runs alike is taken off, where every run has every seed.
 
         Args:
             runs: of n different subsets.
-            utility_nT: mean over the seeds of each; higher is better.
-            seeds_n: runs of each subset; None: one.
-            within_T: sum over subsets and their seeds of the squared deviation from the subset's mean.
+            utility_nST: of each with each seed, nan where it has fewer seeds; higher is better.
         Raises:
             ShapeError: numbers of runs or tasks differ.
             EnvironmentDataError: fewer than 2 different subsets, or runs whose utilities are all the same for a task.
         """
-        n_runs, n_tasks = utility_nT.shape
+        n_runs, n_tasks = utility_nST.shape[0], utility_nST.shape[2]
         if runs.relevance_BT.shape != (n_runs, n_tasks):
-            raise ShapeError(f"learned: utilities {utility_nT.shape}, features of {runs.relevance_BT.shape}")
+            raise ShapeError(f"learned: utilities {utility_nST.shape}, features of {runs.relevance_BT.shape}")
+        if not np.isnan(utility_nST).any():
+            utility_nST = utility_nST - utility_nST.mean(axis=0) + utility_nST.mean(axis=(0, 1))
+        seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
+        utility_nT = np.nanmean(utility_nST, axis=1)
+        within_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
         different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
         if different < FEWEST:
             raise EnvironmentDataError(
@@ -332,8 +335,6 @@ class Learned:
         if (np.ptp(utility_nT, axis=0) == 0).any():
             raise EnvironmentDataError("learning from runs: all of them came out the same; expected runs that differ")
         ruler = FeatureScales.from_runs(runs)
-        seeds_n = np.ones(n_runs) if seeds_n is None else np.asarray(seeds_n, np.float64)
-        within_T = np.zeros(n_tasks) if within_T is None else within_T
         mean_T = utility_nT.mean(axis=0)
         data = _Data(ruler.measure(runs), utility_nT - mean_T, seeds_n, within_T, float((seeds_n - 1).sum()))
         numbers = _Evidence(data.sample(TUNED_ON)).maximise()
@@ -525,7 +526,10 @@ class _Evidence:
         names = [*(SHAPES + CURVES if self.has_curves else ()), *self.linear, "noise"]
         self.names = (*names, *(("seed noise",) if data.freedom else ()))
         self.prior = np.array([PRIORS[name] for name in self.names])
-        self.worth = _independent(data.utility_nT)
+        # Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree. One
+        # model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
+        unit_nT = data.utility_nT * _inverse(np.sqrt((data.utility_nT**2).sum(axis=0)))
+        self.worth = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
     def maximise(self) -> dict[str, float]:
         start, spread = self.prior.T
@@ -569,15 +573,6 @@ class _Evidence:
         curves = Curves.from_shares(self.data.runs.share_BG, shape)
         seen_nG = curves.seen(self.data.runs.share_BG)
         return curves.between(seen_nG, seen_nG)
-
-
-def _independent(utility_nT: F64) -> float:
-    """Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree.
-
-    One model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
-    """
-    unit_nT = utility_nT * _inverse(np.sqrt((utility_nT**2).sum(axis=0)))
-    return float(utility_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
 
 def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:

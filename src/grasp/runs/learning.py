@@ -253,7 +253,7 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
         rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
         for place, k in enumerate(counts, start=1):
             if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # nothing is learned from runs that are all alike
-                learned = learn_features(runs.take(order[:k]), utility_RST[order[:k]])
+                learned = Learned.fit(runs.take(order[:k]), utility_RST[order[:k]])
                 rho_KDT[place, d] = spearman(learned.predict(runs.take(rest))[0], realized_RT[rest])
     known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
     rho_KDT = rho_KDT[known]
@@ -330,23 +330,10 @@ def learn(
         tuple(notes),
         predictor.targets,
         known,
-        learn_features(features, utility_RST),
+        Learned.fit(features, utility_RST),
         features,
         utility_RST,
     )
-
-
-def learn_features(features: SubsetFeatures, utility_RST: F64) -> Learned:
-    """Learn from runs by their features; seeds are averaged, and their spread is told to the predictor.
-
-    What a seed adds to all runs alike is taken off, where every run has every seed.
-    """
-    if not np.isnan(utility_RST).any():
-        utility_RST = utility_RST - utility_RST.mean(axis=0) + utility_RST.mean(axis=(0, 1))
-    count_R = (~np.isnan(utility_RST[:, :, 0])).sum(axis=1)
-    mean_RT = np.nanmean(utility_RST, axis=1)
-    within_T = np.nansum((utility_RST - mean_RT[:, None]) ** 2, axis=(0, 1))
-    return Learned.fit(features, mean_RT, seeds_n=count_R.astype(np.float64), within_T=within_T)
 
 
 def _indicators(codes_N: I32, n_slices: int) -> RowSums:
