@@ -236,8 +236,10 @@ def draw_subsets(
         nested: fewer rows are the first of more.
     """
     family = parse_family(f"mixture:{label.name}")
-    (kept,) = family.draw(n_subsets, n_rows=label.n_rows, labels=label, seed=0, purpose="evaluation", block=n_subsets)
-    weights_BN = np.zeros((n_subsets, label.n_rows))
+    (kept,) = family.draw(
+        n_subsets, n_rows=len(label.codes_N), labels=label, seed=0, purpose="evaluation", block=n_subsets
+    )
+    weights_BN = np.zeros((n_subsets, len(label.codes_N)))
     for b, row_BN in enumerate(kept.weights_BN.toarray()):
         rows = np.flatnonzero(row_BN)
         size = min(subset_rows, len(rows))

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -204,13 +203,6 @@ def test_constant_predictions_and_utilities_are_said_to_be_undefined_everywhere(
         same.write_run(run, np.full(5, -1.0))
     ordered = Predictions("m", same.subset_ids, UNITS, np.arange(20.0).reshape(4, 5))
     assert "task_rho of m on sciq: utilities are constant" in repr(evaluation_of(same, [ordered], resamples=9))
-
-
-def test_a_target_named_average_is_not_the_average(env):
-    (result,) = evaluation_of(env, [truth(env)], resamples=9).methods
-    assert result.average_name == "average"
-    renamed = tuple(replace(row, target="average") for row in result.targets[:1])
-    assert replace(result, targets=renamed + result.targets[1:]).average_name == "average #2"
 
 
 def test_the_report_says_the_same_as_text_json_and_csv(env):

@@ -19,7 +19,7 @@ from grasp.report.suspects import ShownSuspects
 from grasp.report.trends import LabelTrend
 from grasp.runs.evaluate import Evaluation, MethodResult
 from grasp.runs.learning import DRAWS, OUTSIDE
-from grasp.runs.metrics import Estimate
+from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, name, plain
 
 View = dict[str, Any]
@@ -334,13 +334,13 @@ def _curves(found: Findings, own: MethodResult) -> list[View]:
 
 
 def _fidelity_lines(result: MethodResult, report: Evaluation) -> list[View]:
-    def line(target: str, units: int, of: Any) -> View:
-        shown = {key: _cell(of(metric)) for key, metric in METRICS.items()}
-        return {"method": name(result.method), "target": target, "units": units} | shown
+    def line(target: str, row: TargetMetrics) -> View:
+        shown = {key: _cell(row[metric]) for key, metric in METRICS.items()}
+        return {"method": name(result.method), "target": target, "units": row.n_units} | shown
 
-    lines = [line(name(report.marked(row.target, result)), row.n_units, row.__getitem__) for row in result.targets]
+    lines = [line(name(report.marked(row.target, result)), row) for row in result.targets]
     if len(result.targets) > 1:
-        lines.append(line(result.average_name, result.n_units, result.average))
+        lines.append(line(result.mean.target, result.mean))
     return lines
 
 

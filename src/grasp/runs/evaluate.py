@@ -23,9 +23,8 @@ from grasp.runs.metrics import (
 )
 from grasp.runs.predictions import Cost, MethodRole, Predictions
 from grasp.seeds import bootstrap_weights
-from grasp.text import different, json_text, number, plain, text_table
+from grasp.text import json_text, number, plain, text_table
 
-AVERAGE = "average"
 APART: dict[MethodRole, str] = {
     "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
     "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
@@ -52,24 +51,12 @@ class MethodResult:
 
     predictions: Predictions
     targets: tuple[TargetMetrics, ...]
+    mean: TargetMetrics  # over the targets
     chosen_on: Collection[str] = ()  # targets of these very runs that the method was chosen by
 
     @property
     def method(self) -> str:
         return self.predictions.method
-
-    @property
-    def n_units(self) -> int:
-        return sum(row.n_units for row in self.targets)
-
-    @property
-    def average_name(self) -> str:
-        """What the mean over targets is called; a target may have the word for its name."""
-        return different([*(row.target for row in self.targets), AVERAGE])[-1]
-
-    def average(self, metric: str) -> Estimate:
-        """Mean over targets of a metric or a ceiling."""
-        return average(self.targets, metric)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -123,13 +110,12 @@ class Evaluation(Result):
             if known is not None:  # floats a row, features + scores, and wall seconds
                 floats = f"{known.features} + {known.scores}" if known.features else str(known.scores)
                 cost = [floats, "-" if known.wall_seconds is None else f"{known.wall_seconds:.1f}"]
-            rows = [(self.marked(row.target, result), row.n_units, row.__getitem__) for row in result.targets]
+            rows = {self.marked(row.target, result): row for row in result.targets}
             if len(rows) > 1:
-                seen = " (in sample)" if result.chosen_on else ""
-                rows.append((result.average_name + seen, result.n_units, result.average))
-            for name, n_units, estimate_of in rows:
-                cells = [_cell(metric, estimate_of(metric)) for metric in HEADINGS]
-                lines.append((result.predictions.standing, [result.method, name, str(n_units), *cells, *cost]))
+                rows[result.mean.target + (" (in sample)" if result.chosen_on else "")] = result.mean
+            for name, row in rows.items():
+                cells = [_cell(metric, row[metric]) for metric in HEADINGS]
+                lines.append((result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost]))
         headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
         text, before = [plain(self.headline), heading], "predictor"
@@ -225,8 +211,10 @@ def evaluation_of(
 
     roles = {name: environment.role_of(name) for name in names}
     seen = chosen_on or {}
+    of_targets = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
     methods = tuple(
-        MethodResult(p, tuple(metrics(p, name) for name in names), seen.get(p.method, ())) for p in predictions
+        MethodResult(prediction, rows, average(rows), seen.get(prediction.method, ()))
+        for prediction, rows in zip(predictions, of_targets, strict=True)
     )
     info = environment.info
     family = info.family.spec if info.family else "given subsets"
@@ -258,22 +246,20 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
             "build_wall_seconds": cost.wall_seconds,
             "build_cpu_seconds": cost.cpu_seconds,
         }
-        for row in (*result.targets, None):  # None: the mean
-            name = result.average_name if row is None else row.target
-            record: dict[str, Any] = {"method": result.method, "target": name}
-            record |= {} if row is None else {"role": roles[name]}
-            record |= {"n_subsets": result.targets[0].n_subsets}
-            record |= {"n_units": result.n_units if row is None else row.n_units}
+        for row in (*result.targets, result.mean):
+            record: dict[str, Any] = {"method": result.method, "target": row.target}
+            record |= {} if row is result.mean else {"role": roles[row.target]}
+            record |= {"n_subsets": row.n_subsets, "n_units": row.n_units}
             for metric in (*METRICS, *CEILINGS):
-                estimate = result.average(metric) if row is None else row[metric]
+                estimate = row[metric]
                 record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
                 record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
-            if row is not None:
-                for metric, (mean, sd) in row.over_seeds.items():
-                    record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
+            for metric, (mean, sd) in row.over_seeds.items():
+                record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
+            if row is not result.mean:
                 record["undefined_units"] = sum(row.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
-            in_sample = bool(result.chosen_on) if row is None else name in result.chosen_on
+            in_sample = bool(result.chosen_on) if row is result.mean else row.target in result.chosen_on
             records.append(record | about | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])

@@ -29,12 +29,13 @@ import numpy as np
 
 from grasp.arrays import F64, Bool, Floats
 from grasp.errors import ShapeError
-from grasp.text import number
+from grasp.text import different, number
 
 # The lowest value of each metric; the highest is 1.
 METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
 CEILINGS = ("task_ceiling", "lds_ceiling")
 RESAMPLES = 1_000
+AVERAGE = "average"
 LEVEL = 0.95
 _BLOCK_NUMBERS = 500_000  # numbers in one block of comparisons or ranks: it stays in the cache
 
@@ -56,10 +57,6 @@ class Estimate:
     high: float | None = None
     reason: str = ""
 
-    @classmethod
-    def undefined(cls, reason: str) -> "Estimate":
-        return cls(None, reason=reason)
-
     def __str__(self) -> str:
         if self.value is None:
             return "undefined"
@@ -70,7 +67,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:
-    """What one prediction reaches on one target: `row["task_rho"]`, and so for all METRICS and CEILINGS."""
+    """What one prediction reaches on one target, or on the mean: `row["task_rho"]`, so all METRICS and CEILINGS."""
 
     target: str
     n_subsets: int
@@ -78,7 +75,6 @@ class TargetMetrics:
     estimates: Mapping[str, Estimate]
     over_seeds: Mapping[str, tuple[float | None, float | None]]  # mean and standard deviation against each seed alone
     undefined_units: Mapping[str, int]
-    rho_E: F64
     resamples: Mapping[str, F64] = field(repr=False)  # they stay so that targets can be averaged
 
     def __getitem__(self, name: str) -> Estimate:
@@ -165,7 +161,7 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> 
 def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
     """Estimate with the centred bootstrap interval of the module's head; undefined resamples are left out."""
     if not np.isfinite(value):
-        return Estimate.undefined(reason)
+        return Estimate(None, reason=reason)
     drawn = resampled_R[np.isfinite(resampled_R)]
     if len(drawn) < 2:
         return Estimate(float(value))
@@ -222,12 +218,12 @@ def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]
 def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
     n_subsets, n_seeds, _ = realized_BSE.shape
     if n_seeds < 2:
-        return Estimate.undefined(ONE_SEED)
+        return Estimate(None, reason=ONE_SEED)
     if n_subsets < MIN_SUBSETS:
-        return Estimate.undefined(TOO_FEW_SUBSETS)
+        return Estimate(None, reason=TOO_FEW_SUBSETS)
     plain = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
     if np.isnan(plain):
-        return Estimate.undefined(CONSTANT_UTILITY)
+        return Estimate(None, reason=CONSTANT_UTILITY)
     resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
     return bootstrap_interval(
         float(ceiling_from_correlation(np.array([plain]), n_seeds)[0]),
@@ -293,12 +289,12 @@ def target_metrics(
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
     plain_1B = np.ones((1, n_subsets))
-    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, plain_1B)
-    resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
+    values = _metrics(predicted_BE, task_B, realized_BE, plain_1B)
+    resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
     # each metric against each seed alone, masks and predictions fixed
     over_seeds: dict[str, tuple[float | None, float | None]] = {}
-    each = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B)[0] for s in range(n_seeds)]
+    each = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B) for s in range(n_seeds)]
     for name in METRICS:
         value_S = np.array([one[name][0] for one in each])
         sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
@@ -327,17 +323,14 @@ def target_metrics(
         estimates=estimates | dict(ceilings or noise_ceilings(realized_BSE, weights_RB)),
         over_seeds=over_seeds,
         undefined_units={reason: count for reason, count in undefined.items() if count},
-        rho_E=rho_E[:, 0],
         resamples=resamples,
     )
 
 
-def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Floats) -> tuple[dict[str, F64], F64]:
-    """Every metric under every resample, (R,) each, and the units' rho (E, R)."""
-    n_resamples, n_units = len(weights_RB), predicted_BE.shape[1]
+def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Floats) -> dict[str, F64]:
+    """Every metric under every resample, (R,) each."""
     if len(task_B) < MIN_SUBSETS:
-        nothing = {name: np.full(n_resamples, np.nan) for name in METRICS}
-        return nothing, np.full((n_units, n_resamples), np.nan)
+        return {name: np.full(len(weights_RB), np.nan) for name in METRICS}
     rho_ER = rank_correlations([predicted_BE, realized_BE], [(0, 1)], weights_RB)[0]
     realized_B = realized_BE.mean(axis=1)
     predicted = np.stack([task_B, standardised_mean(predicted_BE)], axis=1)
@@ -352,21 +345,24 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Float
         "positive": mean_defined(np.where(np.isfinite(rho_ER), rho_ER > 0, np.nan), axis=0),
         "pairwise": pairs_R,
         "task_rho_standardised": task_2R[1],
-    }, rho_ER
+    }
 
 
-def average(rows: Sequence[TargetMetrics], name: str) -> Estimate:
-    """Mean of one metric over targets, or of a ceiling; undefined if it is on any of them, which is then named.
+def average(rows: Sequence[TargetMetrics]) -> TargetMetrics:
+    """The mean over targets; a figure is undefined if it is on any of them, which is then named.
 
     The resamples of a metric are those of the targets, draw by draw, so the interval knows that targets share subsets.
     A mean ceiling has no interval.
     """
-    values = {row.target: row[name].value for row in rows}
-    missing = [target for target, value in values.items() if value is None]
-    if missing or not rows:
-        return Estimate.undefined(f"undefined on {', '.join(missing)}" if missing else "no targets")
-    value = float(np.mean([row[name].value for row in rows]))
-    if name in CEILINGS:
-        return Estimate(value)
-    resampled_R = np.mean([row.resamples[name] for row in rows], axis=0)
-    return bootstrap_interval(value, resampled_R, lowest=METRICS[name], highest=1.0, reason="")
+    estimates: dict[str, Estimate] = {}
+    resamples = {name: np.mean([row.resamples[name] for row in rows], axis=0) for name in METRICS}
+    for name in (*METRICS, *CEILINGS):
+        missing = [row.target for row in rows if row[name].value is None]
+        value = np.nan if missing else float(np.mean([row[name].value for row in rows]))
+        resampled_R, reason = resamples.get(name, np.empty(0)), f"undefined on {', '.join(missing)}"
+        estimates[name] = bootstrap_interval(
+            value, resampled_R, lowest=METRICS.get(name, 0.0), highest=1.0, reason=reason
+        )
+    # a target may have the word for its name
+    called = different([*(row.target for row in rows), AVERAGE])[-1]
+    return TargetMetrics(called, rows[0].n_subsets, sum(row.n_units for row in rows), estimates, {}, {}, resamples)
