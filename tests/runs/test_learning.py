@@ -19,8 +19,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
-from grasp.runs.imported import row_weights, runs_beside
-from grasp.runs.joined import Joined
+from grasp.runs.joined import Joined, row_weights, runs_beside
 from grasp.runs.learned import WITHIN
 from grasp.runs.learning import SubsetFeaturizer, learn, learning_curve
 from grasp.runs.table import RunTable

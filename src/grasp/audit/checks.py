@@ -32,7 +32,7 @@ from grasp.extract.reopen import BuildSource
 from grasp.predict.protocol import ScoringProtocol, as_protocol, geometry, kernel_weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 from grasp.text import json_text, plain

@@ -30,7 +30,7 @@ from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import row_weights
+from grasp.runs.joined import row_weights
 from grasp.runs.learned import Learned, SubsetFeatures
 from grasp.runs.learning import COVERAGE
 from grasp.runs.readers import read_mixtures

@@ -24,7 +24,7 @@ from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.learning import OutcomePredictor, Outside, learn, measures
 from grasp.runs.table import RunTable
 from grasp.store.sealed import write_sealed

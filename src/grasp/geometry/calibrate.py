@@ -21,7 +21,7 @@ from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_fa
 from grasp.predict.protocol import ScoringProtocol, save_protocol
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs

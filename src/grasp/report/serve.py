@@ -29,7 +29,7 @@ from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import json_text, plain, printable
 from grasp.verbs.predict import predict

@@ -12,7 +12,7 @@ from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import listed
 

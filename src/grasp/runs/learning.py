@@ -19,8 +19,7 @@ from grasp.predict.predictor import Kernel, Predictor
 from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
-from grasp.runs.joined import Joined
+from grasp.runs.joined import Joined, runs_beside
 from grasp.runs.learned import WITHIN, Learned, SubsetFeatures
 from grasp.runs.metrics import spearman
 from grasp.runs.table import RunTable

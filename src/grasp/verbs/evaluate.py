@@ -21,8 +21,7 @@ from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_o
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment, Role
 from grasp.runs.evaluate import Evaluation, evaluation_of
-from grasp.runs.imported import runs_beside
-from grasp.runs.joined import Joined, artifact_targets
+from grasp.runs.joined import Joined, artifact_targets, runs_beside
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
 from grasp.text import listed

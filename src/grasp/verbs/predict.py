@@ -25,7 +25,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, one_subset
 from grasp.results import Result, write_tables
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.learning import OutcomePredictor, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
 from grasp.text import plain, several, signed, text_table

@@ -34,7 +34,7 @@ from grasp.predict.rows import (
 )
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
+from grasp.runs.joined import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import listed
 from grasp.yaml_files import read_yaml
