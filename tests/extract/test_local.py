@@ -276,12 +276,10 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
     sums = forward.position_sums(inputs.model, inputs.store.shard(0), settings.features)
     kernel = forward.PositionKernels.prepare(inputs.units, sums.moments(), settings.features, inputs.model)
     own = kernel.unit_relevance(inputs.units)
-    whole = kernel.relevance(inputs.units.block(0, 6))
-    assert own.keys() == whole.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
+    assert own.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
     monkeypatch.setattr(forward, "BATCH_ROWS", 4)
     for name, found in kernel.unit_relevance(inputs.units).items():
         np.testing.assert_allclose(found, own[name], rtol=1e-4)
-        np.testing.assert_allclose(found, whole[name].diagonal().numpy(), rtol=1e-4)
         assert (found > 0).all()
 
 

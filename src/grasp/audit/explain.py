@@ -137,16 +137,16 @@ class _Question:
         features = forward_units(self.model, self.unit_tokens, self.units["unit_id"].to_pylist(), self.settings)
         self.n_columns, self.n_positions = len(self.units), 1
         if by_position:
-            n = self.n_columns = self.n_positions = len(features.unit_S)
-            device = features.unit_S.device
+            n = self.n_columns = self.n_positions = len(features.positions.row_P)
+            at, device = features.positions, features.positions.row_P.device
             used_S = position_mask(self.settings.pooling, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].to(device)
             (example,) = features.examples
             places = np.arange(len(example.input_ids))
             features = replace(
                 features,
                 examples=tuple(Example(example.input_ids, labelled=places == place) for place in places[-n:]),
-                pooled=self._shares(features.pooled, features.hidden_SH, features.residual, used_S),
-                unit_S=torch.arange(n, device=device),
+                pooled=self._shares(features.pooled, at.hidden_PH, at.residual, used_S),
+                positions=replace(at, row_P=torch.arange(n, device=device), n_rows=n),
                 loss_E=np.repeat(features.loss_E, n),
             )
         self.token, self.pooled = kernels(self.artifact, features, self.settings, self.model)
@@ -192,8 +192,8 @@ class _Question:
                 every.input_P[some],
                 len(tokens),
             )
-            for name, part_PC in self.token.relevance(alone).items():
-                mean_PC = part_PC.double().cpu().numpy() / (len(predicted) * self.n_positions)
+            for name, part_PC in self.token.apply(alone).items():
+                mean_PC = part_PC.astype(np.float64) / (len(predicted) * self.n_positions)
                 yield name.removeprefix("relevance_"), tokens, mean_PC
 
     def explanation(self, index: int, row: str) -> Explanation:

@@ -99,7 +99,7 @@ def position_moments(
         starts = range(0, len(index), PART_ROWS)
         parts = ((k, store.rows(index[start : start + PART_ROWS])) for k, start in enumerate(starts))
     every = max(1, int(supervised_N[index].sum()) // STATES)
-    sums = PositionSums(model, settings, every)
+    sums = PositionSums(model, settings)
     for _, part in workers.run(position_sums, parts, progress.advance, in_order=True, every=every):
         sums.merge(part)
     moments = sums.moments()

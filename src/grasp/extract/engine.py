@@ -13,6 +13,7 @@ batches within a shard are the same, and moments are merged in the order of the 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +39,7 @@ class ModelActor:
         if how.get("kernel") is not None:
             if self._kernel is None:
                 units, moments = how["kernel"]
-                units = units.to(self._model.device)
+                units = replace(units, positions=units.positions.to(self._model.device))
                 self._kernel = PositionKernels.prepare(units, moments, self._features, self._model)
             how = how | {"kernel": self._kernel}
         return job(self._model, rows, self._features, **how)
@@ -54,7 +55,7 @@ class RayWorkers(Workers):
     def __init__(self, cluster: Cluster, settings: BuildSettings, units: UnitFeatures) -> None:
         self._cluster = cluster
         self._actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
-        self._units = units.to("cpu")
+        self._units = replace(units, positions=units.positions.to("cpu"))
 
     def run(
         self,

@@ -67,7 +67,15 @@ def add_target(
         for k in left:
             if kept:
                 shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)
-                columns = {} if position_kernels is None else kept_relevance(position_kernels, shard, inputs.model)
+                columns: dict[str, NDArray[np.float32]] = {}
+                if position_kernels is not None:
+                    assert shard.positions is not None
+                    batches = shard.positions.batches(len(shard.loss_N), inputs.model.device)
+                    parts = [position_kernels.apply(batch) for batch in batches]
+                    columns |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                    if position_kernels.gradient is not None:
+                        assert shard.gradients_NK is not None
+                        columns["relevance_gradient"] = position_kernels.gradient.kept_relevance(shard.gradients_NK)
             else:
                 rows = inputs.store.shard(k)
                 shard = forward_shard(inputs.model, rows, inputs.settings.features, position_kernels)
@@ -89,14 +97,3 @@ def kernels(
     if "token" in features.kernels:
         position_kernels = PositionKernels.prepare(units, unspool_position_moments(artifact.moments), features, model)
     return position_kernels, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
-
-
-def kept_relevance(kernels: PositionKernels, shard: ShardForward, model: Reference) -> dict[str, NDArray[np.float32]]:
-    """Relevance by the kernels of positions, from features that were kept."""
-    assert shard.positions is not None
-    parts = [kernels.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    if kernels.gradient is not None:
-        assert shard.gradients_NK is not None
-        columns["relevance_gradient"] = kernels.gradient.kept_relevance(shard.gradients_NK)
-    return columns

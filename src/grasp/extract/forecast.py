@@ -91,7 +91,7 @@ def _by_first_rows(inputs: Inputs, kept: int) -> str:
     # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and what is kept.
     n_numbers = sum(array.shape[1] for array in shard.arrays.values()) + features.hidden_width + features.residual_width
     if "pooled" in features.kernels:
-        n_numbers += units.n_units
+        n_numbers += len(units.loss_E)
     finished = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
     finished += 2 * len(parquet_bytes(store.table(0))) * store.n_shards
     finished += 8 * (model.hidden_size**2 + model.vocab_size)

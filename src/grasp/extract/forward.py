@@ -54,42 +54,27 @@ class PositionBatch:
         """From a forward pass whose second specification of positions is that of the kernels."""
         return cls(*batch.take(1), batch.input_P[batch.chosen[1]], n_rows)
 
+    def to(self, device: torch.device | str) -> Self:
+        """A copy on another device."""
+        parts = self.residual.index_PK, self.residual.value_PK, self.residual.loss_P
+        residual = SparseResidual(*(part.to(device) for part in parts))
+        return replace(
+            self,
+            hidden_PH=self.hidden_PH.to(device),
+            residual=residual,
+            row_P=self.row_P.to(device),
+            input_P=self.input_P.to(device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class UnitFeatures:
     """What the model gave for the questions, before the corpus' moments are known."""
 
     pooled: PooledFeatures
-    hidden_SH: Tensor
-    residual: SparseResidual
-    unit_S: Tensor
-    input_S: Tensor  # token at the position
+    positions: PositionBatch  # a unit is a row; batch after batch, so not in order of unit
     loss_E: NDArray[np.float32]
     examples: tuple[Example, ...] = ()  # the texts themselves, for a backward pass
-
-    @property
-    def n_units(self) -> int:
-        return len(self.loss_E)
-
-    def to(self, device: torch.device | str) -> Self:
-        """A copy on another device."""
-        residual = SparseResidual(
-            self.residual.index_PK.to(device), self.residual.value_PK.to(device), self.residual.loss_P.to(device)
-        )
-        moved = {name: getattr(self, name).to(device) for name in ("hidden_SH", "unit_S", "input_S")}
-        return replace(self, residual=residual, **moved)
-
-    def block(self, start: int, stop: int) -> PositionBatch:
-        """Some of the units as if they were rows."""
-        among = torch.nonzero((self.unit_S >= start) & (self.unit_S < stop))[:, 0]
-        among = among[torch.argsort(self.unit_S[among], stable=True)]
-        return PositionBatch(
-            self.hidden_SH[among],
-            self.residual.at(among),
-            self.unit_S[among] - start,
-            self.input_S[among],
-            stop - start,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +102,20 @@ class PositionKernels:
         """
         weighing: dict[str, Any] = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
-        of_units = units.unit_S, units.n_units
+        at, of_units = units.positions, (units.positions.row_P, units.positions.n_rows)
         targets = inputs = shift = tilt = neighbours = sketch = gradient = None
         if "token" in settings.kernels:
-            targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
+            targets = prepare_targets(at.hidden_PH, at.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = Whitener.fit(moments.input, **weighing, centred=False)
-            delta_SH = hidden_gradient(model.head, units.residual)
-            inputs = prepare_targets(delta_SH, input_tokens(units.input_S), *of_units, own, BATCH_ROWS)
+            delta_SH = hidden_gradient(model.head, at.residual)
+            inputs = prepare_targets(delta_SH, input_tokens(at.input_P), *of_units, own, BATCH_ROWS)
             if "shift" in settings.kernels:
                 shift = prepare_shift(delta_SH, *of_units, own)
             if "tilt" in settings.kernels:
-                tilt = prepare_tilt(units.hidden_SH, delta_SH, *of_units, moments)
+                tilt = prepare_tilt(at.hidden_PH, delta_SH, *of_units, moments)
         if "neighbour" in settings.kernels and moments.states is not None:
-            neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
+            neighbours = prepare_neighbours(at.hidden_PH, at.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
         if "gradient" in settings.kernels and moments.gradient_K is not None:
@@ -138,14 +123,7 @@ class PositionKernels:
         return cls(moments, model.head, targets, inputs, shift, tilt, neighbours, sketch, gradient)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
-        """Relevance and product sketch of the rows of one batch."""
-        out = self.relevance(batch)
-        if self.sketch is not None:
-            out["product_sketch"] = self.sketch.apply(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
-        return {name: array.cpu().numpy() for name, array in out.items()}
-
-    def relevance(self, batch: PositionBatch) -> dict[str, Tensor]:
-        """Relevance of the rows of one batch by each kernel of positions that is built, (n_rows, E)."""
+        """Relevance of the rows of one batch by each kernel that is built, (n_rows, E), and their product sketch."""
         out: dict[str, Tensor] = {}
         of_rows = batch.row_P, batch.n_rows
         if self.targets is not None:
@@ -161,15 +139,24 @@ class PositionKernels:
         if self.neighbours is not None:
             label_P = batch.residual.label_P
             out["relevance_neighbour"] = neighbour_relevance(self.neighbours, batch.hidden_PH, label_P, *of_rows)
-        return out
+        if self.sketch is not None:
+            out["product_sketch"] = self.sketch.apply(batch.hidden_PH, batch.residual, *of_rows)
+        return {name: array.cpu().numpy() for name, array in out.items()}
 
     def unit_relevance(self, units: UnitFeatures) -> dict[str, NDArray[np.float64]]:
         """Relevance of each unit to itself by each kernel that is built, (E,)."""
+        every = units.positions
         blocks: list[dict[str, NDArray[np.float64]]] = []
-        for start in range(0, units.n_units, BATCH_ROWS):
-            stop = min(start + BATCH_ROWS, units.n_units)
-            found = self.relevance(units.block(start, stop))
-            blocks.append({name: part[:, start:stop].diagonal().double().cpu().numpy() for name, part in found.items()})
+        for start in range(0, every.n_rows, BATCH_ROWS):
+            stop = min(start + BATCH_ROWS, every.n_rows)
+            among = torch.nonzero((every.row_P >= start) & (every.row_P < stop))[:, 0]
+            row_P, by_row = torch.sort(every.row_P[among] - start, stable=True)
+            among = among[by_row]
+            some = PositionBatch(
+                every.hidden_PH[among], every.residual.at(among), row_P, every.input_P[among], stop - start
+            )
+            found = {name: part for name, part in self.apply(some).items() if name != "product_sketch"}
+            blocks.append({name: part[:, start:stop].diagonal().astype(np.float64) for name, part in found.items()})
         out = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
         return out if self.gradient is None else out | {"relevance_gradient": self.gradient.own_E}
 
@@ -183,6 +170,30 @@ class Positions:
     value_PK: NDArray[np.float16]
     row_P: NDArray[np.int32]
     input_P: NDArray[np.int32]
+
+    @classmethod
+    def from_batch(cls, batch: PositionBatch, index: NDArray[np.int64]) -> Self:
+        """Of the rows `index` of a shard."""
+        hidden = batch.hidden_PH.half()
+        if not bool(hidden.isfinite().all()):
+            raise ModelError(
+                "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; "
+                "build without keep_features"
+            )
+        return cls(
+            hidden_PH=hidden.cpu().numpy(),
+            index_PK=batch.residual.index_PK.int().cpu().numpy(),
+            value_PK=batch.residual.value_PK.half().cpu().numpy(),
+            row_P=index[batch.row_P.cpu().numpy()].astype(np.int32),
+            input_P=batch.input_P.int().cpu().numpy(),
+        )
+
+    @classmethod
+    def join(cls, parts: "Sequence[Positions]") -> Self:
+        """Positions of all batches in order of row."""
+        order = np.argsort(np.concatenate([part.row_P for part in parts]), kind="stable")
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names})
 
     def batches(self, n_rows: int, device: torch.device) -> Iterator[PositionBatch]:
         """A few rows at a time."""
@@ -263,10 +274,9 @@ def forward_units(model: Reference, units: Units, names: list[str], settings: Fe
         order.append(index)
     return UnitFeatures(
         pooled=_in_order(pooled, np.concatenate(order)),
-        hidden_SH=torch.cat(hidden),
-        residual=stack_residuals(residual),
-        unit_S=torch.cat(unit_of),
-        input_S=torch.cat(tokens),
+        positions=PositionBatch(
+            torch.cat(hidden), stack_residuals(residual), torch.cat(unit_of), torch.cat(tokens), len(units)
+        ),
         loss_E=loss_E,
         examples=tuple(Example(unit.input_ids, unit.first) for unit in units) if isinstance(units, Sequence) else (),
     )
@@ -313,7 +323,7 @@ def forward_shard(
             if back is not None and taken_BK is not None:
                 arrays[-1]["relevance_gradient"] = back.relevance(taken_BK)
             if keep_positions:
-                positions.append(_positions(at_positions, index))
+                positions.append(Positions.from_batch(at_positions, index))
                 if taken_BK is not None:
                     if gradients_NK is None:
                         gradients_NK = np.empty((len(rows), taken_BK.shape[1]), dtype=np.uint16)
@@ -325,37 +335,20 @@ def forward_shard(
         pooled=_in_order(pooled, where),
         loss_N=loss_N,
         arrays={name: np.concatenate([part[name] for part in arrays])[place] for name in arrays[0]} if arrays else {},
-        positions=_join_positions(positions) if positions else None,
+        positions=Positions.join(positions) if positions else None,
         gradients_NK=gradients_NK,
     )
 
 
 class PositionSums:
-    """Token-level moments while rows are added. Parts merge, and the order of merges decides the last digits.
+    """Sums for the token-level moments. Parts merge, and the order of merges decides the last digits."""
 
-    States, where the neighbour kernel may be built, are those of one position in `every`.
-    """
-
-    def __init__(self, model: Reference, settings: FeatureSettings, every: int = 1) -> None:
+    def __init__(self, model: Reference, settings: FeatureSettings) -> None:
         size = model.hidden_size, model.vocab_size
-        self.every = every
         self.loss: list[float] = []  # sums over some of the positions
         self.token = MomentAccumulator(*size)
         self.input = MomentAccumulator(*size) if "input" in settings.kernels else None
         self.states: list[LabelledStates] | None = [] if "neighbour" in settings.kernels else None
-
-    def add(self, batch: PositionBatch, head: OutputHead) -> None:
-        """Add the positions of a forward pass."""
-        dense = [(self.token, batch.hidden_PH, batch.residual)]
-        if self.input is not None:
-            dense.append((self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P)))
-        for sums, dense_PH, sparse in dense:
-            sums.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
-        self.loss.append(float(batch.residual.loss_P.double().sum()))
-        if self.states is not None:
-            some = slice(self.every // 2, None, self.every)
-            label_P = batch.residual.label_P[some]
-            self.states.append(LabelledStates(batch.hidden_PH[some].cpu().numpy(), label_P.cpu().numpy()))
 
     def merge(self, other: "PositionSums") -> None:
         """Add what another part has."""
@@ -385,17 +378,27 @@ def position_sums(
     advance: Advance = ignore,
     seen: list[Pass] | None = None,
 ) -> PositionSums:
-    """Sums for the token-level moments over the used positions of `rows`; states of one in `every` are kept.
+    """Sums over the used positions of `rows`; for the neighbour kernel the states of one in `every` are kept.
 
     Args:
         seen: what the model gave is put there, for `forward_shard`.
     """
-    sums = PositionSums(model, settings, every)
+    sums = PositionSums(model, settings)
     names = rows.table.column("row_id")
     # the positions of a shard, so that the digits are the same whether these passes are kept or made again
     for index, batch in forward_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        sums.add(PositionBatch.from_batch(batch, len(index)), model.head)
+        at = PositionBatch.from_batch(batch, len(index))
+        dense = [(sums.token, at.hidden_PH, at.residual)]
+        if sums.input is not None:
+            dense.append((sums.input, hidden_gradient(model.head, at.residual), input_tokens(at.input_P)))
+        for moments, dense_PH, sparse in dense:
+            moments.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
+        sums.loss.append(float(at.residual.loss_P.double().sum()))
+        if sums.states is not None:
+            some = slice(every // 2, None, every)
+            label_P = at.residual.label_P[some]
+            sums.states.append(LabelledStates(at.hidden_PH[some].cpu().numpy(), label_P.cpu().numpy()))
         if seen is not None:
             seen.append((index, batch))
         advance(len(index), rows.tokens_of(index))
@@ -427,29 +430,6 @@ class Workers:
             if self._seen is not None:
                 how["seen"] = self._seen.setdefault(k, [])
             yield k, job(self._model, rows, self._settings, advance=advance, **how)
-
-
-def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:
-    hidden = batch.hidden_PH.half()
-    if not bool(hidden.isfinite().all()):
-        raise ModelError(
-            "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; "
-            "build without keep_features"
-        )
-    return Positions(
-        hidden_PH=hidden.cpu().numpy(),
-        index_PK=batch.residual.index_PK.int().cpu().numpy(),
-        value_PK=batch.residual.value_PK.half().cpu().numpy(),
-        row_P=index[batch.row_P.cpu().numpy()].astype(np.int32),
-        input_P=batch.input_P.int().cpu().numpy(),
-    )
-
-
-def _join_positions(parts: list[Positions]) -> Positions:
-    """Positions of all batches in order of row."""
-    order = np.argsort(np.concatenate([part.row_P for part in parts]), kind="stable")
-    names = [field.name for field in fields(Positions)]
-    return Positions(**{name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names})
 
 
 def _in_order(parts: list[PooledFeatures], where: NDArray[np.int64]) -> PooledFeatures:

@@ -50,7 +50,6 @@ from grasp.extract.inputs import (
 )
 from grasp.extract.progress import Progress, Silent
 from grasp.features.extract import Rows
-from grasp.features.moments import Moments
 from grasp.features.pooled_match import PooledKernel
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
@@ -87,7 +86,7 @@ def build_artifact(
         GraspError: bad input, named; nothing that was finished is lost.
     """
     progress = progress or Silent()
-    wall, cpu = time.perf_counter(), time.process_time()
+    begun = time.perf_counter(), time.process_time()
     settings = decided(settings, in_memory)
     with lock_artifact(out):
         gone_on = claim_settings(settings, out, progress)
@@ -98,8 +97,8 @@ def build_artifact(
         inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         settings, model, store = inputs.settings, inputs.model, inputs.store
         features = settings.features
-        made_of = identity(inputs)
-        work = out / "work" / hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+        made_of = hashlib.blake2b(json.dumps(identity(inputs), sort_keys=True).encode(), digest_size=8)
+        work = out / "work" / made_of.hexdigest()
         if must_be_trained and fresh and isinstance(model, ReferenceModel):
             refuse_untrained(model, store, features)
         given: Given | None = None
@@ -119,48 +118,111 @@ def build_artifact(
 
             entered = ray_workers(cluster, settings, inputs.units)
         with entered as workers:
-            kernels = build_position_kernels(inputs, workers, work, progress, given)
-            # A corpus no larger than the moment sample goes through the model at once: its features are spooled, its
-            # moments are exact, and shards are read back. Of a larger one only the sample is spooled.
-            exact = given is None and store.n_rows <= features.moment_rows
-            spool = FeatureSpool(work / ("features" if exact else "pooled-sample"))
-            if exact:
-                left = [k for k in range(store.n_shards) if not spool.has(k)]
-                for k, shard in forward_shards(inputs, kernels, workers, left, out, progress):
-                    spool.write(k, shard.spool(relevance=True))
-                pooled = pooled_moments(spool, store.n_shards, model)
-            elif given is None:
-                pooled = pooled_moments(spool, pooled_sample(store, features, spool, workers, progress), model)
-            else:
-                pooled = unspool_moments(given, "pooled.")
-            pooled_kernel = PooledKernel.prepare(inputs.units.pooled, pooled, features)
-            width = {
-                "hidden_sketch": pooled_kernel.project_HD.shape[1],
-                "residual_sketch": pooled_kernel.sketch_VD.shape[1],
-                "product_sketch": features.product_width,
-            }
-            sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items() if size}
-            writer = ArtifactWriter.open(
-                out,
-                identity=made_of,
-                n_rows=store.n_rows,
-                shard_rows=settings.shard_rows,
-                arrays=sketches | relevance_specs(inputs, kernels, pooled_kernel),
-                dtype=settings.array_dtype,
-            )
-            left = writer.left
-            shards: Iterator[tuple[int, ShardForward]]
-            if exact:
-                shards = ((k, ShardForward.unspool(spool.read(k), model.vocab_size)) for k in left)
-            else:
-                shards = forward_shards(inputs, kernels, workers, left, out, progress)
-            for k, shard in shards:
-                finish_shard(inputs, pooled_kernel, writer, k, shard, progress)
-        if not writer.complete:
-            spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-            close(inputs, kernels, pooled, writer, None if gone_on else spent)
+            write_artifact(inputs, workers, out, work, given, None if gone_on else begun, progress)
         clean(settings, out)
     return out
+
+
+def write_artifact(
+    inputs: Inputs,
+    workers: Workers,
+    out: Path,
+    work: Path,
+    given: Given | None,
+    begun: tuple[float, float] | None,
+    progress: Progress,
+) -> None:
+    """Moments, then shard after shard, then the manifest.
+
+    Args:
+        given: moments that are taken over; none: they are measured.
+        begun: when the build began, by the clock and in seconds of the processor; none: it was cut off since.
+    """
+    settings, model, store = inputs.settings, inputs.model, inputs.store
+    features = settings.features
+
+    # token moments, and what follows from them
+    kernels: PositionKernels | None = None
+    if "token" in features.kernels or features.product_width:
+        if given is None:
+            spool = FeatureSpool(work / "token-moments")
+            moments = position_moments(model, store, features, spool, workers, progress)
+        else:
+            moments = unspool_position_moments(given)
+        if isinstance(model, ReferenceModel):
+            for line in regime(settings, moments.loss, model.vocab_size):
+                progress.note(line)
+        kernels = PositionKernels.prepare(inputs.units, moments, features, model)
+        if kernels.gradient is not None:
+            progress.note(kernels.gradient.gradients.describe())
+
+    # A corpus no larger than the moment sample goes through the model at once: its features are spooled, its
+    # moments are exact, and shards are read back. Of a larger one only the sample is spooled.
+    exact = given is None and store.n_rows <= features.moment_rows
+    spool = FeatureSpool(work / ("features" if exact else "pooled-sample"))
+    if exact:
+        left = [k for k in range(store.n_shards) if not spool.has(k)]
+        for k, shard in forward_shards(inputs, kernels, workers, left, out, progress):
+            spool.write(k, shard.spool(relevance=True))
+        pooled = pooled_moments(spool, store.n_shards, model)
+    elif given is None:
+        pooled = pooled_moments(spool, pooled_sample(store, features, spool, workers, progress), model)
+    else:
+        pooled = unspool_moments(given, "pooled.")
+    pooled_kernel = PooledKernel.prepare(inputs.units.pooled, pooled, features)
+
+    # shards: sketches and relevance
+    width = {
+        "hidden_sketch": pooled_kernel.project_HD.shape[1],
+        "residual_sketch": pooled_kernel.sketch_VD.shape[1],
+        "product_sketch": features.product_width,
+    }
+    sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items() if size}
+    writer = ArtifactWriter.open(
+        out,
+        identity=identity(inputs),
+        n_rows=store.n_rows,
+        shard_rows=settings.shard_rows,
+        arrays=sketches | relevance_specs(inputs, kernels, pooled_kernel),
+        dtype=settings.array_dtype,
+    )
+    left = writer.left
+    shards: Iterator[tuple[int, ShardForward]]
+    if exact:
+        shards = ((k, ShardForward.unspool(spool.read(k), model.vocab_size)) for k in left)
+    else:
+        shards = forward_shards(inputs, kernels, workers, left, out, progress)
+    for k, shard in shards:
+        arrays = pooled_kernel.sketches(shard.pooled) | pooled_kernel.relevance(shard.pooled) | shard.arrays
+        table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
+        if isinstance(store, RowStore) and store.masked:
+            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised_of(k), pa.int32()))
+        sums = column_sums(arrays)
+        if "relevance_gradient" in arrays:
+            bad = ~arrays["relevance_gradient"].any(axis=1)
+            sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
+            if bad.any():
+                named = table["row_id"].filter(pa.array(bad)).to_pylist()
+                progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
+        writer.write_shard(k, arrays, table, sums)
+    if writer.complete:
+        return
+
+    # gains of the sketches, and what the artifact says of itself
+    sums = writer.sums()
+    spent = begun and {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
+    manifest = describe_build(inputs, spent)
+    if NO_GRADIENT in sums:
+        manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
+    # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved
+    manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
+    writer.finish(
+        manifest=manifest,
+        moments=spool_moments(None if kernels is None else kernels.moments, pooled),
+        units=unit_table(inputs),
+        gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
+        rows_kept=settings.keep_tokens,
+    )
 
 
 def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
@@ -274,27 +336,6 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     return True
 
 
-def build_position_kernels(
-    inputs: Inputs, workers: Workers, work: Path, progress: Progress, given: Given | None
-) -> PositionKernels | None:
-    """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
-    model, features = inputs.model, inputs.settings.features
-    if "token" not in features.kernels and not features.product_width:
-        return None
-    if given is None:
-        spool = FeatureSpool(work / "token-moments")
-        moments = position_moments(model, inputs.store, features, spool, workers, progress)
-    else:
-        moments = unspool_position_moments(given)
-    if isinstance(model, ReferenceModel):
-        for line in regime(inputs.settings, moments.loss, model.vocab_size):
-            progress.note(line)
-    kernels = PositionKernels.prepare(inputs.units, moments, features, model)
-    if kernels.gradient is not None:
-        progress.note(kernels.gradient.gradients.describe())
-    return kernels
-
-
 def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
     """What will be trained and which kernels rank rows for it; and whether the model's loss is odd for that."""
     features, share = settings.features, loss / math.log(vocab)
@@ -343,35 +384,14 @@ def relevance_specs(
             own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW
     sign = "positive: training on the row should lower the unit's loss"
     specs = {
-        name: ArraySpec(inputs.units.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E))
+        name: ArraySpec(len(inputs.units.loss_E), GRADIENTS, sign, scale_E=relevance_scale(own_E))
         for name, own_E in own.items()
     }
     if position_kernels is not None and position_kernels.neighbours is not None:
         most_E = position_kernels.neighbours.most_E.double().cpu().numpy()
         scale_E = np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0))
-        specs["relevance_neighbour"] = ArraySpec(inputs.units.n_units, NEIGHBOURS, sign, scale_E=scale_E)
+        specs["relevance_neighbour"] = ArraySpec(len(inputs.units.loss_E), NEIGHBOURS, sign, scale_E=scale_E)
     return specs
-
-
-def finish_shard(
-    inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward, progress: Progress
-) -> None:
-    """Sketches and pooled relevance of one shard, and the shard into the artifact.
-
-    A row whose gradient was not finite is worth 0 to every question by that kernel: it is named here, and counted.
-    """
-    arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.arrays
-    table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
-    if isinstance(inputs.store, RowStore) and inputs.store.masked:
-        table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised_of(k), pa.int32()))
-    sums = column_sums(arrays)
-    if "relevance_gradient" in arrays:
-        bad = ~arrays["relevance_gradient"].any(axis=1)
-        sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
-        if bad.any():
-            named = table["row_id"].filter(pa.array(bad)).to_pylist()
-            progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
-    writer.write_shard(k, arrays, table, sums)
 
 
 def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
@@ -382,34 +402,6 @@ def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.
         sums[f"{name}.total"] = wide.sum(axis=0)
         sums[f"{name}.square"] = (wide**2).sum(axis=0)
     return sums
-
-
-def close(
-    inputs: Inputs,
-    kernels: PositionKernels | None,
-    pooled: Moments,
-    writer: ArtifactWriter,
-    build_seconds: dict[str, float] | None,
-) -> None:
-    """Gains of the sketches, moments, units, manifest: the artifact is complete."""
-    sums, n_rows = writer.sums(), inputs.store.n_rows
-    gains = {
-        name: sketch_gain(sums[f"{name}.square"], n_rows)
-        for name in ("hidden_sketch", "residual_sketch", "product_sketch")
-        if f"{name}.square" in sums
-    }
-    given = describe_build(inputs, build_seconds)
-    if NO_GRADIENT in sums:
-        given["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
-    # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved
-    given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
-    writer.finish(
-        manifest=given,
-        moments=spool_moments(None if kernels is None else kernels.moments, pooled),
-        units=unit_table(inputs),
-        gains=gains,
-        rows_kept=inputs.settings.keep_tokens,
-    )
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
