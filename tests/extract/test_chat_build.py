@@ -52,8 +52,8 @@ def chat(tmp_path_factory):
 
 def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
     root, settings = chat
-    model, store = load_reference(settings.model), RowStore.open(root / "art" / "tokens")
     art = ArtifactReader.open(root / "art")
+    model, store = load_reference(settings.model), BuildSource(art).rows
     rows = store.rows(np.arange(store.n_rows))
     loss = np.concatenate([np.asarray(batch.column("loss")) for batch in art.row_batches(["loss"])])
     for i in range(store.n_rows):
@@ -104,13 +104,6 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
     found, expected = arrays(tmp_path / "art"), arrays(tmp_path / "joint")
     np.testing.assert_allclose(found["relevance_token"], expected["relevance_token"], rtol=1e-4, atol=1e-6)
-
-
-def test_rows_are_opened_again_with_what_carries_loss(chat):
-    root, _ = chat
-    rows = BuildSource(ArtifactReader.open(root / "art")).rows
-    assert isinstance(rows, RowStore)
-    assert rows.shard(0).labelled is not None
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

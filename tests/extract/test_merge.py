@@ -180,22 +180,17 @@ def test_parts_whose_numbers_do_not_mean_the_same_are_refused(parts, tmp_path, o
     assert not (tmp_path / "out").exists()
 
 
-def test_like_refuses_other_features(parts):
-    features = parts.settings.features.model_copy(update={"tau": 0.5})
-    with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
-        parts.built("other-tau", parts.two, like=parts.first, features=features)
-    assert not (parts.root / "other-tau" / "work").exists()
-
-
-def test_a_model_that_knows_nothing_is_refused_with_given_moments_as_well(parts, tmp_path):
+def test_a_model_that_knows_nothing_and_other_features_are_refused_with_given_moments_as_well(parts, tmp_path):
     corpus = parts.settings.corpus.model_copy(update={"path": parts.two})
     settings = parts.settings.model_copy(update={"corpus": corpus, "like": parts.first})
     for _ in range(2):  # the first attempt leaves nothing that the second takes for work
         with pytest.raises(ModelError, match="looks untrained"):
             build_artifact(settings, tmp_path / "art", must_be_trained=True)
     other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
-    with pytest.raises(ArtifactError, match=r"like: .*features\.tau"):
-        foretell(tmp_path / "art", other.model_dump(), untrained=True)
+    for ask in (build_artifact, lambda *_: foretell(tmp_path / "art", other.model_dump(), untrained=True)):
+        with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
+            ask(other, tmp_path / "art")
+    assert not (tmp_path / "art" / "work").exists()
 
 
 def test_outputs_are_guarded(parts, tmp_path):
