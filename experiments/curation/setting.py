@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.export import corpus_settings, kept_documents, proven_rows, write_documents
+from grasp.choose.export import corpus_settings, kept_documents, kept_records, proven_rows, write_corpus
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.methods.contract import MethodInputs
@@ -153,7 +153,8 @@ class World:
             if not out.exists():
                 rows = proven_rows(self.artifact, self.corpus, self.material.tokenizer)
                 kept = kept_documents(rows, self.pool_N, "any")
-                write_documents(self.corpus, lambda a, b: kept.mask_M[a:b], kept.tokens, out, "parquet", {})
+                records = kept_records(self.corpus, kept.mask_M)
+                write_corpus(out, "parquet", "documents", records, kept.tokens, {})
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:

@@ -17,9 +17,10 @@ from grasp.choose.export import (
     Kept,
     corpus_settings,
     kept_documents,
+    kept_records,
     proven_rows,
-    write_documents,
-    write_rows,
+    row_tables,
+    write_corpus,
 )
 from grasp.choose.limits import excluded
 from grasp.corpus import RowStore
@@ -90,7 +91,8 @@ def decode(batch):
 def export(artifact, row_index, out, kind="parquet", path=None):
     """What `Selection.export` does, with a tokenizer that can be read by eye; the lines that were written."""
     index = np.asarray(row_index)
-    found = write_rows(artifact, rows_of(artifact, path), index, -1.0 * index, out, kind, {"corpus": "x"}, decode)
+    tables = row_tables(artifact, rows_of(artifact, path), index, -1.0 * index, decode)
+    found = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
     lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
     assert found.records == len(lines)
     return lines
@@ -180,7 +182,8 @@ def test_datasets_loads_what_was_written_as_it_is(tmp_path):
         lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
         loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
         assert loaded.to_list() == lines
-    write_rows(artifact, rows_of(artifact), np.array([1, 3]), np.zeros(2), tmp_path / "saved", "datasets", {}, decode)
+    tables = row_tables(artifact, rows_of(artifact), np.array([1, 3]), np.zeros(2), decode)
+    write_corpus(tmp_path / "saved", "datasets", "rows", tables, 0, {})
     assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
 
 
@@ -208,7 +211,7 @@ def parts(directory):
 
 def copy(path, kept_M, out, kind):
     """Whole documents by position."""
-    return write_documents(settings_for(path), lambda start, stop: kept_M[start:stop], 0, out, kind, {})
+    return write_corpus(out, kind, "documents", kept_records(settings_for(path), kept_M), 0, {})
 
 
 def read(files):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.choose.choice import protocol_of, weighted_targets
+from grasp.choose.choice import weighted_targets, with_diversity
 from grasp.choose.limits import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
 from grasp.choose.select import select, token_guarantee
 from grasp.errors import ProtocolError, SettingsError
@@ -241,10 +241,10 @@ def test_floors_caps_exclusions_and_what_is_said_of_them():
     ],
 )
 def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component):
-    chosen = protocol_of(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
+    chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
     assert dict(chosen.components) == {component: -0.5}
     assert chosen.selected_on is None
-    assert not protocol_of(chosen, 0.0, names).interacts
+    assert not with_diversity(chosen, 0.0, names).interacts
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_what_is_no_budget_is_told(text):
 
 def test_bounds_name_values_with_colons():
     bounds = parse_bounds(["a: b:5%", "1%"], "floor")
-    assert [(bound.value, bound.amount.value) for bound in bounds] == [("a: b", 0.05), (None, 0.01)]
+    assert {value: amount.value for value, amount in bounds.items()} == {"a: b": 0.05, None: 0.01}
 
 
 def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average():

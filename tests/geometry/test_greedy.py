@@ -50,7 +50,7 @@ def taken_of(objective, limits) -> tuple[np.ndarray, int]:
         picks = choose(objective, limits)
         return picks.row_index, picks.used
     rows = best_rows(objective.linear_N, limits)
-    return rows, len(rows) if limits.cost_N is None else int(limits.cost_N[rows].sum())
+    return rows, int(limits.cost_N[rows].sum())
 
 
 def slow_greedy(objective, size) -> list[int]:

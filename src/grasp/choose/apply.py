@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.arrays import I64
-from grasp.choose.export import MANIFEST, write_documents
+from grasp.choose.export import MANIFEST, kept_records, write_corpus
 from grasp.choose.limits import parse_budget
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
@@ -163,7 +163,8 @@ def apply(
             progress.stage("copying the best", rows=None, tokens=None)
             kept_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             asked = {"chosen by": "grasp apply", "keep": str(keep)}
-            export = write_documents(settings, lambda start, stop: kept_M[start:stop], 0, out / KEPT, "parquet", asked)
+            records = kept_records(settings, kept_M)
+            export = write_corpus(out / KEPT, "parquet", "documents", records, 0, asked)
             notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
     ranked_M = np.sort(score_M)[::-1]
     least = [float(ranked_M[math.ceil(share * documents) - 1]) if documents else None for share in CUTS]

@@ -18,7 +18,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import Exposure, Predictor, SubsetSums
-from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from, save_protocol
+from grasp.predict.protocol import ScoringProtocol, protocol_from, save_protocol
 from grasp.predict.rows import row_tokens
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
@@ -102,9 +102,25 @@ class Choice(Result):
             "notes": list(self.notes),
         }
 
-    def _change_text(self) -> str:
-        digits = dict.fromkeys(self.targets.column_names[3:], 4)  # by runs, which differ little
-        return text_of(f"predicted change against the whole corpus, {self.unit}", self.targets, digits)
+    def _shown_table(self, title: str, table: pa.Table) -> str:
+        """A table as text."""
+        by_runs = self.targets.column_names[3:]  # which differ little
+        lines = []
+        for row in table.to_pylist():
+            cells = []
+            for name, value in row.items():
+                if isinstance(value, float):
+                    digits = 4 if name in by_runs else 3
+                    cells.append(FORMATS[name].format(value) if name in FORMATS else signed(value, digits))
+                elif value is None:
+                    cells.append("-")
+                else:
+                    cells.append(f"{value:,}" if isinstance(value, int) else str(value))
+            lines.append(cells)
+        return text_table(title, table.column_names, lines)
+
+    def _shown_changes(self) -> str:
+        return self._shown_table(f"predicted change against the whole corpus, {self.unit}", self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +173,6 @@ class SelectionObjective:
         )
         return cls(artifact, predictor, trained, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
 
-    @property
-    def exposure(self) -> Exposure:
-        """What rows count that are seen more, or less, often."""
-        return exposure_of(self.train_tokens, self.tokens_N)
-
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
         return np.asarray(self.trained.change_of(sums) @ self.weights_T)
@@ -171,11 +182,6 @@ class SelectionObjective:
         assert self.intervals is not None
         nats = self.intervals.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
-
-    @property
-    def ranks_by_runs(self) -> bool:
-        """Whether rows can be ranked by what runs lead to expect, which is of means over the retained rows."""
-        return not self.predictor.protocol.interacts and self.intervals is not None and self.train_tokens is None
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
@@ -194,19 +200,14 @@ def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
     return Exposure(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
-def protocol_of(
-    protocol: ScoringProtocol | Path | str | None, diversity: float | None, array_names: Sequence[str]
-) -> ScoringProtocol:
-    """The protocol, or, with `diversity`, one with a penalty on K_raw as its only geometry; 0 takes it all away.
+def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
+    """The protocol with a penalty on K_raw as its only geometry; 0 takes it all away.
 
     The penalty is on the joint sketch where the artifact has both halves, else on the sketch that it has.
 
     Raises:
         SettingsError: a negative weight, or no sketch to measure diversity by.
     """
-    given, weight = as_protocol(protocol), diversity
-    if weight is None:
-        return given
     if not 0 <= weight <= MOST_DIVERSITY:
         raise SettingsError(
             f"diversity: got {weight:g}, expected 0 to {MOST_DIVERSITY:g}: the weight of the penalty on redundancy"
@@ -272,20 +273,3 @@ def weighted_targets(
     most = max(weights.values())  # sums of the largest numbers there are would overflow
     total = sum(weight / most for weight in weights.values())
     return {name: weight / most / total for name, weight in weights.items()}
-
-
-def text_of(title: str, table: pa.Table, digits: Mapping[str, int] | None = None) -> str:
-    """A table as text; `digits` of columns that are to have others than 3."""
-    lines = []
-    for row in table.to_pylist():
-        cells = []
-        for name, value in row.items():
-            if isinstance(value, float):
-                has_format = name in FORMATS
-                cells.append(FORMATS[name].format(value) if has_format else signed(value, (digits or {}).get(name, 3)))
-            elif value is None:
-                cells.append("-")
-            else:
-                cells.append(f"{value:,}" if isinstance(value, int) else str(value))
-        lines.append(cells)
-    return text_table(title, table.column_names, lines)

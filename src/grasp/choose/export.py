@@ -56,7 +56,6 @@ NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a 
 
 Decode = Callable[[list[list[int]]], list[str]]
 Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
-IsKept = Callable[[int, int], Bool]  # of records [start, stop), asked for in order; fewer where they end
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,9 @@ class Exporter:
             if not len(index):
                 raise SettingsError(NOTHING_LEFT)
             effect = selection.effect_N[index]
-            return write_rows(artifact, rows, index, effect, out, self.format, facts, tokenizer.decode)
+            tables = row_tables(artifact, rows, index, effect, tokenizer.decode)
+            tokens = int(row_tokens(artifact)[index].sum())
+            return write_corpus(out, self.format, "rows", tables, tokens, facts)
         chosen_N = mask_of(selection.row_index, artifact.n_rows)
         kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
@@ -135,7 +136,8 @@ class Exporter:
         if self.ids is not None:
             kept.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
-        return write_documents(self.corpus, lambda a, b: kept.mask_M[a:b], kept.tokens, out, self.format, facts)
+        records = kept_records(self.corpus, kept.mask_M)
+        return write_corpus(out, self.format, "documents", records, kept.tokens, facts)
 
 
 def checked_rule(text: str) -> Rule:
@@ -259,17 +261,10 @@ def kept_documents(rows: Iterable[Row], chosen_N: Bool, rule: Rule, *, others: b
     return Kept(mask_M, tuple(names[d] for d in kept), tuple(kept), whole, whole - own, sum(chosen.values()) - own)
 
 
-def write_rows(
-    artifact: ArtifactReader,
-    rows: Iterator[Row],
-    row_index: I64,
-    effect: F64,
-    out: Path,
-    kind: Format,
-    asked: Mapping[str, Any],
-    decode: Decode,
-) -> Export:
-    """Write exactly the chosen rows, in the order of the corpus.
+def row_tables(
+    artifact: ArtifactReader, rows: Iterator[Row], row_index: I64, effect: F64, decode: Decode
+) -> Iterator[pa.Table]:
+    """Exactly the chosen rows, in the order of the corpus, some thousands of it at a time.
 
     Columns: row_id, doc_id, the text (the row's span of its document) by the name that it has in the corpus, input_ids
     (its tokens, end-of-text mark included), n_tokens, order (place in the choice, best first), effect, and the labels.
@@ -277,54 +272,9 @@ def write_rows(
     Args:
         rows: all rows of the artifact, in order, as `proven_rows` gives them.
         row_index: chosen rows, best first; `effect` is theirs.
-        asked: what the manifest says of the question.
     """
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
-    tokens = int(row_tokens(artifact)[row_index].sum())
-    facts = {"holds": "rows", "order": "of the corpus; column `order` has the place in the choice"}
-    return _written(out, kind, _row_tables(artifact, rows, order_N, effect, decode), tokens, {**asked, **facts})
-
-
-def write_documents(
-    corpus: CorpusSettings, kept: IsKept, tokens: int, out: Path, kind: Format, asked: Mapping[str, Any]
-) -> Export:
-    """Copy the records of a corpus that are kept, whole and as they are.
-
-    Args:
-        tokens: in them; 0 where nobody counted.
-    Raises:
-        CorpusError: records that the format cannot hold.
-        MissingExtraError: `datasets` is asked for and not installed.
-    """
-    facts = {"holds": "documents", "order": "of the corpus"}
-    return _written(out, kind, _kept_records(corpus, kept), tokens, {**asked, **facts})
-
-
-def _kept_records(corpus: CorpusSettings, kept: IsKept) -> Iterator[Item]:
-    """The records that are kept, as they are; it ends where `kept` knows no more of them."""
-    for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
-        size = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
-        known_M = kept(chunk.index, chunk.index + size)
-        if not len(known_M):
-            return
-        if isinstance(chunk, JsonRecord):
-            if known_M[0]:
-                yield chunk.record
-        elif known_M.any():
-            batch = chunk.batch.slice(0, len(known_M))
-            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-            yield table.filter(pa.array(known_M)).replace_schema_metadata(None)
-
-
-def _row_tables(
-    artifact: ArtifactReader,
-    rows: Iterator[Row],
-    order_N: I64,
-    effect: F64,
-    decode: Decode,
-) -> Iterator[pa.Table]:
-    """The chosen rows, some thousands of the corpus at a time."""
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
         order_n = order_N[start : start + batch.num_rows]
@@ -350,10 +300,39 @@ def _row_tables(
         raise AssertionError("rows beyond those of the artifact")
 
 
-def _written(out: Path, kind: Format, items: Iterable[Item], tokens: int, facts: Mapping[str, Any]) -> Export:
+def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:
+    """The records of a corpus that are kept, whole and as they are; those beyond the end of `kept_M` are not."""
+    for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
+        if chunk.index >= len(kept_M):
+            return
+        if isinstance(chunk, JsonRecord):
+            if kept_M[chunk.index]:
+                yield chunk.record
+            continue
+        known_M = kept_M[chunk.index : chunk.index + chunk.batch.num_rows]
+        if known_M.any():
+            batch = chunk.batch.slice(0, len(known_M))
+            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+            yield table.filter(pa.array(known_M)).replace_schema_metadata(None)
+
+
+def write_corpus(
+    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, asked: Mapping[str, Any]
+) -> Export:
+    """Write rows, or documents, as a directory that appears when it is whole.
+
+    Args:
+        holds: rows or documents.
+        tokens: in them; 0 where nobody counted.
+        asked: what the manifest says of the question.
+    Raises:
+        CorpusError: records that the format cannot hold.
+        MissingExtraError: `datasets` is asked for and not installed.
+    """
     check_place(out)
     if kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
+    order = "of the corpus" + "; column `order` has the place in the choice" * (holds == "rows")
     with written_aside(out) as part:
         shards = part / "shards" if kind == "datasets" else part
         shards.mkdir(parents=True)
@@ -361,9 +340,9 @@ def _written(out: Path, kind: Format, items: Iterable[Item], tokens: int, facts:
         if kind == "datasets":
             _as_datasets(shards, part)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
-        made = {**facts, "records": n_records, "tokens": tokens, "format": kind, "files": files}
-        write_yaml(made, part / MANIFEST)
-    return Export(out, facts["holds"], n_records, tokens)
+        facts = {"holds": holds, "order": order, "records": n_records, "tokens": tokens, "format": kind, "files": files}
+        write_yaml({**asked, **facts}, part / MANIFEST)
+    return Export(out, holds, n_records, tokens)
 
 
 def _json_lines(shards: Path, items: Iterable[Item]) -> int:
@@ -385,12 +364,31 @@ def _json_lines(shards: Path, items: Iterable[Item]) -> int:
 
 
 def _parquet(shards: Path, items: Iterable[Item]) -> int:
-    """part-00000.parquet, ...: tables as they are, a new file where the columns change; returns how many records."""
+    """part-00000.parquet, ...: tables as they are, a new file where the columns change; returns how many records.
+
+    Of JSON records as many as fit into one table are a file of their own.
+    """
     writer: pq.ParquetWriter | None = None
-    n_records = n_files = in_file = 0
+    n_records = n_files = in_file = chars = 0
+    waiting: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for table, is_whole in _tables(items):
-            if writer is None or is_whole or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
+        for item in chain(items, [None]):
+            table = item
+            if isinstance(item, dict):
+                waiting.append(item)
+                chars += sum(len(value) for value in item.values() if isinstance(value, str))
+            if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
+                names = dict.fromkeys(name for record in waiting for name in record)
+                try:
+                    table = pa.table({name: pa.array([record.get(name) for record in waiting]) for name in names})
+                except (pa.ArrowException, OverflowError) as err:
+                    raise CorpusError(
+                        f"records {n_records:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
+                    ) from err
+                chars, waiting, writer = 0, [], None
+            if not isinstance(table, pa.Table):
+                continue
+            if writer is None or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
                 stack.close()
                 path = shards / f"part-{n_files:05d}.parquet"
                 writer = stack.enter_context(pq.ParquetWriter(path, table.schema, compression="zstd"))
@@ -398,29 +396,6 @@ def _parquet(shards: Path, items: Iterable[Item]) -> int:
             writer.write_table(table)
             in_file, n_records = in_file + table.num_rows, n_records + table.num_rows
     return n_records
-
-
-def _tables(items: Iterable[Item]) -> Iterator[tuple[pa.Table, bool]]:
-    """Items as tables, and whether a table is to be a file of its own: so many JSON records as fit into one."""
-    waiting: list[dict[str, Any]] = []
-    chars = done = 0
-    for item in chain(items, [None]):
-        if isinstance(item, pa.Table):
-            yield item, False
-            continue
-        if item is not None:
-            waiting.append(item)
-            chars += sum(len(value) for value in item.values() if isinstance(value, str))
-        if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
-            names = dict.fromkeys(name for record in waiting for name in record)
-            try:
-                table = pa.table({name: pa.array([record.get(name) for record in waiting]) for name in names})
-            except (pa.ArrowException, OverflowError) as err:
-                raise CorpusError(
-                    f"records {done:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
-                ) from err
-            yield table, True
-            done, chars, waiting = done + len(waiting), 0, []
 
 
 def _plain(value: object) -> object:

@@ -9,10 +9,11 @@ Shape letters: N rows, G values of the label, P rows of the pool.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from types import MappingProxyType
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -56,15 +57,7 @@ class Amount:
         return math.ceil(exact - 1e-9 * whole) if up else math.floor(exact + 1e-9 * whole)
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A floor or a cap: for one value of a label, or for each of them."""
-
-    value: str | None  # None: each
-    amount: Amount
-
-    def __str__(self) -> str:
-        return "of every value" if self.value is None else self.value
+Bounds: TypeAlias = Mapping[str | None, Amount]  # floors or caps, by value of a label; None: of every other value
 
 
 def parse_amount(text: str, where: str, expected: str) -> Amount:
@@ -104,14 +97,12 @@ def parse_budget(given: str | float) -> Amount:
     return amount
 
 
-def parse_tokens(given: str | float | None) -> float | None:
-    """`100B`: tokens to train on; None: not said.
+def parse_tokens(given: str | float) -> float:
+    """`100B`: tokens to train on.
 
     Raises:
         SettingsError: anything else, or nothing at all.
     """
-    if given is None:
-        return None
     text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
     amount = parse_amount(text, "train_tokens", "100B")
     if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):
@@ -119,7 +110,7 @@ def parse_tokens(given: str | float | None) -> float | None:
     return amount.value
 
 
-def parse_bounds(texts: str | Sequence[str], flag: str) -> tuple[Bound, ...]:
+def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
     """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
 
     A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
@@ -127,44 +118,29 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> tuple[Bound, ...]:
     Raises:
         SettingsError: not an amount, or the same value twice.
     """
-    bounds: list[Bound] = []
+    bounds: dict[str | None, Amount] = {}
+    names: list[str] = []
     for text in several(texts):
         value, colon, amount = text.rpartition(":")
-        where, expected = f"{flag} {text}", "5%, 500, Games:5% or Games:500"
-        bounds.append(Bound(value if colon else None, parse_amount(amount, where, expected)))
-    names = ["every value" if bound.value is None else bound.value.strip() for bound in bounds]
+        bounds[value if colon else None] = parse_amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")
+        names.append(value.strip() if colon else "every value")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; give every value one {flag}")
-    return tuple(bounds)
+    return bounds
 
 
-A = TypeVar("A", I64, F64)
-
-
-def by_value(
-    bounds: Sequence[Bound],
-    flag: str,
-    label: str,
-    names: Sequence[str],
-    default_G: A,
-    number: Callable[[Amount], float],
-    n_grouped: int = 0,
-) -> A:
-    """Floors or caps of the values of a label, (G,); one for every value gives way to one for a single value.
+def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> list[Amount | None]:
+    """The floor or cap of each value of a label: its own, or that of every value, or none.
 
     Args:
         names: of the values; blanks around a value do not count where none has them.
-        default_G: where no bound speaks of a value.
-        number: of an amount.
         n_grouped: values that are not named, since they share the last position.
     Raises:
         SettingsError: the label has no such value.
     """
-    out_G = default_G.copy()
-    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
-        value, amount = bound.value, number(bound.amount)
+    amounts = [bounds.get(None)] * len(names)
+    for value, amount in bounds.items():
         if value is None:
-            out_G[:] = amount
             continue
         name = value if value in names else value.strip()
         if name not in names:
@@ -172,8 +148,13 @@ def by_value(
             more = ", ..." if len(names) > SHOWN else ""
             here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
             raise SettingsError(f"{flag}: {label} has no value {name!r}{here}; it has {some}{more}{grouped}")
-        out_G[list(names).index(name)] = amount
-    return out_G
+        amounts[list(names).index(name)] = amount
+    return amounts
+
+
+def spelled(value: str | None) -> str:
+    """Whose floor or cap it is, for a message."""
+    return "of every value" if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +164,9 @@ class Limits:
     budget: int
     unit: Unit
     allowed_N: Bool
-    cost_N: I64 | None  # None: every row costs 1
+    cost_N: I64  # tokens, or 1 each
     values: tuple[str, ...]  # of the label; one value, of all rows, where there is none
-    codes_N: I32 | None
+    codes_N: I32
     floor_G: I64
     cap_G: I64
     largest_G: I64  # cost of the dearest row of each value
@@ -198,8 +179,8 @@ class Limits:
         *,
         tokens_N: I64 | None = None,
         labels: LabelColumn | None = None,
-        floors: Sequence[Bound] = (),
-        caps: Sequence[Bound] = (),
+        floors: Bounds = MappingProxyType({}),
+        caps: Bounds = MappingProxyType({}),
     ) -> Self:
         """Turn amounts into numbers, and see that they can be met.
 
@@ -211,12 +192,13 @@ class Limits:
                 value or in another unit than the budget, floors that cannot be met (which, and by how much).
         """
         unit: Unit = budget.unit or "rows"
-        cost_N = None
+        n_rows = len(allowed_N)
+        cost_N = np.broadcast_to(np.int64(1), n_rows)  # takes no memory
         if unit == "tokens":
             assert tokens_N is not None
             cost_N = tokens_N
-        cost_P = np.ones(int(allowed_N.sum()), np.int64) if cost_N is None else cost_N[allowed_N]
-        whole, pool = len(allowed_N) if cost_N is None else int(cost_N.sum()), int(cost_P.sum())
+        cost_P = cost_N[allowed_N]
+        whole, pool = int(cost_N.sum()), int(cost_P.sum())
         size = budget.resolve(whole)
         if size > pool:
             left = "" if pool == whole else f" of {whole:,}, the others being excluded"
@@ -225,18 +207,23 @@ class Limits:
             raise SettingsError(
                 f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
             )
-        if labels is None and (floors or caps):
+        names: tuple[str, ...] = ("all",)
+        codes_N = np.broadcast_to(np.int32(0), n_rows)
+        floor_G, cap_G = np.zeros(1, np.int64), np.full(1, size)
+        if labels is not None:
+            for flag, bounds in (("floor", floors), ("cap", caps)):
+                for value, amount in bounds.items():
+                    if amount.unit not in (None, unit):
+                        where = f"{flag} {spelled(value)}"
+                        raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use one unit")
+            names, codes_N = labels.names(), labels.codes_N
+            low_G = by_value(floors, "floor", labels.name, names)
+            high_G = by_value(caps, "cap", labels.name, names)
+            floor_G = np.array([0 if low is None else low.resolve(size, up=True) for low in low_G])
+            cap_G = np.array([size if high is None else high.resolve(size) for high in high_G])
+        elif floors or caps:
             raise SettingsError("floor, cap: need a label; name it with `by`, e.g. topic")
-        for flag, bound in [*(("floor", bound) for bound in floors), *(("cap", bound) for bound in caps)]:
-            if bound.amount.unit not in (None, unit):
-                raise SettingsError(f"{flag} {bound}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
-        label, names, codes_N = (
-            ("", ("all",), None) if labels is None else (labels.name, labels.names(), labels.codes_N)
-        )
-        codes_P = np.zeros(len(cost_P), np.int32) if codes_N is None else codes_N[allowed_N]
-        none_G, all_G = np.zeros(len(names), np.int64), np.full(len(names), size, np.int64)
-        floor_G = by_value(floors, "floor", label, names, none_G, lambda amount: amount.resolve(size, up=True))
-        cap_G = by_value(caps, "cap", label, names, all_G, lambda amount: amount.resolve(size))
+        codes_P = codes_N[allowed_N]
         held_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
         np.maximum.at(largest_G, codes_P, cost_P)
         overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
@@ -266,22 +253,11 @@ class Limits:
 
     def in_rows(self, size: int) -> "Limits":
         """These limits for a fixed number of rows; floors and caps in tokens are left out."""
-        if self.cost_N is None:
+        if self.unit != "tokens":
             return replace(self, budget=size)
         none_G, all_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
-        return replace(self, budget=size, unit="rows", cost_N=None, floor_G=none_G, cap_G=all_G)
-
-    def cost(self, row: int) -> int:
-        """What one row costs."""
-        return 1 if self.cost_N is None else int(self.cost_N[row])
-
-    def code(self, row: int) -> int:
-        """Which value of the label a row has."""
-        return 0 if self.codes_N is None else int(self.codes_N[row])
-
-    def cost_of(self, rows: I64) -> int:
-        """What some rows cost together."""
-        return len(rows) if self.cost_N is None else int(self.cost_N[rows].sum())
+        ones_N = np.broadcast_to(np.int64(1), len(self.cost_N))
+        return replace(self, budget=size, unit="rows", cost_N=ones_N, floor_G=none_G, cap_G=all_G)
 
     @property
     def has_label_limits(self) -> bool:
@@ -313,9 +289,7 @@ class Ledger:
     def fits(self, rows: I64) -> Bool:
         """Whether there is room for each of these rows."""
         room_G, limits = np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64), self._limits
-        room = room_G[0] if limits.codes_N is None else room_G[limits.codes_N[rows]]
-        fits = (1 if limits.cost_N is None else limits.cost_N[rows]) <= room
-        return np.broadcast_to(np.asarray(fits), rows.shape)
+        return np.asarray(limits.cost_N[rows] <= room_G[limits.codes_N[rows]])
 
     def take(self, code: int, cost: int) -> None:
         """Take a row that there is room for."""
@@ -349,52 +323,41 @@ def within(order_P: I64, limits: Limits) -> I64:
     In rows the choice has the largest worth of all that the limits allow. In tokens a row that does not fit any more is
     passed over, until none fits.
     """
-    if limits.cost_N is not None:
-        return _by_ledger(order_P, limits) if limits.has_label_limits else _in_tokens(order_P, limits)
-    if limits.codes_N is None or not limits.has_label_limits:
+    if limits.unit != "tokens" and not limits.has_label_limits:
         return order_P[: limits.budget]
-    codes_P = limits.codes_N[order_P]
-    by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
-    rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value
-    rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-    # floors first, then the best of what the caps leave
-    taken_P = rank_P < limits.floor_G[codes_P]
-    free = np.flatnonzero(~taken_P & (rank_P < limits.cap_G[codes_P]))
-    taken_P[free[: limits.budget - int(taken_P.sum())]] = True
-    return np.asarray(order_P[taken_P])
-
-
-def _in_tokens(order_P: I64, limits: Limits) -> I64:
-    """Runs of rows that fit, passing over those that do not."""
-    assert limits.cost_N is not None
-    cost_P = limits.cost_N[order_P]
-    taken: list[I64] = []
-    start, room = 0, limits.budget
-    while start < len(order_P):
-        fits = cost_P[start:] <= room
-        if not fits.any():
-            break
-        start += int(fits.argmax())
-        used = np.cumsum(cost_P[start:])
-        stop = start + int(np.searchsorted(used, room, side="right"))
-        taken.append(order_P[start:stop])
-        room -= int(used[stop - start - 1])
-        start = stop
-    return np.concatenate(taken) if taken else order_P[:0]
-
-
-def _by_ledger(order_P: I64, limits: Limits) -> I64:
-    """Row by row: what a floor in tokens had set aside and did not need comes free at the end."""
-    ledger, taken = Ledger(limits), np.zeros(len(limits.allowed_N), dtype=np.bool_)
+    if limits.unit != "tokens":
+        codes_P = limits.codes_N[order_P]
+        by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
+        rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value
+        rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # floors first, then the best of what the caps leave
+        taken_P = rank_P < limits.floor_G[codes_P]
+        free = np.flatnonzero(~taken_P & (rank_P < limits.cap_G[codes_P]))
+        taken_P[free[: limits.budget - int(taken_P.sum())]] = True
+        return np.asarray(order_P[taken_P])
+    if not limits.has_label_limits:  # runs of rows that fit
+        cost_P = limits.cost_N[order_P]
+        runs = [order_P[:0]]
+        start, room = 0, limits.budget
+        while (fits := cost_P[start:] <= room).any():
+            start += int(fits.argmax())
+            used = np.cumsum(cost_P[start:])
+            stop = start + int(np.searchsorted(used, room, side="right"))
+            runs.append(order_P[start:stop])
+            room -= int(used[stop - start - 1])
+            start = stop
+        return np.concatenate(runs)
+    # row by row: what a floor had set aside and did not need comes free at the end
+    ledger, taken_N = Ledger(limits), np.zeros(len(limits.allowed_N), dtype=np.bool_)
     rows: list[int] = []
     while order_P.size:
         for row in order_P.tolist():
-            code, cost = limits.code(row), limits.cost(row)
+            code, cost = int(limits.codes_N[row]), int(limits.cost_N[row])
             if cost <= ledger.room(code):
                 ledger.take(code, cost)
-                taken[row] = True
+                taken_N[row] = True
                 rows.append(row)
-        order_P = order_P[~taken[order_P] & ledger.fits(order_P)]
+        order_P = order_P[~taken_N[order_P] & ledger.fits(order_P)]
     return np.array(rows, dtype=np.int64)
 
 

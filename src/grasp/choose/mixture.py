@@ -21,14 +21,14 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.choice import Choice, SelectionObjective, exposure_of, protocol_of, text_of, weighted_targets
+from grasp.choose.choice import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
 from grasp.choose.climb import climb
-from grasp.choose.limits import Amount, Bound, by_value, parse_amount, parse_bounds, parse_tokens
+from grasp.choose.limits import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
 from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.errors import SettingsError
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.predictor import ANY_TEXT, Exposure
-from grasp.predict.protocol import ScoringProtocol, geometry
+from grasp.predict.protocol import ScoringProtocol, as_protocol, geometry
 from grasp.predict.rows import label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
@@ -70,11 +70,11 @@ class Mixture(Choice):
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
         rest = ordered.slice(LINES_SHOWN)
-        lines = [plain(self.headline), text_of("", ordered.slice(0, LINES_SHOWN))]
+        lines = [plain(self.headline), self._shown_table("", ordered.slice(0, LINES_SHOWN))]
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values with {now:.1%} now and {proposed:.1%} proposed in all")
-        return "\n".join([*lines, self._change_text(), *map(plain, self.notes)])
+        return "\n".join([*lines, self._shown_changes(), *map(plain, self.notes)])
 
 
 def mix(
@@ -115,12 +115,14 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = protocol_of(protocol, diversity, artifact.array_names)
+    rule = as_protocol(protocol)
+    if diversity is not None:
+        rule = with_diversity(rule, diversity, artifact.array_names)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(label_column(artifact, by, "by"), tokens_N)
-    tokens = parse_tokens(train_tokens)
+    tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = exposure_of(tokens, tokens_N).epochs or 1.0
     far = None
     if distance is not None:
@@ -250,8 +252,8 @@ class ExposureCurves:
 
 def _bounds(
     slices: LabelSlices,
-    floors: Sequence[Bound],
-    caps: Sequence[Bound],
+    floors: Bounds,
+    caps: Bounds,
     max_repeat: float,
     epochs: float,
     distance: float | None,
@@ -261,19 +263,20 @@ def _bounds(
     Raises:
         SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
     """
-    for flag, bound in [*(("floor", bound) for bound in floors), *(("cap", bound) for bound in caps)]:
-        if not bound.amount.is_share or bound.amount.unit is not None:
-            raise SettingsError(f"{flag} {bound}: got a number, a mixture has shares; expected e.g. Games:5%")
-
-    def shares(bounds: Sequence[Bound], flag: str, default_G: F64) -> F64:
-        number: Callable[[Amount], float] = lambda amount: amount.value  # noqa: E731
-        return by_value(bounds, flag, slices.label, slices.names, default_G, number, slices.n_grouped)
-
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
-    floor_G, cap_G = shares(floors, "floor", 0 * current_G), shares(caps, "cap", np.ones(len(current_G)))
+    asked = []
+    for flag, bounds in (("floor", floors), ("cap", caps)):
+        for value, amount in bounds.items():
+            if not amount.is_share or amount.unit is not None:
+                raise SettingsError(
+                    f"{flag} {spelled(value)}: got a number, a mixture has shares; expected e.g. Games:5%"
+                )
+        amounts = by_value(bounds, flag, slices.label, names, slices.n_grouped)
+        asked.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
+    floor_G, cap_G = np.nan_to_num(asked[0]), np.nan_to_num(asked[1], nan=1.0)
     # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
     usual_G = current_G / max_repeat
-    asked_G = shares(floors, "floor", usual_G)
+    asked_G = np.where(np.isnan(asked[0]), usual_G, floor_G)
     asked_G = np.where(asked_G > 0, np.maximum(asked_G, usual_G), 0.0)  # 0 %: may go
     low_G = np.minimum(asked_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))

@@ -7,7 +7,7 @@ Shape letters: N rows, M rows or documents that a budget counts, P picked ones, 
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.choice import SelectionObjective, protocol_of, weighted_targets
+from grasp.choose.choice import SelectionObjective, weighted_targets, with_diversity
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import (
@@ -35,8 +35,8 @@ from grasp.choose.selection import Curve, Selection
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.label_slices import sensible_labels
-from grasp.predict.labels import LabelColumn, LabelTable
-from grasp.predict.protocol import ScoringProtocol, geometry
+from grasp.predict.labels import LabelTable
+from grasp.predict.protocol import ScoringProtocol, as_protocol, geometry
 from grasp.predict.rows import SHORT, label_column, length_column, ranked, row_documents, short_of, short_rows
 from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.runs.environment import Environment
@@ -102,7 +102,9 @@ def select(
     if documents is not None:
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    rule = protocol_of(protocol, diversity, artifact.array_names)
+    rule = as_protocol(protocol)
+    if diversity is not None:
+        rule = with_diversity(rule, diversity, artifact.array_names)
     allowed_N, said = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
     if exclude is not None:
         listed_N, note = excluded(artifact, exclude)
@@ -114,7 +116,7 @@ def select(
         unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
         said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
     labels = None if by is None else label_column(artifact, by, "by")
-    tokens = parse_tokens(train_tokens)
+    tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None and tokens is None:
@@ -127,20 +129,31 @@ def select(
     if amount is None and not allowed_N.any():
         raise SettingsError("exclude: leaves no row; exclude fewer")
     aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
-    if cautious and not aim.ranks_by_runs:
+    rule = aim.predictor.protocol  # as it fits the artifact
+    # what runs lead to expect is of means over the retained rows
+    by_runs = aim.intervals is not None and tokens is None and not rule.interacts
+    if cautious and not by_runs:
         raise SettingsError(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
-    rule = aim.predictor.protocol  # as it fits the artifact
-    pool = _Pool(aim.effect_N, allowed_N, labels)
+
+    # what the budget counts: rows, or documents, each worth the mean effect of its rows
+    effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
     if amount is not None and amount.unit == "documents":
-        pool = pool.in_documents(aim)
+        if rule.searches:
+            raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
+        document_N = row_documents(artifact)
+        effect_M = _mean_by(document_N, aim.effect_N)
+        allowed_M = np.bincount(document_N, ~allowed_N) == 0
+        if labels is not None:
+            _, first_M = np.unique(document_N, return_index=True)
+            labels_M = replace(labels, codes_N=labels.codes_N[first_M])
     limits_of = partial(
         Limits.from_budget,
-        allowed_N=pool.allowed_M,
+        allowed_N=allowed_M,
         tokens_N=aim.tokens_N,
-        labels=pool.labels,
+        labels=labels_M,
         floors=floors,
         caps=caps,
     )
@@ -149,30 +162,42 @@ def select(
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
     limits = limits_of(amount)
 
-    if not rule.searches:
-        best, picked_P, order_N = _ranked(aim, pool, limits)
-    else:
+    if rule.searches:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
         best = geometry().choose_rows(aim.predictor, aim.weights_T, limits, progress)
         order_N = picked_P = best.row_index
+    else:
+        best, picked_P, order_N = _ranked(aim, effect_M, document_N, limits, by_runs=by_runs)
     rows = best.row_index
     even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
-    ordered_by_N = pool.effect_M if pool.document_N is None else pool.effect_M[pool.document_N]
+    ordered_by_N = effect_M if document_N is None else effect_M[document_N]
     curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), ordered_by_N)
 
-    weights = one_subset(SUBSET, mask_of(rows, artifact.n_rows)).weights
+    # subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]: the row table streams past
+    kept_N, start, parts = mask_of(rows, artifact.n_rows), 0, list[pa.RecordBatch]()
+    for batch in artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
+    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
+    if best.gain is not None:
+        table = table.add_column(2, "gain", pa.array(best.gain))
+    table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
+    table = table.add_column(2, "order", pa.array(np.arange(len(table))))
+    table = table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
+
+    weights = one_subset(SUBSET, kept_N).weights
     sums = aim.predictor.sums(weights)
     changes, notes = aim.judged(SUBSET, weights)
-    table = _row_table(aim, best, by)
     n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
     headline = f"{share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
     if limits.unit == "documents":
         headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
-    said += [*best.notes, *_notes(aim, pool, limits, picked_P, rows, by, whole=documents is not None)]
+    said += [*best.notes, *_notes(aim, effect_M, limits, picked_P, rows, by, whole=documents is not None)]
     if tokens is not None:
         headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
-        left = float(sums.worth(aim.exposure)[0])
+        left = float(sums.worth(aim.trained.exposure)[0])
         said.append(
             f"value {value:+z.3f}: the change, less what repetition takes: it leaves {left:.0%} of what as many new "
             "rows would do"
@@ -203,6 +228,7 @@ def select(
         bound=best.bound,
         guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
         row_index=rows,
+        n_tokens=n_tokens,
         effect_N=aim.effect_N,
     )
 
@@ -210,60 +236,36 @@ def select(
 # ------------------------------------------------------------------------------------------------- which rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """What a budget counts: rows, or documents, each worth the mean effect of its rows."""
-
-    effect_M: F64
-    allowed_M: Bool
-    labels: LabelColumn | None
-    document_N: I64 | None = None
-
-    def in_documents(self, aim: SelectionObjective) -> "_Pool":
-        """The documents, of which those may be taken that have no excluded row."""
-        if aim.predictor.protocol.searches:
-            raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
-        document_N = row_documents(aim.artifact)
-        _, first_M = np.unique(document_N, return_index=True)
-        labels = None if self.labels is None else replace(self.labels, codes_N=self.labels.codes_N[first_M])
-        allowed_M = np.bincount(document_N, ~self.allowed_M) == 0
-        return _Pool(_mean_by(document_N, self.effect_M), allowed_M, labels, document_N)
-
-    def rows(self, picked_P: I64) -> I64:
-        """The rows of what was picked, in its order."""
-        if self.document_N is None:
-            return picked_P
-        place_M = np.full(len(self.effect_M), len(picked_P))
-        place_M[picked_P] = np.arange(len(picked_P))
-        place_N = place_M[self.document_N]
-        return np.argsort(place_N, kind="stable")[: int((place_N < len(picked_P)).sum())]
-
-
 def _mean_by(document_N: I64, value_N: F64) -> F64:
     return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
 
 
-def _ranked(aim: SelectionObjective, pool: _Pool, limits: Limits) -> tuple[BestRows, I64, I64]:
-    """The best rows within the limits, what of the pool was picked, and these rows with those that come next.
+def _ranked(
+    aim: SelectionObjective, effect_M: F64, document_N: I64 | None, limits: Limits, *, by_runs: bool
+) -> tuple[BestRows, I64, I64]:
+    """The best rows within the limits, which rows or documents were picked, and these rows with those that come next.
 
     More follow where no more is asked of them than to be good.
     """
-    worth_M, guarantee = pool.effect_M, OPTIMAL
-    if limits.cost_N is not None:
+    worth_M = effect_M
+    guarantee = OPTIMAL if document_N is None else "whole documents, by the mean effect of their rows"
+    if limits.unit == "tokens":
         worth_M = aim.predictor.worth_of_tokens(worth_M, aim.weights_T, limits.cost_N)
-    if pool.document_N is not None:
-        guarantee = "whole documents, by the mean effect of their rows"
-    if aim.ranks_by_runs:
-        worth_M, guarantee = _worth_by_runs(aim, pool, limits, worth_M)
-    every_P = ranked(worth_M, among_N=limits.allowed_N)
-    picked_P = within(every_P, limits)
-    if limits.cost_N is not None and not aim.ranks_by_runs:
-        guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is pool.effect_M)
-    order_N = rows = pool.rows(picked_P)
-    if not limits.has_label_limits:
-        next_P = every_P[~mask_of(picked_P, len(worth_M))[every_P]]
-        order_N = np.concatenate([rows, pool.rows(next_P)])
-    return BestRows(rows, guarantee), picked_P, order_N
+    if by_runs:
+        worth_M, guarantee = _worth_by_runs(aim, document_N, limits, worth_M)
+    order_P = ranked(worth_M, among_N=limits.allowed_N)
+    picked_P = within(order_P, limits)
+    if limits.unit == "tokens" and not by_runs:
+        guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is effect_M)
+    next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
+    order_P = picked_P if limits.has_label_limits else np.concatenate([picked_P, next_P])
+    if document_N is None:
+        return BestRows(picked_P, guarantee), picked_P, order_P
+    place_M = np.full(len(worth_M), len(order_P))
+    place_M[order_P] = np.arange(len(order_P))
+    place_N = place_M[document_N]
+    order_N = np.argsort(place_N, kind="stable")[: int((place_N < len(order_P)).sum())]
+    return BestRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
 
 
 def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool) -> str:
@@ -272,12 +274,11 @@ def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool)
     The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
     may be cut. A short row counts as its tokens.
     """
-    assert limits.cost_N is not None
     said = "rows by what a token of them is worth, as far as the tokens go"
     said += "; the change counts rows alike, long or short" if alike else ""
     if limits.has_label_limits:
         return f"{said}; within floors and caps"
-    used = limits.cost_of(picked_P)
+    used = int(limits.cost_N[picked_P].sum())
     order_N = ranked(worth_N, among_N=limits.allowed_N)
     cost_N = limits.cost_N[order_N]
     whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
@@ -286,13 +287,13 @@ def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool)
     return f"{said}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
 
 
-def _worth_by_runs(aim: SelectionObjective, pool: _Pool, limits: Limits, worth_M: F64) -> tuple[F64, str]:
+def _worth_by_runs(aim: SelectionObjective, document_N: I64 | None, limits: Limits, worth_M: F64) -> tuple[F64, str]:
     """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
     assert aim.intervals is not None
     intervals, end = aim.intervals, "lower end of the change" if aim.cautious else "change"
 
     def kept(mask_BM: Bool) -> Weights:
-        mask_BN = mask_BM if pool.document_N is None else mask_BM[:, pool.document_N]
+        mask_BN = mask_BM if document_N is None else mask_BM[:, document_N]
         at = np.nonzero(mask_BN)
         return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows)))
 
@@ -304,7 +305,7 @@ def _worth_by_runs(aim: SelectionObjective, pool: _Pool, limits: Limits, worth_M
 
     def rise(mask_1M: Bool) -> F64:
         rise_N = intervals.rise(kept(mask_1M), aim.weights_T, cautious=aim.cautious)
-        return rise_N if pool.document_N is None else _mean_by(pool.document_N, rise_N)
+        return rise_N if document_N is None else _mean_by(document_N, rise_N)
 
     best_M = climb_rows(worth_M, masks, value, rise)
     by_runs, by_relevance = value(masks(np.stack([best_M, worth_M]))).tolist()
@@ -367,25 +368,8 @@ def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[
 # ------------------------------------------------------------------------------------------- what is told of them
 
 
-def _row_table(aim: SelectionObjective, best: BestRows, by: str | None) -> pa.Table:
-    """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]"""
-    artifact, kept_N, start = aim.artifact, mask_of(best.row_index, aim.artifact.n_rows), 0
-    parts: list[pa.RecordBatch] = []  # the row table streams past
-    for batch in artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
-        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
-        start += batch.num_rows
-    taken = np.argsort(np.argsort(best.row_index))  # in corpus order -> in the order taken
-    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
-    new = {"order": np.arange(len(table)), "effect": aim.effect_N[best.row_index]}
-    if best.gain is not None:
-        new["gain"] = best.gain
-    for place, (name, values) in enumerate(new.items(), start=2):
-        table = table.add_column(place, name, pa.array(values))
-    return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
-
-
 def _notes(
-    aim: SelectionObjective, pool: _Pool, limits: Limits, picked_P: I64, rows: I64, by: str | None, *, whole: bool
+    aim: SelectionObjective, effect_M: F64, limits: Limits, picked_P: I64, rows: I64, by: str | None, *, whole: bool
 ) -> list[str]:
     """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
 
@@ -393,9 +377,9 @@ def _notes(
         whole: documents will be written whole, so it is not worth a word which of them rows cut.
     """
     artifact = aim.artifact
-    above, what = int((pool.effect_M[pool.allowed_M] > 0).sum()), "rows" if pool.document_N is None else "documents"
-    said = [f"{above:,} of the {int(pool.allowed_M.sum()):,} {what} that may be taken are above the corpus average"]
-    if (used := limits.cost_of(picked_P)) < limits.budget:
+    above, what = int((effect_M[limits.allowed_N] > 0).sum()), "documents" if limits.unit == "documents" else "rows"
+    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {what} that may be taken are above the corpus average"]
+    if (used := int(limits.cost_N[picked_P].sum())) < limits.budget:
         why = "no row that is left fits" if limits.unit == "tokens" else "the caps leave no more"
         said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
 
@@ -434,10 +418,8 @@ def _notes(
 
 def _label_table(limits: Limits, picked_P: I64) -> pa.Table:
     """One line a value of the label: taken, pool, floor and cap."""
-    assert limits.codes_N is not None
-    cost_N = np.ones(len(limits.codes_N), dtype=np.int64) if limits.cost_N is None else limits.cost_N
     taken_G, pool_G = (
-        np.bincount(limits.codes_N[rows], cost_N[rows], len(limits.values)).astype(np.int64)
+        np.bincount(limits.codes_N[rows], limits.cost_N[rows], len(limits.values)).astype(np.int64)
         for rows in (picked_P, limits.allowed_N)
     )
     return pa.table(

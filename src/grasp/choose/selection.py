@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import F64, I64
-from grasp.choose.choice import Choice, text_of
+from grasp.choose.choice import Choice
 from grasp.choose.export import Export, Exporter
 from grasp.files import check_place
 from grasp.predict.rows import ranked, write_ranked
@@ -50,6 +49,7 @@ class Selection(Choice):
     bound: float | None
     guarantee: str
     row_index: I64
+    n_tokens: int
     effect_N: F64
 
     @property
@@ -57,10 +57,6 @@ class Selection(Choice):
         """Names of the chosen rows, best first."""
         names: list[str] = self.table["row_id"].to_pylist()
         return names
-
-    @property
-    def n_tokens(self) -> int:
-        return int(np.sum(self.table["n_tokens"].to_numpy()))
 
     @property
     def left_out(self) -> I64:
@@ -135,11 +131,11 @@ class Selection(Choice):
         each = "document" if self.asked["unit"] == "documents" else "row"
         title = f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows"
         headings = ("rows", "share", "tokens", f"next {each}", "value")
-        parts = [plain(self.headline), self._change_text(), text_table(title, headings, budgets, left=0)]
+        parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
         if self.labels is not None:
             ordered = self.labels.sort_by([("taken", "descending")])
             title = f"what is taken of each value, in {self.asked['unit']}"
-            parts.append(text_of(title, ordered.slice(0, VALUES_SHOWN)))
+            parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
             if len(rest := ordered.slice(VALUES_SHOWN)):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['taken'].to_pylist()):,} in all")
         return "\n".join(part for part in (*parts, *map(plain, (self.guarantee, *self.notes))) if part)

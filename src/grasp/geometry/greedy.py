@@ -97,9 +97,7 @@ class _Greedy:
     def by_rounds(self) -> None:
         """The way for a large corpus: a block of rows at a time, out of a pool of the few thousand best."""
         limits = self.limits
-        expected = limits.budget
-        if limits.cost_N is not None:
-            expected = int(limits.budget / max(float(limits.cost_N[limits.allowed_N].mean()), 1.0))
+        expected = int(limits.budget / max(float(limits.cost_N[limits.allowed_N].mean()), 1.0))
         block = max(1, -(-expected // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
         while self.alive_N.any():
@@ -147,7 +145,7 @@ class _Greedy:
             if key_P[j] == DEAD or (taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
                 break
             row = int(pool.row_P[j])
-            code, cost = self.limits.code(row), self.limits.cost(row)
+            code, cost = int(self.limits.codes_N[row]), int(self.limits.cost_N[row])
             if cost > self.ledger.room(code):
                 dead_P |= self._refused(pool.row_P, code, cost)
                 continue
@@ -166,10 +164,7 @@ class _Greedy:
 
     def _refused(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
         """Rows of a pool that fit no more than the one that was refused: same value, as dear or dearer."""
-        codes_N, cost_N = self.limits.codes_N, self.limits.cost_N
-        out_P = np.ones(len(row_P), dtype=np.bool_) if codes_N is None else codes_N[row_P] == code
-        if cost_N is not None:
-            out_P &= cost_N[row_P] >= cost
+        out_P: NDArray[np.bool_] = (self.limits.codes_N[row_P] == code) & (self.limits.cost_N[row_P] >= cost)
         self.alive_N[row_P[out_P]] = False
         return out_P
 
@@ -186,9 +181,7 @@ class _Greedy:
 
     def _keys(self, row_P: I64, gain_P: F64) -> F64:
         """What rows are ranked by: the gain, or under `count` and a budget in tokens the gain a token."""
-        if self.limits.cost_N is None or self.objective.weighting == "mean":
-            return gain_P
-        return gain_P / self.limits.cost_N[row_P]
+        return gain_P if self.objective.weighting == "mean" else gain_P / self.limits.cost_N[row_P]
 
     def _pool(self, count: int) -> _Pool:
         """The rows with the highest gains, and sentinels from the ranks below."""
@@ -253,7 +246,7 @@ def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
     assert isinstance(predictor, InteractionPredictor)
     objective, picks = _sized(predictor, weights_T, limits, progress)
     if picks is None:
-        said = OPTIMAL if limits.cost_N is None else "rows by their worth, until no row fits the tokens that are left"
+        said = OPTIMAL if limits.unit != "tokens" else "rows by their worth, until no row fits the tokens that are left"
         return BestRows(best_rows(objective.linear_N, limits), said)
     bound, reason = upper_bound(objective, limits, picks.row_index)
     rewards = any(bend > 0 for bend in objective.curvature.values())
@@ -266,9 +259,7 @@ def _sized(
     predictor: InteractionPredictor, weights_T: F64, limits: Limits, progress: Progress | None
 ) -> tuple[Objective, Picks | None]:
     """Choose; under a budget in tokens, until the number of rows is the one that was assumed."""
-    size = limits.budget
-    if limits.cost_N is not None:
-        size = max(1, round(limits.budget / float(limits.cost_N[limits.allowed_N].mean())))
+    size = max(1, round(limits.budget / float(limits.cost_N[limits.allowed_N].mean())))
     for _ in range(SIZES_TRIED):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:

@@ -53,7 +53,7 @@ def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) ->
     sums = predictor.sums(slices.each)
     effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, sums, slices.rows_G.astype(np.float64))
     # a training budget bends what each slice is worth
-    curves = None if aim.train_tokens is None else ExposureCurves(aim.exposure, effect_G, current_G)
+    curves = None if aim.train_tokens is None else ExposureCurves(aim.trained.exposure, effect_G, current_G)
     segments = None if curves is None else curves.segments(programme.low_G, programme.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     solution = solve(replace(programme, linear_G=linear_G, segments=segments), quadratic_GG)
