@@ -13,7 +13,7 @@ from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import default_protocol, save_protocol
 from grasp.predict.rows import row_tokens
-from grasp.report.findings import ReportRequest, findings
+from grasp.report.findings import findings
 from grasp.report.serve import Ask, answered
 from grasp.text import several
 from grasp.verbs.predict import predict
@@ -164,7 +164,7 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = findings(artifact, default_protocol(), ReportRequest(targets=shown, environment=runs))
+        found = findings(artifact, default_protocol(), target=shown, environment=runs)
         g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
         dropped = found.labels[0].dropped
         answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]

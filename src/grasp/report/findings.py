@@ -7,7 +7,9 @@ Shape letters: G slices, T targets, B subsets.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,37 +93,23 @@ class LabelFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class BestShare:
-    """What is gained by keeping the best rows of each target, in effect sizes, or in nats where it has runs."""
+class Worth:
+    """What a choice of rows is worth to a target."""
 
-    share: float
-    kept: Change  # (1, T)
-    units: tuple[str, ...]
-    outside: tuple[str, ...]  # in which way it lies beyond the runs
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRequest:
-    """What a report is asked to show, and of what."""
-
-    targets: Sequence[str] | None = None
-    by: Sequence[str] = ()  # labels; none: those with a sensible number of values
-    previous: Sequence[ArtifactReader] = ()
-    environment: Environment | None = None
-    partial: bool = False
-    selection: Path | None = None
-    mixture: Path | None = None
-    suspects: Path | None = None
-    protocol_path: Path | None = None  # as it was given; none: the one that ships
-    explain: int = 0  # best rows of each target whose words are shaded
-    command: str = ""  # that makes the report again
+    value: float
+    unit: str
+    low: float = nan
+    high: float = nan
+    outside: str = ""  # in which way it lies beyond the runs
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """All of it."""
 
-    request: ReportRequest = field(repr=False)
+    environment: Environment | None = field(repr=False)
+    flags: Mapping[str, Any]  # that make the command line say what the page says
+    command: str  # that makes the report again
     artifact_path: str
     name: str
     n_rows: int
@@ -136,7 +124,8 @@ class Findings:
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
     parts: LabelFindings | None  # of the first two labels crossed
-    best: BestShare
+    best_share: float  # of the rows of each target, the best ones
+    best: tuple[Worth, ...]  # what each target gains by keeping those
     rows: HeldRows
     shades: Shades
     pictures: Pictures
@@ -151,34 +140,48 @@ class Findings:
     lacking: tuple[Missing, ...]
 
 
-def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: ReportRequest) -> Findings:
+def findings(
+    artifact: ArtifactReader,
+    protocol: ScoringProtocol,
+    *,
+    target: Sequence[str] | None = None,
+    by: Sequence[str] = (),
+    previous: Sequence[ArtifactReader] = (),
+    environment: Environment | None = None,
+    partial: bool = False,
+    selection: Path | None = None,
+    mixture: Path | None = None,
+    suspects: Path | None = None,
+    protocol_path: Path | None = None,
+    explain: int = 0,
+    command: str = "",
+) -> Findings:
     """Gather what a report shows.
 
     Memory: as `predict`; nothing grows with the corpus but a few numbers a row.
-    Raises:
-        ProtocolError: the artifact does not fit the protocol, or has no such target.
-        EnvironmentDataError: environment and artifact do not belong together.
-        ArtifactError: an earlier artifact of another corpus.
-        SubsetError: no such label, or one with a single value.
-        SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
+
+    Args:
+        by: labels; none: those with a sensible number of values.
+        protocol_path: as it was given; None: the one that ships.
+        explain: best rows of each target whose words are shaded.
+        command: that makes the report again.
     """
-    targets, environment = checked_targets(artifact, request.targets), request.environment
-    kept, mixed = request.selection, request.mixture
-    selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
-    mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
+    targets = checked_targets(artifact, target)
+    selected = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
+    mixed = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
     tokens_N = row_tokens(artifact)
     # nobody having asked by name, that of the mixture comes first, for the page opens on the first
-    first = () if isinstance(mixture, Missing) else (mixture.label,)
-    names = tuple(request.by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
+    first = () if isinstance(mixed, Missing) else (mixed.label,)
+    names = tuple(by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
 
     # how far predictions agree with retraining, and what runs say of changes: finished development ones, enough of them
     agreed: Agreement | Missing = NO_RUNS
     if environment is not None:
-        agreed = agreement(artifact, environment, protocol, targets=targets, partial=request.partial)
+        agreed = agreement(artifact, environment, protocol, targets=targets, partial=partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     nats: OutcomePredictor | Missing = NO_RUNS
-    if environment is not None and request.partial and environment.pending():
+    if environment is not None and partial and environment.pending():
         nats = Missing("No intervals in nats: the runs are unfinished.", "They come with the last of them.")
     elif environment is not None:
         try:
@@ -194,10 +197,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     if not long_N.any():
         long_N[:] = True
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
-    count = request.explain
-    shades, pictures, unshaded = explained(artifact, protocol, targets, rows, count) if count else ({}, {}, "")
-    trends = label_trends([*request.previous, artifact], columns, targets) if request.previous else NO_TRENDS
-    suspects = NO_SUSPECTS if request.suspects is None else read_suspects(request.suspects, artifact, names)
+    shades, pictures, unshaded = explained(artifact, protocol, targets, rows, explain) if explain else ({}, {}, "")
+    trends = label_trends([*previous, artifact], columns, targets) if previous else NO_TRENDS
+    detected = NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names)
 
     # the rows with the highest effects of each target, and what is gained by keeping them
     n_best, n_targets = max(1, round(BEST_SHARE * artifact.n_rows)), len(targets)
@@ -208,17 +210,16 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     )
     blocks = list(in_blocks(subsets, artifact.n_rows, n_targets))
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
-    low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
-    units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
+    plain_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
+    best = [Worth(float(value), plain_unit) for value in value_T]
     if isinstance(nats, OutcomePredictor):
         tables = [nats.predict(block.weights) for block in blocks]
         bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
-        nats_T, low_T, high_T = np.diagonal(bounds_3BT, axis1=1, axis2=2)
-        known_T = np.isfinite(nats_T)
-        value_T = np.where(known_T, nats_T, value_T)
-        units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
-        outside = tuple(text for table in tables for text in table.outside)
-    best_kept = Change(value_T[None], low_T[None], high_T[None])
+        outside = [text for table in tables for text in table.outside]
+        for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
+            learned = isfinite(value)
+            unit = NATS.get(nats.unit, nats.unit) if learned else plain_unit
+            best[t] = Worth(value if learned else best[t].value, unit, low, high, outside[t])
 
     # what is not there, and how to get it
     lacking = [Missing(unshaded, "")] if unshaded else []
@@ -228,7 +229,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         lacking.append(NO_TEXT)
     if labels and labels[0].cosine_GG is None:
         lacking.append(NO_SKETCHES)
-    lacking += [part for part in (trends, agreed, selection, mixture, suspects) if isinstance(part, Missing)]
+    lacking += [part for part in (trends, agreed, selected, mixed, detected) if isinstance(part, Missing)]
 
     manifest, there = artifact.manifest, info(artifact.where)
     facts = (
@@ -241,7 +242,13 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     )
     run = None if environment is None else environment.path / "run.yaml"
     return Findings(
-        request=request,
+        environment=environment,
+        flags={
+            "--target": None if target is None else ",".join(targets),
+            "--protocol": protocol_path,
+            "--runs": environment.path if isinstance(nats, OutcomePredictor) and environment is not None else None,
+        },
+        command=command,
         artifact_path=artifact.where,
         name=Path(artifact.where).resolve().name,
         n_rows=artifact.n_rows,
@@ -256,7 +263,8 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
         labels=tuple(labels),
         parts=parts,
-        best=BestShare(n_best / artifact.n_rows, best_kept, tuple(units), outside),
+        best_share=n_best / artifact.n_rows,
+        best=tuple(best),
         rows=rows,
         shades=shades,
         pictures=pictures,
@@ -265,9 +273,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         agreement=agreed,
         runs_settings=yaml_text(read_yaml(run)) if run is not None and run.exists() else "",
         curve=learning_curve(nats) if isinstance(nats, OutcomePredictor) else None,
-        selection=selection,
-        mixture=mixture,
-        suspects=suspects,
+        selection=selected,
+        mixture=mixed,
+        suspects=detected,
         lacking=tuple(lacking),
     )
 

@@ -63,7 +63,7 @@ def render(found: Findings, live: str = "") -> str:
     trust: Sequence[str] = ()
     if not isinstance(found.nats, Missing):
         trust = found.nats.notes
-    elif found.request.environment is not None and found.labels:
+    elif found.environment is not None and found.labels:
         trust = (found.nats.reason,)
     interval_note = f"{COVERAGE:.0%} intervals, learned from retrained models."
     if found.unit == found.plain_unit or isinstance(found.nats, Missing):
@@ -165,14 +165,14 @@ def _rows(found: Findings, targets: Sequence[str]) -> View:
 def _commands(found: Findings) -> View:
     """Commands that make all of this again, from the run.yaml files on the page; and what to do next, with its own."""
     art, target = shlex.quote(found.artifact_path), shlex.quote(",".join(found.targets))
-    environment = found.request.environment
+    environment = found.environment
     again, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
     if environment is not None:
         where = shlex.quote(str(environment.path))
         runs = f" --runs {where}"
         again += [f"grasp retrain --config environment-run.yaml --out {where}", f"grasp evaluate {art}{runs}"]
     again += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in found.labels]
-    again += [found.request.command] if found.request.command else []
+    again += [found.command] if found.command else []
     if isinstance(found.selection, Missing):
         line = f"grasp select {art} --target {target} --budget 30%{runs} --export kept --out kept.parquet"
         actions.append(("Keep the best 30 % of rows, ready to train on", line))

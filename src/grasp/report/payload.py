@@ -119,13 +119,6 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         ]
         expected = placed(values)
 
-    # flags that make the command line say what the page says
-    runs = None if isinstance(found.nats, Missing) else found.request.environment
-    asked = {
-        "--target": None if found.request.targets is None else ",".join(found.targets),
-        "--protocol": found.request.protocol_path,
-        "--runs": None if runs is None else runs.path,
-    }
     return {
         "label": slices.label,
         "title": plain(slices.label, 40),
@@ -138,7 +131,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "expected": expected,
         **priced,
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
-        "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
+        "after": shlex.join(part for flag, value in found.flags.items() if value for part in (flag, str(value))),
     }
 
 

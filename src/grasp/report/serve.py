@@ -25,7 +25,7 @@ from grasp.errors import GraspError, SettingsError
 from grasp.extract.pictures import Pictured
 from grasp.extras import require
 from grasp.predict.protocol import default_protocol
-from grasp.report.findings import ReportRequest, findings
+from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.environment import Environment
@@ -258,8 +258,8 @@ def web(
     @functools.cache
     def page() -> str:
         shown = environment if isinstance(environment, Environment) else None
-        request = ReportRequest(environment=shown, command=f"grasp serve {artifact.where}")
-        return render(findings(artifact, default_protocol(), request), live="/api")
+        command = f"grasp serve {artifact.where}"
+        return render(findings(artifact, default_protocol(), environment=shown, command=command), live="/api")
 
     def report(request: "Request") -> "Response":
         try:

@@ -9,7 +9,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.report.findings import ReportRequest, findings
+from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.runs.environment import Environment
 from grasp.runs.joined import runs_beside
@@ -88,8 +88,10 @@ def report(
     given += ["--partial"] if partial else []
     given += [part for one in earlier for part in ("--previous", one.where)]
     command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
-    request = ReportRequest(
-        targets=targets,
+    found = findings(
+        artifact,
+        as_protocol(protocol),
+        target=targets,
         by=by,
         previous=earlier,
         environment=environment,
@@ -99,7 +101,7 @@ def report(
         explain=explain,
         command=command,
     )
-    page = render(findings(artifact, as_protocol(protocol), request))
+    page = render(found)
     try:
         with written_aside(place) as part:
             part.write_bytes(page.encode())

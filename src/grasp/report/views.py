@@ -4,7 +4,7 @@ Shape letters: G slices, T targets, C checkpoints, B subsets, K numbers of runs.
 """
 
 from collections.abc import Sequence
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from grasp.arrays import F64, Integers
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.extract.pictures import vision
 from grasp.predict.predictor import EFFECT_SIZE
-from grasp.report.findings import NATS, Findings, LabelFindings, Missing
+from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.suspects import ShownSuspects
 from grasp.report.trends import LabelTrend
 from grasp.runs.evaluate import Evaluation, MethodResult
@@ -151,10 +151,7 @@ def answers(found: Findings, targets: Sequence[str]) -> list[View]:
 
 def _best(found: Findings, t: int) -> View:
     """What a choice of rows is worth: the one that was given, else the best part of them."""
-
-    best, selection = found.best, found.selection
-    share, what, unit, outside = best.share, "", best.units[t], best.outside[t]
-    value, low, high = (float(part[0, t]) for part in (best.kept.value_GT, best.kept.low_GT, best.kept.high_GT))
+    share, what, worth, selection = found.best_share, "", found.best[t], found.selection
     if not isinstance(selection, Missing):
         for one in (one for one in selection.targets if one.target == found.targets[t]):
             share = selection.rows / found.n_rows
@@ -164,19 +161,18 @@ def _best(found: Findings, t: int) -> View:
             outside = said.partition(" (")[2].removesuffix(")")
             if one.nats is None:
                 unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
-                ends: tuple[float | None, ...] = (one.change, None, None)
+                worth = Worth(nan if one.change is None else one.change, unit, outside=outside)
             else:
                 runs_unit = selection.runs_unit or "nats"
-                unit = NATS.get(runs_unit, plain(runs_unit))
-                ends = (one.nats, one.nats_low, one.nats_high)
-            value, low, high = (float("nan") if end is None else end for end in ends)
+                low, high = (nan if end is None else end for end in (one.nats_low, one.nats_high))
+                worth = Worth(one.nats, NATS.get(runs_unit, plain(runs_unit)), low, high, outside)
     return {
         "what": what or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
-        "value": signed(value, 2),
-        "unit": unit,
-        "interval": interval(low, high, 2),
-        "kind": "helps" if low > 0 else "hurts" if high < 0 else "",
-        "outside": plain(outside),
+        "value": signed(worth.value, 2),
+        "unit": worth.unit,
+        "interval": interval(worth.low, worth.high, 2),
+        "kind": "helps" if worth.low > 0 else "hurts" if worth.high < 0 else "",
+        "outside": plain(worth.outside),
     }
 
 
@@ -248,7 +244,7 @@ def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str
 
 def fidelity(found: Findings) -> View | None:
     """What ships beside retraining, a scatter a target, what more runs teach, and other methods."""
-    known, environment = found.agreement, found.request.environment
+    known, environment = found.agreement, found.environment
     if isinstance(known, Missing) or environment is None:
         return None
     report = known.report
