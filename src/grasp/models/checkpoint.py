@@ -48,11 +48,7 @@ REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a setting names.
-
-    Raises:
-        ModelError: no such device.
-    """
+    """The device that a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -74,11 +70,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What the settings call a number format.
-
-    Raises:
-        ModelError: one that they do not know.
-    """
+    """What the settings call a number format."""
     for name, known in DTYPES.items():
         if known == dtype:
             return name
@@ -86,55 +78,46 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM and its tokenizer, both of transformers, on the cpu.
-
-    Raises:
-        ModelError: nothing there, another kind, weights that are missing or quantised, an adapter that does not fit.
-    """
+    """A causal LM and its tokenizer, both of transformers, on the cpu."""
     refuse_unreadable(settings.path)
     base = _base_of(settings.path)
-    name = settings.path if base is None else base
-    where = _source("model.path", name, settings)
-    _refuse_endless(where)
     tokenizer = tokenizer_of(settings)
-    model = _load_weights(AutoModelForCausalLM, name, "is not a causal LM", where, dtype)
+    model = load_checkpoint(AutoModelForCausalLM, settings, "is not a causal LM", dtype, base)
     return model if base is None else _adapted(model, settings), tokenizer
 
 
-def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
-    """The module of a Hugging Face checkpoint of another kind than a causal LM, whole, in float32.
+def load_checkpoint(
+    kind: Any, settings: ModelSettings, what: str, dtype: torch.dtype = torch.float32, name: str | None = None
+) -> Any:
+    """The module of a Hugging Face checkpoint, whole; refused if any of its weights would be random.
 
     Args:
         kind: the class of transformers that loads it.
         what: of a checkpoint that it does not load, e.g. "is not an image classifier".
-    Raises:
-        ModelError: nothing there, another kind, or weights are missing.
+        name: another place than that of the settings.
     """
-    where = _source("model.path", settings.path, settings)
-    _refuse_endless(where)
-    return _load_weights(kind, settings.path, what, where, torch.float32)
+    name = settings.path if name is None else name
+    where = _source("model.path", name, settings)
+    _refuse_endless(Path(where["pretrained_model_name_or_path"], where.get("gguf_file", "")))
+    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = _loaded(kind, "model.path", what, where, **how)
+    # transformers fills what it does not find with random numbers; as a reference that is no model at all
+    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if random:
+        raise ModelError(
+            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
+            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
+        )
+    return model.to(dtype)
 
 
 def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
-    """What a checkpoint has beside its weights, e.g. an image processor.
-
-    Args:
-        kind: as in `load_checkpoint`.
-        what: as in `load_checkpoint`.
-        how: more arguments of the loader.
-    Raises:
-        ModelError: nothing there, or nothing that transformers can load.
-    """
-    with _quiet():
-        return _loaded(kind, "model.path", what, **_source("model.path", settings.path, settings), **how)
+    """What a checkpoint has beside its weights, e.g. an image processor."""
+    return _loaded(kind, "model.path", what, _source("model.path", settings.path, settings), **how)
 
 
 def refuse_unreadable(name: str) -> None:
-    """What can be seen of a causal LM without loading it: a checkpoint of images would be told it has no tokenizer.
-
-    Raises:
-        ModelError: no checkpoint, one of images, or one of quantised weights.
-    """
+    """What can be seen of a causal LM without loading it: a checkpoint of images would be told it has no tokenizer."""
     _is_local("model.path", name)
     config = _json_of(Path(name) / "config.json")
     if quantised := config.get("quantization_config"):
@@ -149,6 +132,7 @@ def refuse_unreadable(name: str) -> None:
             f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; name its linear output layer, "
             "e.g. --set model.classifier.head=classifier"
         )
+    _refuse_endless(Path(name))
 
 
 def said_train(settings: ModelSettings, model: nn.Module | None = None) -> Train | None:
@@ -164,24 +148,14 @@ def said_train(settings: ModelSettings, model: nn.Module | None = None) -> Train
 
 
 def tokenizer_of(settings: ModelSettings) -> Any:
-    """The tokenizer of transformers that a model's settings name, without its weights.
-
-    Raises:
-        ModelError: as `tokenizer_at`.
-    """
+    """The tokenizer of transformers that a model's settings name, without its weights."""
     if settings.tokenizer is None:
         return tokenizer_at("model.path", settings.path, settings)
     return tokenizer_at("model.tokenizer", settings.tokenizer, settings)
 
 
 def tokenizer_at(field: str, name: str, settings: ModelSettings) -> Any:
-    """A tokenizer of transformers by its place: a directory, a GGUF file, a repository, or an adapter of a model.
-
-    Args:
-        field: what a message names.
-    Raises:
-        ModelError: nothing there, or nothing that transformers can load.
-    """
+    """A tokenizer of transformers by its place: a directory, a GGUF file, a repository, or an adapter of a model."""
     if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
         base = _base_of(name)
         if base is not None:
@@ -191,16 +165,11 @@ def tokenizer_at(field: str, name: str, settings: ModelSettings) -> Any:
             f"{field}: `{name}` holds no tokenizer; name its directory{flag}, or put it there with "
             "tokenizer.save_pretrained"
         )
-    with _quiet():
-        return _loaded(AutoTokenizer, field, "has no tokenizer", **_source(field, name, settings))
+    return _loaded(AutoTokenizer, field, "has no tokenizer", _source(field, name, settings))
 
 
 def _base_of(name: str) -> str | None:
-    """The model that an adapter of peft belongs to; None: it is no adapter.
-
-    Raises:
-        ModelError: an adapter that cannot be folded into the weights of its model.
-    """
+    """The model that an adapter of peft belongs to; None: it is no adapter."""
     adapter = _json_of(Path(name) / "adapter_config.json")
     if not adapter:
         return None
@@ -234,24 +203,10 @@ def _adapted(model: nn.Module, settings: ModelSettings) -> Any:
         ) from err
 
 
-def _load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A module by `from_pretrained`, refused if any of its weights would be random."""
-    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with _quiet():
-        model, report = _loaded(kind, "model.path", what, **where, **how)
-    # transformers fills what it does not find with random numbers; as a reference that is no model at all
-    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if random:
-        raise ModelError(
-            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
-            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
-        )
-    return model.to(dtype)
-
-
-def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
+def _loaded(kind: Any, field: str, what: str, where: Mapping[str, Any], **how: Any) -> Any:
     try:
-        return kind.from_pretrained(**where)
+        with _quiet():
+            return kind.from_pretrained(**where, **how)
     except UNLOADABLE as err:
         name = where["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
@@ -298,11 +253,7 @@ def _is_local(field: str, name: str) -> bool:
     if path.is_file() and path.suffix != ".gguf":
         raise ModelError(
             f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
-            + (
-                "; weights of an image classifier need model.classifier.factory"
-                if path.suffix in WEIGHT_SUFFIXES
-                else ""
-            )
+            + "; weights of an image classifier need model.classifier.factory" * (path.suffix in WEIGHT_SUFFIXES)
         )
     if path.exists():
         return True
@@ -311,9 +262,8 @@ def _is_local(field: str, name: str) -> bool:
     return False
 
 
-def _refuse_endless(where: Mapping[str, Any]) -> None:
+def _refuse_endless(path: Path) -> None:
     """Refuse a config of sizes for which the weights beside it have no room: making such a model would not end."""
-    path = Path(where["pretrained_model_name_or_path"], where.get("gguf_file", ""))
     config = _json_of(path / "config.json")
     # a weight has 4 bits or more
     room = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
