@@ -100,11 +100,7 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
 
 
 def retrained(demo: Demo, artifact: ArtifactReader) -> Environment:
-    """Retrained subsets of the rows of `artifact`: the user's own, else those that ship.
-
-    Raises:
-        EnvironmentDataError: neither is of these rows and units; the message says in what they differ.
-    """
+    """Retrained subsets of the rows of `artifact`: the user's own, else those that ship; others are refused."""
     own = demo.environment_path
     if not own.exists() and not SHIPPED.exists():
         raise EnvironmentDataError("no retrained subsets ship with this version")
@@ -157,28 +153,12 @@ def tell(demo: Demo, say: Callable[[str], None]) -> None:
     """Ask what a curator would ask, each time with the command that asks the same."""
     art = grasp.open(demo.artifact_path)
     say(f"{art}\n")
-    _worth(demo, art, say)
-    _any_subset(demo, art, say)
-    runs = _trust(demo, art, say)
-    _choose(demo, art, runs, say)
-
-
-def _command(say: Callable[[str], None], *arguments: object) -> None:
-    say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
-
-
-def _worth(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
-    """Slices, then single rows."""
     say("1. What is each source worth for SciQ, a set of science questions?")
     _command(say, "predict", demo.artifact_path, "--by", LABEL, "--target", TARGET)
     say(f"{art.predict(by=LABEL, target=[TARGET])}\n")
     say("2. Which rows teach these answers most, and which least?")
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
-
-
-def _any_subset(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
-    """Many subsets at once."""
     say(f"3. Any subset can be asked about. {RANDOM_SUBSETS:,} random tenths of the corpus:")
     path = demo.out / "predictions.parquet"
     _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
@@ -186,6 +166,12 @@ def _any_subset(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> 
     lines = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
     seconds = time.monotonic() - begun
     say(f"{lines:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets a second\n")
+    runs = _trust(demo, art, say)
+    _choose(demo, art, runs, say)
+
+
+def _command(say: Callable[[str], None], *arguments: object) -> None:
+    say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
 
 
 def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Environment | None:

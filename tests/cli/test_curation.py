@@ -218,29 +218,6 @@ def test_values_have_one_name_everywhere_by_which_floors_and_caps_go(odd, tmp_pa
     assert float(star[3].rstrip("%")) <= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("select", "--out", "k.parquet", "--ids-out", "k.parquet"), "--ids-out: would write k.parquet, which --out"),
-        (("select", "--out", "k.parquet", "--ids-out", "./k.json"), "k.json, which the summary of --out writes"),
-        (("select", "--out", "k.parquet", "--ids-out", "k.protocol.yaml"), "which the protocol of --out writes"),
-        (("select", "--out", "k.parquet", "--export", "k.json"), "--export: would write k.json, which the summary of"),
-        (("select", "--exclude", "ids.txt", "--ids-out", "ids.txt"), "--ids-out: would write ids.txt, which --exclude"),
-        (("select", "--ids-out", "{root}/corpus.jsonl"), "corpus.jsonl, which is the corpus of the artifact"),
-        (("select", "--out", "{art}/rows.parquet"), "which is the artifact"),
-        (("mix", "--out", "m.parquet", "--weights", "m.parquet"), "--weights: would write m.parquet, which --out"),
-        (("mix", "--out", "m.parquet", "--weights", "m.json"), "--weights: would write m.json, which the summary of"),
-    ],
-)
-def test_nothing_is_written_over_anything_else(arguments, said, art, root, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ids.txt").write_text("row-1\n")
-    command, *rest = (part.format(root=root, art=art) for part in arguments)
-    more = ("--budget", "10") if command == "select" else ("--by", "topic")
-    assert said in refused(command, art, "--target", "facts", *more, *rest)
-    assert [path.name for path in tmp_path.iterdir()] == ["ids.txt"]
-
-
 def test_a_corpus_that_is_not_there_is_found_before_the_work(art, root, tmp_path):
     asked = ("select", art, "--target", "facts", "--budget", "10", "--export", tmp_path / "kept")
     assert refused(*asked, "--corpus", "nowhere.jsonl").startswith("nowhere.jsonl: no such file or directory")

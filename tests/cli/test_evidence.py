@@ -27,7 +27,6 @@ from grasp.predict.protocol import default_protocol, load_protocol, save_protoco
 from grasp.runs.environment import Environment
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
-from tests.extract.world import write_targets
 
 FAMILY = {
     "sides": ["retained"],
@@ -362,31 +361,24 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
 
 
-def test_an_unfinished_environment_is_evaluated_only_when_asked_and_a_damaged_one_never(art, own_env):
+def test_an_unfinished_environment_is_evaluated_when_asked_and_a_damaged_one_never(art, own_env):
     rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
     assert ", 7 subsets, " in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
     rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
     assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env, "--partial")
 
 
-@pytest.mark.parametrize("what", ["corpus", "units"])
-def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env, tmp_path, what):
-    write_targets(tmp_path / "facts.jsonl", n_units=6, seed=9)
-    change = {"corpus": ["--set", "corpus.limit=39"], "units": ["--targets", tmp_path / "facts.jsonl"]}[what]
-    out = tmp_path / "art"
-    succeed("build", "--config", art / "run.yaml", *change, "--out", out)
-    message = {"corpus": "corpus fingerprint", "units": "units of facts have fingerprint"}[what]
+def test_an_artifact_of_another_corpus_is_refused_with_the_command_of_the_right_one(art, env, tmp_path):
+    out, chosen = tmp_path / "art", ("--runs", env, "--out", tmp_path / "p.yaml")
+    succeed("build", "--config", art / "run.yaml", "--set", "corpus.limit=39", "--out", out)
     said = refused("evaluate", out, "--runs", env)
-    assert message in said
-    if what == "corpus":  # with the command that gives the right one
-        arguments = shlex.split(said.split(": grasp ")[1])
-        assert arguments[0] == "build"
-        succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
-        succeed("evaluate", tmp_path / "right", "--runs", env)
-    assert message in refused("calibrate", out, "--runs", env, "--out", tmp_path / "p.yaml")
-    if what == "corpus":
-        both = refused("calibrate", art, out, "--runs", env, "--out", tmp_path / "p.yaml")
-        assert f"{out}: of no corpus that an environment was trained on" in both
+    assert "corpus fingerprint" in said
+    arguments = shlex.split(said.split(": grasp ")[1])
+    assert arguments[0] == "build"
+    succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
+    succeed("evaluate", tmp_path / "right", "--runs", env)
+    assert "corpus fingerprint" in refused("calibrate", out, *chosen)
+    assert f"{out}: of no corpus that an environment was trained on" in refused("calibrate", art, out, *chosen)
 
 
 # calibrate
@@ -395,12 +387,12 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path, suffix):
     write_yaml(FAMILY, tmp_path / "family.yaml")
-    places = [Path(shutil.copytree(env, tmp_path / name)) for name in ("one", "two")]
-    for place in places:
+    first, second = (Path(shutil.copytree(env, tmp_path / name)) for name in ("one", "two"))
+    for place in (first, second):
         plant_protocol(place, art)
-    out = tmp_path / f"chosen.{suffix}"
+    out, result = tmp_path / f"chosen.{suffix}", tmp_path / "r.json"
     text = succeed(
-        *("calibrate", art, "--runs", places[0], "--runs", places[1], "--resamples", 50),
+        *("calibrate", art, "--runs", first, "--runs", second, "--resamples", 50),
         *("--family", tmp_path / "family.yaml", "--out", out),
     ).out
     lines = text.splitlines()
@@ -420,23 +412,24 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert protocol.calibration.family == "mixture:topic"
     predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
     assert predicted.rstrip().endswith("protocol chosen")
-    evaluated = succeed("evaluate", art, "--runs", places[0], "--protocol", out).out
-    for taken in ("default", "token additive"):
+
+    def evaluated(runs, protocol=out):
+        asked = ("evaluate", art, "--runs", runs, "--protocol", protocol, "--json", result)
+        return lines_of(succeed(*asked).out)
+
+    found = evaluated(first)
+    assert float(found["chosen"][3].split()[0]) > 0.95
+    assert (found["chosen"][1], found["default"][1]) == ("facts (in sample)", "facts")
+    for taken in ("default", "token additive"):  # a name that is taken gets that of its file
         save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
-        both = lines_of(succeed("evaluate", art, "--runs", places[0], "--protocol", tmp_path / "mine.yaml").out)
-        assert both[f"{taken} (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
-        assert both[taken] == lines_of(evaluated)[taken]
-    assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
-    assert lines_of(evaluated)["chosen"][1] == "facts (in sample)"
-    assert lines_of(evaluated)["default"][1] == "facts"
-    elsewhere, result = shutil.copytree(places[0], tmp_path / "elsewhere"), tmp_path / "r.json"
-    copied = succeed("evaluate", art, "--runs", elsewhere, "--protocol", out, "--json", result).out
-    assert lines_of(copied)["chosen"][1] == "facts (in sample)"
+        both = evaluated(first, tmp_path / "mine.yaml")
+        assert both[f"{taken} (mine.yaml)"][3:] == found["chosen"][3:]
+        assert both[taken] == found[taken]
+    assert evaluated(shutil.copytree(first, tmp_path / "elsewhere"))["chosen"][1] == "facts (in sample)"
     assert {line["method"] for line in json.loads(result.read_text())["results"] if line["in_sample"]} == {"chosen"}
-    other = Path(shutil.copytree(places[0], tmp_path / "more" / "one"))  # other runs in a directory of the same name
+    other = Path(shutil.copytree(first, tmp_path / "more" / "one"))  # other runs in a directory of the same name
     set_info(other, recipe="small")
-    others = succeed("evaluate", art, "--runs", other, "--protocol", out, "--json", result).out
-    assert lines_of(others)["chosen"][1] == "facts"
+    assert evaluated(other)["chosen"][1] == "facts"
     assert not any(line["in_sample"] for line in json.loads(result.read_text())["results"])
 
 

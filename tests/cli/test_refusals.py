@@ -90,10 +90,17 @@ REFUSALS = {
         (("--out", "kept.csv"), "expected a name that ends in .parquet"),
         (("--export", "."), ".: is there already"),
         (("--runs", "nothing"), "nothing: is not an environment"),
+        (("--out", "k.parquet", "--ids-out", "k.parquet"), "--ids-out: would write k.parquet, which --out"),
+        (("--out", "k.parquet", "--ids-out", "./k.json"), "k.json, which the summary of --out writes"),
+        (("--out", "k.parquet", "--ids-out", "k.protocol.yaml"), "which the protocol of --out writes"),
+        (("--out", "k.parquet", "--export", "k.json"), "--export: would write k.json, which the summary of"),
+        (("--exclude", "ids.jsonl", "--ids-out", "ids.jsonl"), "--ids-out: would write ids.jsonl, which --exclude"),
     ],
     "mix": [
         (("--floor", "40%"), "floor, cap: cannot be met"),
         (("--out", "m.json"), "expected a name that ends in .parquet"),
+        (("--out", "m.parquet", "--weights", "m.parquet"), "--weights: would write m.parquet, which --out"),
+        (("--out", "m.parquet", "--weights", "m.json"), "--weights: would write m.json, which the summary of"),
     ],
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ products while it is in cache, so a batch costs one buffer of `chunk` x V and th
 against autograd on the plain formula, in float64.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
 Size = Annotated[int, Field(ge=1)]
+MODEL_BY_MODEL = ("cpu",)  # devices in whose cache a chunk of one model fits
 CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
 CUDA_CHUNK_ELEMENTS = 1 << 27  # of logits; 512 MB in float32
 MIN_CUDA_POSITIONS = 256
@@ -93,12 +95,11 @@ class StackedLlama:
         self.device = device
         layers = [f"layers.{layer}.{name}" for layer in range(shape.layers) for name in ("norm", "mlp_norm")]
         gains = [*layers, "norm"]
-        self.matrices = _buffer(n_models * sum(rows * columns for _, rows, columns in _blocks(shape)), device)
-        self.vectors = _buffer(n_models * len(gains) * shape.hidden, device)
-        views = _views(self.matrices, [(name, (n_models, r, c)) for name, r, c in _blocks(shape)])
-        views |= _views(self.vectors, [(name, (n_models, shape.hidden)) for name in gains])
-        self.weights: dict[str, Tensor] = views
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        blocks = [(name, (n_models, rows, columns)) for name, rows, columns in _blocks(shape)]
+        self.matrices, matrices = _leaves(blocks, device)
+        self.vectors, vectors = _leaves([(name, (n_models, shape.hidden)) for name in gains], device)
+        self.weights: dict[str, Tensor] = matrices | vectors
+        self._rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine of the angles, (L, 1, head width / 2)
 
     def initialise(self, seeds: Sequence[int]) -> None:
         """Draw the weights of model k from ``seeds[k]`` alone: normal, 0.02, as Hugging Face does; gains are 1."""
@@ -156,7 +157,13 @@ class StackedLlama:
         offset = torch.arange(n_models, device=ids_KBL.device).mul_(self.shape.vocab_size)
         flat_ids = ids_KBL.reshape(n_models, -1) + offset[:, None]
         x_KTH = F.embedding(flat_ids, w["embed"].reshape(-1, self.shape.hidden))
-        rotary = self._cos_sin(length)
+        if self._rotary is None or self._rotary[0].shape[0] < length:  # as Hugging Face computes them
+            width = self.shape.hidden // self.shape.heads
+            inverse = 1.0 / (ROPE_THETA ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+            angles = torch.arange(max(length, self.shape.context))[:, None].float() * inverse
+            angles = angles[:, None, :].to(self.device)
+            self._rotary = (angles.cos(), angles.sin())
+        rotary = self._rotary[0][:length], self._rotary[1][:length]
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}."
             packed = _times(rms_norm(x_KTH, w[prefix + "norm"], NORM_EPS), w[prefix + "qkv"])
@@ -187,16 +194,6 @@ class StackedLlama:
             refuse_non_finite(losses_E)
         return losses_KE
 
-    def _cos_sin(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, each (L, 1, head width / 2), as Hugging Face computes them."""
-        if self._rotary is None or self._rotary[0].shape[0] < length:
-            width = self.shape.hidden // self.shape.heads
-            inverse = 1.0 / (ROPE_THETA ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-            angles = torch.arange(max(length, self.shape.context))[:, None].float() * inverse
-            angles = angles[:, None, :].to(self.device)
-            self._rotary = (angles.cos(), angles.sin())
-        return self._rotary[0][:length], self._rotary[1][:length]
-
 
 def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:
     """Matrices (name, rows, columns), in the order of the flat buffer."""
@@ -220,23 +217,17 @@ _PARTS = {
 _WHOLE = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
 
 
-def _buffer(size: int, device: torch.device) -> Tensor:
-    buffer = torch.zeros(size, device=device, requires_grad=True)
-    buffer.grad = torch.zeros_like(buffer)
-    return buffer
-
-
-def _views(buffer: Tensor, sizes: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _leaves(sizes: Sequence[tuple[str, tuple[int, ...]]], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
     """Leaves over one buffer; their gradients are views of its gradient, which backward adds to in place."""
-    assert buffer.grad is not None
-    views, start = {}, 0
-    for name, size in sizes:
-        stop = start + int(np.prod(size))
-        view = buffer.detach()[start:stop].view(size).requires_grad_()
-        view.grad = buffer.grad[start:stop].view(size)
-        views[name] = view
-        start = stop
-    return views
+    counts = [math.prod(size) for _, size in sizes]
+    buffer = torch.zeros(sum(counts), device=device, requires_grad=True)
+    buffer.grad = torch.zeros_like(buffer)
+    views = {}
+    parts = zip(sizes, torch.split(buffer.detach(), counts), torch.split(buffer.grad, counts), strict=True)
+    for (name, size), values, gradient in parts:
+        views[name] = values.view(size).requires_grad_()
+        views[name].grad = gradient.view(size)
+    return buffer, views
 
 
 def _times(x_KTI: Tensor, weight_KOI: Tensor) -> Tensor:
@@ -363,7 +354,7 @@ class _HeadLoss(torch.autograd.Function):
         losses = torch.zeros(hidden_KTH.shape[0], device=device)
         with torch.autocast(device.type, enabled=False):
             low_head_KVH = head_KVH.to(dtype)
-            if _in_cpu_cache(device):
+            if device.type in MODEL_BY_MODEL:
                 for k in range(hidden_KTH.shape[0]):
                     losses[k] = _one_model(
                         hidden_KTH[k], low_head_KVH[k], labels_KT[k], weight_KT[k], grad_hidden[k], grad_head[k]
@@ -378,10 +369,6 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_outputs[0][:, None, None]
         return grad_hidden * scale, grad_head * scale, None, None
-
-
-def _in_cpu_cache(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 def _one_model(

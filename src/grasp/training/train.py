@@ -125,6 +125,7 @@ def token_batches(
 
 
 def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> Iterator[TokenBatch]:
+    """The batches of a window of steps, whose rows are fetched at once."""
     unique, position = np.unique(index_SKB, return_inverse=True)
     fetched = rows.rows(unique)
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
@@ -140,10 +141,10 @@ def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> I
             f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
         )
     flat = np.append(fetched.flat_ids, 0)  # the last one is what padding reads
-    flat_labelled = np.append(
-        np.ones(len(fetched.flat_ids), np.bool_) if fetched.labelled is None else fetched.labelled, False
-    )
-    flat_labelled[starts] = False  # nothing predicts the first token of a row
+    flat_labelled = np.ones(len(flat), np.bool_)
+    if fetched.labelled is not None:
+        flat_labelled[:-1] = fetched.labelled
+    flat_labelled[[*starts, -1]] = False  # nothing predicts the first token of a row, and padding predicts nothing
     for index_KB, place_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
         lengths_KB = lengths[place_KB]
         reach_L = np.arange(lengths_KB.max())
