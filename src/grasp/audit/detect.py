@@ -286,8 +286,6 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
 
     Returns:
         The pairs, by unit, then row; and what could not be compared, in words.
-    Raises:
-        ArtifactError: no such target; an artifact of images whose units have no hash.
     """
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
     if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):

@@ -54,11 +54,7 @@ class Detection:
 
 
 def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
-    """Compare a score with the truth. Ties count half in the AUROC; elsewhere they go to the row that comes first.
-
-    Raises:
-        SettingsError: nothing, or everything, was planted; k outside 1 to N.
-    """
+    """Compare a score with the truth. Ties count half in the AUROC; elsewhere they go to the row that comes first."""
     count, n_rows = int(planted_N.sum()), len(planted_N)
     if count in (0, n_rows):
         raise SettingsError(f"truth: {count} of {n_rows} rows are planted, expected some and not all")
@@ -136,9 +132,6 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
 
     It takes right rows to lean in the tail as in the middle, and few rows to be wrong: up to about 5 % matter little,
     more stretch the upper side, so that the cut is on the safe side and finds fewer.
-
-    Raises:
-        SettingsError: a rate outside (0, 0.5).
     """
     _check_rate(false_positive_rate)
     tail_P = np.linspace(*MIDDLE, 31)
@@ -163,9 +156,6 @@ def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float
 
     A right row that is not among them is flagged with at most the rate asked for, on average over which rows were
     checked, whatever the scores look like, if those were drawn at random from the right ones.
-
-    Raises:
-        SettingsError: a rate outside (0, 0.5), or too few rows for it.
     """
     _check_rate(false_positive_rate)
     known = np.sort(score_N[right_N])

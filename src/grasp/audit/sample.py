@@ -70,11 +70,7 @@ class SampleFeatures:
 
 
 def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> BuildSource:
-    """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub.
-
-    Raises:
-        GraspError: one of them is not there, or not what the artifact was built from.
-    """
+    """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub."""
     origin = BuildSource(artifact, own)
     _ = origin.rows
     name = origin.settings.model.path
@@ -99,11 +95,7 @@ def features_alone(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledF
 def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
-    """Kept features where they are, else those of the model, in the build's batches.
-
-    Raises:
-        GraspError: there are none, and the model cannot be run again (`origin` says why).
-    """
+    """Kept features where they are, else those of the model, in the build's batches; `origin` may be an error."""
     if artifact.keeps_features:
         source: Literal["kept features", "the model"] = "kept features"
         size, vocab = artifact.grid.shard_rows, int(artifact.manifest.detail("vocab_size"))
@@ -149,11 +141,7 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 def environment_subsets(
     artifact: ArtifactReader, environment: Environment, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
-    """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N).
-
-    Raises:
-        EnvironmentDataError: it is not the artifact's, or fewer than 3 of its subsets have rows in the sample.
-    """
+    """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N)."""
     blocks = Joined.from_environment(environment, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
@@ -179,8 +167,6 @@ def redrawn(
     Returns:
         Spearman's rho over rows, by target, without those that have one score for all rows; and the positions of the
         smaller sample.
-    Raises:
-        ArtifactError: the protocol ranks by a kernel without token moments, rows are images, or nothing can be ranked.
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(fitted)

@@ -131,10 +131,6 @@ class SampledGradients:
 
         Layers are those of the body without what is frozen. Embeddings and head are large, and token and input look at
         them; of a small model they hold most there is to see. Layers that have no gradient a row are found one by one.
-
-        Raises:
-            ModelError: no layer can be taken; the model is a classifier.
-            SettingsError: more coordinates than there are.
         """
         if not isinstance(model, ReferenceModel):
             raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
@@ -256,10 +252,6 @@ class GradientKernel:
 
         bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by
         less than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
-
-        Raises:
-            ModelError: moments of another sample of coordinates.
-            SettingsError: no room for the units' side, in memory or in a file.
         """
         gradients = SampledGradients.choose(model, settings)
         engine, sample = gradients.engine, gradients.sample

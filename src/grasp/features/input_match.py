@@ -39,9 +39,6 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     The residual carries the slope of a scaled or capped head; a bias does not matter. A whole residual adds up to 0, so
     what is missing of that is what top-k cut off: it is taken to be spread evenly over the vocabulary. Without it, a
     vector that all rows of W have in common would add as much as the mistake itself. A capped head's does not add up.
-
-    Raises:
-        ModelError: the head's matrix is quantised.
     """
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK

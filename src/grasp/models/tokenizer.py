@@ -107,8 +107,6 @@ class HfTokenizer:
 
         Args:
             last_only: only the last turn of the assistant is asked for.
-        Raises:
-            ModelError: no template; one that refuses the turns, drops the assistant's words, or rewrites earlier turns.
         """
         require("jinja2", extra="chat", feature="a chat template")
         if not self.tokenizer.chat_template:
@@ -174,9 +172,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     """Byte-level BPE of at most `vocab_size` tokens, end-of-text token (id 0) included.
 
     Every byte has a token, so no text is out of vocabulary. The same texts give the same tokenizer.
-
-    Raises:
-        ModelError: `vocab_size` has no room for the bytes and the end-of-text token.
     """
     if vocab_size <= BYTES:
         raise ModelError(f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: one a byte and end of text")

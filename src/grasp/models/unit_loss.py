@@ -27,8 +27,6 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
         batch_tokens: tokens of one forward pass, padding included; a longer unit goes alone.
     Returns:
         (E,) float64, nats a label, in the order of `unit_tokens`.
-    Raises:
-        ModelError: a loss is not a number; the message names the unit's position.
     """
     device = next(model.parameters()).device
     losses_E = np.full(len(unit_tokens), np.nan)

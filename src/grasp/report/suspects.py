@@ -36,11 +36,7 @@ class ShownSuspects:
 
 
 def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
-    """The first rows of a table that `grasp detect --out` wrote of this artifact.
-
-    Raises:
-        SettingsError: no such file, not such a table, or one of another artifact.
-    """
+    """The first rows of a table that `grasp detect --out` wrote of this artifact."""
     written = "the .parquet that grasp detect --out writes"
     with readable_table(f"--detect: {path}", SettingsError, written):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)

@@ -38,8 +38,6 @@ def label_trends(
 
     Args:
         artifacts: oldest first, the last one being that of `labels`.
-    Raises:
-        ArtifactError: an artifact of another corpus, without one of the targets, or without a kernel in common.
     """
     last = artifacts[-1]
     for artifact in artifacts[:-1]:
