@@ -255,7 +255,7 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         shard_rows=args.rows,
     )
     rows = store.shard(0)
-    few = rows.take(np.arange(min(8, len(rows))))
+    few = store.rows(np.arange(min(8, len(rows))))
     squares = square_sums(model, few, features)
     kernel = GradientKernel.prepare(model, units, squares.mean(), features)
     examples, embedding = examples_of(rows, features), model.model.get_input_embeddings()

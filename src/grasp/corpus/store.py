@@ -121,21 +121,9 @@ class Numbered(Protocol):
         """File and line or row, for messages."""
 
 
-class Shard(Protocol):
-    """Some rows of a store, with the table of what is known of them."""
-
-    def __len__(self) -> int: ...
-    def take(self, index: I64, /) -> Self:
-        """Rows by position in the shard, in the order given."""
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self], /) -> Self:
-        """Rows of all parts, one after the other."""
-
-
 D = TypeVar("D", bound=Numbered)
 R = TypeVar("R", bound=StoredRow)
-S = TypeVar("S", bound=Shard)
+S = TypeVar("S")  # some rows of a store, with the table of what is known of them
 
 
 class ShardStore(ABC, Generic[S, R]):
@@ -153,6 +141,7 @@ class ShardStore(ABC, Generic[S, R]):
         self.details, self.skipped = summary.details, summary.skipped
         self._kinds = dict(summary.labels)
         self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
+        self._public = (*PUBLIC_COLUMNS, *self.label_columns)  # what callers see, in this order
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -311,20 +300,25 @@ class ShardStore(ABC, Generic[S, R]):
         """What of each row of a shard's table enters the fingerprint."""
 
     @abstractmethod
+    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> S:
+        """Rows of a store: where they begin in it or -1, what callers see of them, and that with their content."""
+
     def shard(self, k: int) -> S:
         """Shard k, from 0.
 
         Raises:
             CorpusError: no such shard, or its file is damaged.
         """
+        whole = self._read(k, self._public + self.content)
+        return self._shard(k * self.shard_rows, whole.select(self._public), whole)
 
     def table(self, k: int) -> pa.Table:
         """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
-        return self._public(self._read(k, [*PUBLIC_COLUMNS, *self._kinds]))
+        return self._read(k, self._public)
 
     def lengths(self) -> I64:
         """Tokens of every row, (N,); nothing else is read."""
-        shards = [self._read(k, ["n_tokens"]) for k in range(self.n_shards)]
+        shards = [self._read(k, ("n_tokens",)) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def supervised(self) -> I64:
@@ -335,6 +329,11 @@ class ShardStore(ABC, Generic[S, R]):
     def n_supervised(self) -> int:
         """Positions that carry loss."""
         return int(self.supervised().sum())
+
+    @property
+    def masked(self) -> bool:
+        """Whether of some rows only a part carries loss, as of conversations."""
+        return self.n_supervised < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> S:
         """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.
@@ -347,30 +346,31 @@ class ShardStore(ABC, Generic[S, R]):
         if outside.size:
             raise CorpusError(f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}")
         shard_of = row_index // self.shard_rows
-        touched = np.unique(shard_of) if row_index.size else np.zeros(1, np.int64)
-        parts = [self.shard(int(k)).take(row_index[shard_of == k] - k * self.shard_rows) for k in touched]
+        parts = []
+        for k in np.unique(shard_of) if row_index.size else (0,):
+            in_shard = row_index[shard_of == k] - k * self.shard_rows
+            parts.append(self._read(int(k), self._public + self.content).take(pa.array(in_shard)))
         # `parts` has the rows shard by shard; back to the order asked for
         back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
-        return type(parts[0]).joined(parts).take(back)
+        whole = pa.concat_tables(parts, promote_options="default").take(pa.array(back))
+        return self._shard(-1, whole.select(self._public), whole)
 
-    def _read(self, k: int, columns: list[str] | None = None) -> pa.Table:
-        """The table of a shard, or those of the columns that it has; it is the one that was written."""
+    def _read(self, k: int, columns: Sequence[str]) -> pa.Table:
+        """Columns of a shard, as it was written; labels of the whole corpus, of one type; content only where there."""
         if not 0 <= k < self.n_shards:
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
         name = f"shard-{k:05d}.parquet"
         path = self._files.file(name) if self._files.entries else self._directory / name
-        return read_table(path, AGAIN, CorpusError, columns)
-
-    def _public(self, whole: pa.Table) -> pa.Table:
-        """The table that callers see: labels of the whole corpus, in one order and of one type."""
-        columns = {name: whole.column(name) for name in PUBLIC_COLUMNS}
-        for name, kind in self._kinds.items():
-            found = name in whole.column_names
-            column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), ARROW_TYPE[kind])])
-            if column.type != ARROW_TYPE[kind]:
-                column = pa.chunked_array([column_of(column.to_pylist(), kind)])
-            columns[name] = column
-        return pa.table(columns)
+        stored = read_table(path, AGAIN, CorpusError, list(columns))
+        found = {name: stored.column(name) for name in columns if name in stored.column_names}
+        for label in columns:
+            if (kind := self._kinds.get(label)) is None:
+                continue
+            if label not in found:
+                found[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
+            elif found[label].type != ARROW_TYPE[kind]:
+                found[label] = pa.chunked_array([column_of(found[label].to_pylist(), kind)])
+        return pa.table({name: found[name] for name in columns if name in found})
 
 
 def _named_twice(store: Store[RowsMark]) -> tuple[str, int, int] | None:
@@ -421,27 +421,6 @@ class RowShard:
     def tokens_of(self, index: I64) -> int:
         """Tokens of some rows."""
         return int(np.diff(self.offsets)[index].sum())
-
-    def take(self, index: I64) -> "RowShard":
-        """Rows by position in the shard, in the order given."""
-        lengths = np.diff(self.offsets)[index]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        flat = np.repeat(self.offsets[:-1][index] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        labelled = None if self.labelled is None else self.labelled[flat]
-        return RowShard(-1, self.flat_ids[flat], offsets, self.table.take(pa.array(index)), labelled)
-
-    @classmethod
-    def joined(cls, parts: Sequence["RowShard"]) -> "RowShard":
-        """Rows of all parts, one after the other."""
-        lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        flat = np.concatenate([part.flat_ids for part in parts])
-        labelled = None
-        if any(part.labelled is not None for part in parts):
-            labelled = np.concatenate(
-                [_all_but_the_first(part.offsets) if part.labelled is None else part.labelled for part in parts]
-            )
-        return cls(-1, flat, offsets, pa.concat_tables([part.table for part in parts]), labelled)
 
 
 def _all_but_the_first(offsets: I64) -> Bool:
@@ -523,37 +502,37 @@ class RowStore(ShardStore[RowShard, Row]):
 
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
-        ids = whole.column(IDS_COLUMN).combine_chunks()
-        flat, offsets, labelled = ids.values.to_numpy(), ids.offsets.to_numpy(), _mask_of(whole)
+        flat, offsets, labelled = _tokens(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
             yield row_bytes(name, flat[row], None if labelled is None else labelled[row])
 
-    def shard(self, k: int) -> RowShard:
-        whole = self._read(k)
-        ids = whole.column(IDS_COLUMN).combine_chunks()
-        offsets = ids.offsets.to_numpy().astype(np.int64)
-        return RowShard(k * self.shard_rows, ids.values.to_numpy(), offsets, self._public(whole), _mask_of(whole))
+    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
+        flat, offsets, labelled = _tokens(whole)
+        return RowShard(start, flat, offsets, table, labelled)
 
-    @property
-    def masked(self) -> bool:
-        """Whether of some rows only a part carries loss, as of conversations."""
-        return self.n_supervised < self.n_tokens - self.n_rows
-
-    def supervised(self) -> I64:
-        return np.concatenate([self.supervised_of(k) for k in range(self.n_shards)])
-
-    def supervised_of(self, k: int) -> I64:
-        """The same of one shard."""
-        table = self._read(k, ["n_tokens", LABELLED_COLUMN])
-        labelled = _mask_of(table)
-        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        return lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts)
+    def supervised(self, k: int | None = None) -> I64:
+        """Positions of every row that carry loss, (N,), or of the rows of shard k."""
+        counts = []
+        for i in range(self.n_shards) if k is None else (k,):
+            table = self._read(i, ("n_tokens", LABELLED_COLUMN))
+            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+            if LABELLED_COLUMN in table.column_names:
+                labelled = table.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+                counts.append(np.add.reduceat(labelled.astype(np.int64), np.cumsum(lengths) - lengths))
+            else:
+                counts.append(lengths - 1)
+        return np.concatenate(counts)
 
 
-def _mask_of(whole: pa.Table) -> Bool | None:
+def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
+    """Token ids of rows, where each row begins, and which of the tokens carry loss; None: all but a row's first."""
+    ids = whole.column(IDS_COLUMN).combine_chunks()
+    flat, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
     if LABELLED_COLUMN not in whole.column_names:
-        return None
-    labelled: Bool = whole.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
-    return labelled
+        return flat, offsets, None
+    masks = whole.column(LABELLED_COLUMN).combine_chunks()
+    labelled = _all_but_the_first(offsets)  # so it is of rows that come from a shard without masks
+    known = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
+    labelled[known] = masks.flatten().to_numpy(zero_copy_only=False)
+    return flat, offsets, labelled

@@ -140,7 +140,7 @@ def tell_rows(store: RowStore, unit_set: UnitSet, model: ReferenceModel, progres
         labels += f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}"
     progress.note(labels)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
-    if store.n_supervised < store.n_tokens - store.n_rows:
+    if store.masked:
         rows += f", {store.n_supervised:,} with loss"
     reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
     rows += f", at most {store.details['max_length']:,} in a row ({reads})"

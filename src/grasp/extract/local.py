@@ -196,7 +196,7 @@ def write_artifact(
         arrays = pooled_kernel.sketches(shard.pooled) | pooled_kernel.relevance(shard.pooled) | shard.arrays
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if isinstance(store, RowStore) and store.masked:
-            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised_of(k), pa.int32()))
+            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
         sums = column_sums(arrays)
         if "relevance_gradient" in arrays:
             bad = ~arrays["relevance_gradient"].any(axis=1)

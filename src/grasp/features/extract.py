@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import I64
-from grasp.corpus.store import RowShard, Shard
+from grasp.corpus.store import RowShard
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.head import OutputHead
@@ -51,12 +51,13 @@ class BatchFeatures:
 Pass = tuple[I64, BatchFeatures]  # index of the rows of a batch, and their features
 
 
-class OtherRows(Shard, Protocol):
+class OtherRows(Protocol):
     """Rows that are no texts: their own model reads them."""
 
     table: pa.Table
     n_tokens: int
 
+    def __len__(self) -> int: ...
     def tokens_of(self, index: I64) -> int:
         """Positions of some rows."""
 

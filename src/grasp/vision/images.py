@@ -283,17 +283,6 @@ class ImageShard:
         """Positions of some images."""
         return len(index)
 
-    def take(self, index: NDArray[np.int64]) -> "ImageShard":
-        """Images by position in the shard, in the order given."""
-        chosen = tuple(self.encoded[int(i)] for i in index)
-        return ImageShard(-1, chosen, self.class_N[index], self.table.take(pa.array(index)))
-
-    @classmethod
-    def joined(cls, parts: Sequence["ImageShard"]) -> "ImageShard":
-        """Images of all parts, one after the other."""
-        encoded = tuple(image for part in parts for image in part.encoded)
-        return cls(-1, encoded, np.concatenate([p.class_N for p in parts]), pa.concat_tables([p.table for p in parts]))
-
     @classmethod
     def from_rows(cls, rows: Sequence[ImageRow]) -> "ImageShard":
         """Images that are in no store."""
@@ -361,11 +350,9 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
             sizes = (len(name), line[INDEX_COLUMN], len(content))
             yield b"".join(size.to_bytes(8, "little") for size in sizes) + name + content
 
-    def shard(self, k: int) -> ImageShard:
-        whole = self._read(k)
-        encoded = tuple(whole.column(BYTES_COLUMN).to_pylist())
+    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> ImageShard:
         classes = whole.column(INDEX_COLUMN).to_numpy().astype(np.int64)
-        return ImageShard(k * self.shard_rows, encoded, classes, self._public(whole))
+        return ImageShard(start, tuple(whole.column(BYTES_COLUMN).to_pylist()), classes, table)
 
 
 def image_rows(
