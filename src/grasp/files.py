@@ -132,8 +132,12 @@ def kind_of(path: Path) -> str | None:
 
 def temporary_path(path: Path) -> Path:
     """A name of our own beside `path`, so that two processes never write into one part file."""
-    begins = path.name.encode()[:NAME_BYTES].decode(errors="ignore")
-    return path.with_name(f".{begins}.{uuid.uuid4().hex}{PART}")
+    return path.with_name(f"{_beginning(path)}{uuid.uuid4().hex}{PART}")
+
+
+def _beginning(path: Path) -> str:
+    """What the names of all its parts begin with."""
+    return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}."
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
@@ -162,8 +166,7 @@ def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     """
     part = temporary_path(path)
     if sweep:
-        begins = part.name[: -len(PART) - 32]
-        for left in path.parent.glob(f"{glob.escape(begins)}*{PART}"):
+        for left in path.parent.glob(f"{glob.escape(_beginning(path))}*{PART}"):
             remove_stale(left, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
