@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,6 +33,7 @@ class Result:
         signs: whether its numbers are changes, which have one.
     """
 
+    most: ClassVar[int] = ROWS_SHOWN  # rows that are printed
     table: pa.Table
     headline: str = ""
     notes: tuple[str, ...] = ()
@@ -67,11 +68,11 @@ class Result:
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Headings and the first rows as text."""
         names = list(self.table.column_names)
-        rows = self.table.slice(0, ROWS_SHOWN).to_pylist()
+        rows = self.table.slice(0, self.most).to_pylist()
         return names, [[_cell(row[name], signs=self.signs) for name in names] for row in rows]
 
     def _below(self) -> Sequence[str]:
-        more = len(self) - ROWS_SHOWN
+        more = len(self) - self.most
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 

@@ -66,8 +66,7 @@ def test_selects(table, expression, rows):
 
 def test_nulls_are_counted_and_not_selected(table):
     selection = table.selection("topic != 'Games'")
-    assert selection.n_null == 1
-    assert not selection.mask_N[2]
+    assert (selection.n_null, selection.mask_N[2]) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +143,17 @@ def test_anything_but_a_condition_is_refused(table, expression):
 
 
 def test_the_second_wall_stands_without_the_first(table, monkeypatch):
-    """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or its settings."""
+    """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or a variable."""
+    secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
     monkeypatch.setattr("grasp.predict.labels._checked", lambda db, expression, columns: {})
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled by configuration"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
         ("getenv('HOME') = 'x'", "getenv does not exist"),
+        ("EXISTS (SELECT * FROM secret_table)", "secret_table does not exist"),
     ]:
         with pytest.raises(SubsetError, match=message):
             selected(table, expression)
-
-
-def test_python_variables_cannot_be_read(table, monkeypatch):
-    secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.predict.labels._checked", lambda db, expression, columns: {})
-    with pytest.raises(SubsetError, match="secret_table does not exist"):
-        selected(table, "EXISTS (SELECT * FROM secret_table)")
     assert secret_table.num_rows == 1
 
 
@@ -231,6 +225,5 @@ def test_plain_names_stay_plain_and_the_expression_reads_as_people_write_it():
     assert identifier("order") == '"order"'
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_what_is_pasted_into_a_terminal_can_be_printed(text):
-    assert (equals("topic", text) + none_of("topic", [text])).isprintable()
+def test_what_is_pasted_into_a_terminal_can_be_printed():
+    assert [text for text in HOSTILE if not (equals("topic", text) + none_of("topic", [text])).isprintable()] == []

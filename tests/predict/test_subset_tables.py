@@ -89,39 +89,30 @@ def test_weights_are_written_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("subsets", "rows", "weights", "message"),
-    [
-        (["a", "b", "b"], [IDS[0], "nowhere", "gone"], None, r"'b' names 2 rows .* e.g. \['nowhere', 'gone'\]"),
-        (["a", "b"], [IDS[0], None], None, r"subsets \['b'\] name no rows"),
-        (pa.array([], pa.string()), pa.array([], pa.string()), None, "has no lines"),
-        (["a", "a"], [IDS[3], IDS[3]], None, r"named twice in one subset: \['a: doc-003'\]"),
-        (["a"], [IDS[0]], [-1.0], r"weights \['a: doc-000: -1.0'\]"),
-        (["a"], [IDS[0]], [float("nan")], r"weights \['a: doc-000: nan'\]"),
-        (["a"], [IDS[0]], [float("inf")], r"weights \['a: doc-000: inf'\]"),
-        (["a"], [IDS[0]], [1e308], r"weights \['a: doc-000: 1e\+308'\]"),
-        (["a"], [IDS[0]], [1e-320], r"weights \['a: doc-000: 1e-320'\]"),
-        (["a"], [IDS[0]], [0.0], r"subsets \['a'\] have weights that sum to 0"),
-        (["a", "a"], [IDS[0], None], None, "1 lines have no row_id"),
-        (pa.array([None], pa.string()), [IDS[0]], None, "1 lines have no subset_id"),
-        (["a"], [[1, 2]], None, "cannot be read: "),
-        (["a", "b"], ["gone", IDS[0]], [1.0, -2.0], r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"),
-    ],
-)
-def test_mistakes_name_subset_and_rows(tmp_path, subsets, rows, weights, message):
-    columns = {"subset_id": subsets, "row_id": rows} | ({} if weights is None else {"weight": weights})
-    with pytest.raises(SubsetError, match=message):
-        list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
-
-
-@pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"subset": ["a"], "row_id": [IDS[0]]}, "column 'subset' looks like names of subsets"),
+        ([["a", "b", "b"], [IDS[0], "nowhere", "gone"]], r"'b' names 2 rows .* e.g. \['nowhere', 'gone'\]"),
+        ([["a", "b"], [IDS[0], None]], r"subsets \['b'\] name no rows"),
+        ([pa.array([], pa.string()), pa.array([], pa.string())], "has no lines"),
+        ([["a", "a"], [IDS[3], IDS[3]]], r"named twice in one subset: \['a: doc-003'\]"),
+        ([["a"], [IDS[0]], [-1.0]], r"weights \['a: doc-000: -1.0'\]"),
+        ([["a"], [IDS[0]], [float("nan")]], r"weights \['a: doc-000: nan'\]"),
+        ([["a"], [IDS[0]], [float("inf")]], r"weights \['a: doc-000: inf'\]"),
+        ([["a"], [IDS[0]], [1e308]], r"weights \['a: doc-000: 1e\+308'\]"),
+        ([["a"], [IDS[0]], [1e-320]], r"weights \['a: doc-000: 1e-320'\]"),
+        ([["a"], [IDS[0]], [0.0]], r"subsets \['a'\] have weights that sum to 0"),
+        ([["a", "a"], [IDS[0], None]], "1 lines have no row_id"),
+        ([pa.array([None], pa.string()), [IDS[0]]], "1 lines have no subset_id"),
+        ([["a"], [[1, 2]]], "cannot be read: "),
+        ([["a", "b"], ["gone", IDS[0]], [1.0, -2.0]], r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"),
+        ({"subset": ["a"], "row_id": [IDS[0]]}, "'subset' looks like names of subsets"),
         ({"subset_id": ["a"], "name": [IDS[0]]}, r"lacks \['row_id'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "'weights' looks like weights"),
     ],
 )
-def test_columns_of_other_names_are_refused(tmp_path, columns, message):
+def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
+    if isinstance(columns, list):
+        columns = dict(zip(("subset_id", "row_id", "weight"), columns, strict=False))
     with pytest.raises(SubsetError, match=message):
         list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import Bool
 from grasp.errors import SubsetError
-from grasp.store.contents import readable_table
+from grasp.store.contents import readable, readable_table
 from grasp.text import did_you_mean, different, plain
 
 Label: TypeAlias = str | int | float | bool | None
@@ -39,6 +39,14 @@ SHOWN = 5  # values in a message, each so long at most
 MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
 LONGEST = 60
 MAX_LENGTH = 20_000
+LOCKED = """
+    SET threads = 1;  -- rows come back in the order they went in
+    SET python_enable_replacements = false;
+    SET autoinstall_known_extensions = false;
+    SET autoload_known_extensions = false;
+    SET enable_external_access = false;
+    SET lock_configuration = true;
+"""
 OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
 
 _CLASSES = """
@@ -173,7 +181,8 @@ class LabelTable:
                 condition on one row's columns, or a value that cannot be compared.
         """
         where, query = f"expression {expression!r}", f"{OPENING}{expression}\n) AS selected FROM row_batch"
-        with _locked_connection() as db:
+        with duckdb.connect(":memory:") as db:
+            db.execute(LOCKED)
             tree = _checked(db, expression, self.columns)
             paths = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
             if dotted := [".".join(path) for path in paths if len(path) != 1]:
@@ -212,40 +221,30 @@ class LabelTable:
         if 0 < matched < self.n_rows:
             return selection
         asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
-        hints = [self._values_of(name, asked) for name in selection.columns]
+        hints = []
+        for name in selection.columns:  # the most frequent values, and those spelled almost as what was asked for
+            column = self.column(name)
+            spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
+            meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
+            first = []
+            for code in np.argsort(-column.counts, kind="stable")[:SHOWN]:
+                value = column.values[code]
+                text = "NULL" if value is None else str(value)
+                text = f"'{plain(value)[:LONGEST]}'" if isinstance(value, str) else text
+                first.append(f"{text} ({column.counts[code]:,} rows)")
+            more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
+            hints.append(f"{identifier(name)} has {', '.join(first)}{more}{meant}")
         if not hints:
-            spelled = ", ".join(identifier(name) for name in self.columns)
+            known = ", ".join(identifier(name) for name in self.columns)
             hints = [
                 "it names no column: 'single quotes' are for values, \"double quotes\" for a column with blanks, as in "
-                f"\"doc type\" = 'FAQs'; the columns are {spelled}"
+                f"\"doc type\" = 'FAQs'; the columns are {known}"
             ]
         how_many = "every row" if matched else "no row"
         raise SubsetError(f"expression {expression!r}: matches {how_many}; {'; '.join(hints)}")
 
-    def _values_of(self, name: str, asked: list[str]) -> str:
-        """The most frequent values, and those that are spelled almost as what was asked for."""
-
-        def shown(value: Label) -> str:
-            if value is None:
-                return "NULL"
-            return "'" + plain(value)[:LONGEST] + "'" if isinstance(value, str) else str(value)
-
-        column = self.column(name)
-        spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
-        meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
-        order = np.argsort(-column.counts, kind="stable")[:SHOWN]
-        first = ", ".join(f"{shown(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
-        more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
-        return f"{identifier(name)} has {first}{more}{meant}"
-
     def column(self, name: str, where: str = "label") -> LabelColumn:
-        """One label column, factorised: 4 bytes a row.
-
-        Args:
-            where: what a message names.
-        Raises:
-            SubsetError: no such column.
-        """
+        """One label column, factorised: 4 bytes a row; `where` is what a message names."""
         name = self._known(name, where)
         code_of: dict[Label, int] = {}
         parts = [np.empty(0, np.int32)]
@@ -256,11 +255,8 @@ class LabelTable:
         return LabelColumn(name, tuple(code_of), np.concatenate(parts))
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        try:
-            with pq.ParquetFile(self.path) as file:
-                yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
-        except (pa.ArrowException, OSError) as err:
-            raise SubsetError(f"{self.path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
+        with readable(self.path, "restore it from a copy", SubsetError), pq.ParquetFile(self.path) as file:
+            yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
 
     def _known(self, name: str, where: str) -> str:
         """The column as the file spells it; SQL does not mind case."""
@@ -273,17 +269,6 @@ class LabelTable:
             f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
             f"{list(self.columns)}; text goes in 'single quotes'"
         )
-
-
-def _locked_connection() -> duckdb.DuckDBPyConnection:
-    db = duckdb.connect(":memory:")
-    db.execute("SET threads = 1")  # rows come back in the order they went in
-    db.execute("SET python_enable_replacements = false")
-    db.execute("SET autoinstall_known_extensions = false")
-    db.execute("SET autoload_known_extensions = false")
-    db.execute("SET enable_external_access = false")
-    db.execute("SET lock_configuration = true")
-    return db
 
 
 def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
@@ -306,10 +291,19 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
     except duckdb.Error as err:
         raise SubsetError(f"{where}: {_one_line(err)}") from err
     if parsed.get("error"):
+        problem = STATEMENT_REFUSED
+        if parsed.get("error_type") == "parser":
+            problem = " ".join(str(parsed["error_message"]).split())
+            at = int(parsed["position"]) - len(OPENING) if parsed.get("position") else -1
+            if 0 <= at < len(expression):
+                around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
+                problem = f"{problem} (character {at + 1}: ...{around})"
+            else:
+                problem = f"{problem.split(' at or near')[0]} at its end"
         bare = [name for name in columns if identifier(name) != name]
         bare = [name for name in bare if name in expression.replace(identifier(name), "")]
         quoting = f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
-        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}{quoting}")
+        raise SubsetError(f"{where}: {problem}{quoting}")
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
@@ -323,18 +317,22 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
         raise SubsetError(f"{where}: is more than a condition; expected one, such as topic = 'Games' AND n_tokens > 64")
     condition: dict[str, Any] = node["select_list"][0]
     for item in _expressions(condition):
-        _allow(item, where)
+        kind, name = item["class"], item.get("function_name", "")
+        if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
+            raise SubsetError(
+                f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
+            )
+        if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
+            raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
+        if name.lower() == "replace":  # what a NULL, a number or a column is replaced by may be anything
+            literals = [one["expression"].get("literal", {}) for one in item["arguments"][1:]]
+            texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
+            if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
+                raise SubsetError(
+                    f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, "
+                    "the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+                )
     return condition
-
-
-def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
-    if parsed.get("error_type") != "parser":
-        return STATEMENT_REFUSED
-    message = " ".join(str(parsed["error_message"]).split())
-    at = int(parsed["position"]) - len(OPENING) if parsed.get("position") else -1
-    if not 0 <= at < len(expression):
-        return f"{message.split(' at or near')[0]} at its end"
-    return f"{message} (character {at + 1}: ...{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]})"
 
 
 def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
@@ -348,27 +346,6 @@ def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
             left.extend(item.values())
         elif isinstance(item, list):
             left.extend(item)
-
-
-def _allow(item: dict[str, Any], where: str) -> None:
-    kind = item["class"]
-    if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
-        raise SubsetError(
-            f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
-        )
-    if kind != "FUNCTION":
-        return
-    name = item["function_name"]
-    if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
-        raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
-    if name.lower() == "replace":  # what a NULL, a number or a column is replaced by may be anything
-        literals = [one["expression"].get("literal", {}) for one in item["arguments"][1:]]
-        texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
-        if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
-            raise SubsetError(
-                f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, the "
-                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
-            )
 
 
 def _one_line(err: duckdb.Error) -> str:

@@ -75,8 +75,12 @@ class Exposure:
 
     def __call__(self, times: Any) -> F64:
         """What a row counts that is seen so many times as often as with the weight 1; 0 gives 0, and 1 gives 1."""
-        once = 1.0 if self.epochs is None else self.epochs
-        return np.asarray(_seen(once * np.asarray(times, dtype=np.float64)) / _seen(np.asarray(once)))
+        once = np.asarray(1.0 if self.epochs is None else self.epochs)
+        seen, seen_once = (
+            np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
+            for x in (once * np.asarray(times, dtype=np.float64), once)
+        )
+        return np.asarray(seen / seen_once)
 
     def base(self, kept_B: Any, n_rows: int) -> F64:
         """Rows among which a training is shared out, that each would be seen once, or E times."""
@@ -88,10 +92,6 @@ class Exposure:
             return weights
         times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # a row of the weight 1 is seen
         return weights.mapped(lambda weight, times: self(weight * times) / self(times), times_B)
-
-
-def _seen(x: F64) -> F64:
-    return np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
 
 
 # --------------------------------------------------------------------------------------------- what a row is worth

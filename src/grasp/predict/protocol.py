@@ -137,10 +137,9 @@ class ScoringProtocol(Settings):
                 match = {"pooled": 1.0}
         else:
             match = {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
-        needed = self.model_copy(update={"match": match}).arrays
-        problems = [
-            f"needs array {name!r}, the artifact has {list(array_names)}" for name in needed if name not in array_names
-        ]
+        fitted = self.model_copy(update={"match": match})
+        missing = [name for name in fitted.arrays if name not in array_names]
+        problems = [f"needs array {name!r}, the artifact has {list(array_names)}" for name in missing]
         for field, expected in self.requires.model_dump(exclude_none=True).items():
             found = feature_settings.get(field)
             if found != expected:
@@ -150,7 +149,7 @@ class ScoringProtocol(Settings):
                 f"protocol {self.name!r} does not fit the artifact: {'; '.join(problems)}; "
                 "build an artifact with these settings, or choose another protocol"
             )
-        return self.model_copy(update={"match": match})
+        return fitted
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
@@ -186,11 +185,7 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
 
 
 def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
-    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read.
-
-    Args:
-        where: what a message begins with.
-    """
+    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read."""
     if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
         read_by: type[ScoringProtocol] = geometry().protocol_type
         return validated(read_by, settings, where, ProtocolError)

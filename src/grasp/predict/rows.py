@@ -87,11 +87,7 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:
-    """Tokens of every row, (N,).
-
-    Args:
-        column: `length_column(artifact)` counts those that carry loss.
-    """
+    """Tokens of every row, (N,); the column `length_column(artifact)` counts those that carry loss."""
     batches = artifact.row_batches([column])
     read = (np.asarray(batch.column(0), dtype=np.int64) for batch in batches)
     return cached(artifact, column, 8 * artifact.n_rows, lambda: np.concatenate(list(read)))
@@ -114,13 +110,7 @@ def row_documents(artifact: ArtifactReader) -> I64:
 
 
 def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
-    """One label of every row.
-
-    Args:
-        where: what a message names.
-    Raises:
-        SubsetError: no such column.
-    """
+    """One label of every row; `where` is what a message names."""
     table = LabelTable(artifact.rows_path)
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
 

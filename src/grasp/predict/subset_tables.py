@@ -29,7 +29,7 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.contents import readable_table
+from grasp.store.contents import readable, readable_table
 from grasp.store.sealed import SealedWriter, sealed_batches
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
@@ -58,12 +58,9 @@ class RowIndex:
             n_rows = int(file.metadata.num_rows)
 
         def names() -> Iterator[pa.Array]:
-            try:
-                with pq.ParquetFile(path) as file:
-                    for batch in file.iter_batches(batch_size=BATCH, columns=["row_id"]):
-                        yield batch.column(0).cast(pa.string())
-            except (pa.ArrowException, OSError) as err:
-                raise SubsetError(f"{path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
+            with readable(Path(path), "restore it from a copy", SubsetError), pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=BATCH, columns=["row_id"]):
+                    yield batch.column(0).cast(pa.string())
 
         return cls(n_rows, names)
 

@@ -243,13 +243,7 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
 
 
 def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
-    """Expressions and their weights, from EXPR:NUMBER; an expression may hold colons, the last one counts.
-
-    Args:
-        where: what a message names.
-    Raises:
-        SettingsError: no such pair, or one expression twice.
-    """
+    """Expressions and their weights, from EXPR:NUMBER; an expression may hold colons, the last one counts."""
     weights: dict[str, float] = {}
     for text in texts:
         expression, _, number = text.rpartition(":")

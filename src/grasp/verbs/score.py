@@ -5,10 +5,10 @@ above 0 it helps more than the corpus does on average. Ordered once, whatever is
 Shape letters: N rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.files import check_outputs
-from grasp.methods.registry import GRASP, ConfiguredMethod, configured_methods, method_rows
+from grasp.methods.registry import GRASP, configured_methods, method_rows
 from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.protocol import ScoringProtocol
@@ -46,12 +46,13 @@ PRINTED = 100
 class RankedRows(Result):
     """The answer of `score`: rows in order, with their labels and the beginning of their text."""
 
+    most: ClassVar[int] = PRINTED
     by: str = "effect"  # what they are ordered by
     shown: tuple[str, ...] = ()  # columns that are printed, in this order
     lines: int = 0  # rows in all; `table` has none where they were written to a file
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
-        rows = self.table.slice(0, PRINTED).to_pylist()
+        rows = self.table.slice(0, self.most).to_pylist()
         names = ["text" if name == "snippet" else name for name in self.shown]
         most = max((abs(row[self.by]) for row in rows), default=0.0)
         spelled = "{:+z.3f}" if self.by == "effect" or 0.1 <= most < 1e6 else "{:+.3e}"  # one for the whole column
@@ -62,10 +63,6 @@ class RankedRows(Result):
             return spelled.format(value) if name == self.by else str(value)
 
         return names, [[cell(name, row[name]) for name in self.shown] for row in rows]
-
-    def _below(self) -> Sequence[str]:
-        more = len(self) - PRINTED
-        return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 
 def score(
@@ -112,12 +109,23 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
     """
-    of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
     if out is not None:
         check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
     if top == bottom == 0:
         raise SettingsError("top: got 0 and no bottom; ask for one row or more")
-    published = _published(method, of_method)
+    of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    named, published = [name for name, given in of_method.items() if given not in (None, (), [])], None
+    if method is None and named:
+        raise SettingsError(f"{', '.join(named)}: no meaning without method; name one, or leave it out")
+    if method == GRASP:
+        raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
+    if method is not None:
+        configured = {} if method_settings is None else read_yaml(Path(method_settings))
+        origin = "method" if method_settings is None else str(method_settings)
+        (published,) = configured_methods([method], configured, origin)
+        for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
+            if name in named and needed not in published.method.looks_at:
+                raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)
     if match is not None:
@@ -169,25 +177,3 @@ def score(
         shown=(by, "row_id", *shown, "snippet"),
         lines=len(chosen),
     )
-
-
-def _published(method: str | None, given: Mapping[str, Any]) -> ConfiguredMethod | None:
-    """The method that is named; None without one.
-
-    Raises:
-        SettingsError: no such method, or something is given that has no meaning with it.
-    """
-    named = [name for name, value in given.items() if value not in (None, (), [])]
-    if method is None:
-        if named:
-            raise SettingsError(f"{', '.join(named)}: no meaning without method; name one, or leave it out")
-        return None
-    if method == GRASP:
-        raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
-    settings = given["method_settings"]
-    configured = {} if settings is None else read_yaml(Path(settings))
-    (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
-    for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
-        if name in named and needed not in chosen.method.looks_at:
-            raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
-    return chosen
