@@ -1,19 +1,35 @@
-"""Tables of predictions: made block by block, saying what their numbers are."""
+"""Tables of predictions: made block by block, saying what their numbers are; a real artifact serves as the fake one."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
+from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock, Weights
+from grasp.targets import Unit
 from grasp.verbs.predict import prediction_table
+from grasp.verbs.score import score
 from tests.predict.source import FakeSource
 from tests.rules import rule
+from tests.runs.environments import write_arrays
 
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5}
 PROTOCOL = rule(name="p", match={"token": 1.0, "pooled": 0.5}, components=COMPONENTS)
+FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    rows = FAKE.table.append_column("loss", pa.array(np.ones(40, np.float32)))
+    rows = rows.set_column(rows.column_names.index("n_tokens"), "n_tokens", rows["n_tokens"].cast(pa.int32()))
+    units = [Unit(f"u{i}", target, "", "x") for i, target in enumerate(FAKE.unit_targets)]
+    path = tmp_path_factory.mktemp("artifact") / "art"
+    return write_arrays(path, FAKE.arrays, rows, units, 16, settings={"features": FAKE.feature_settings})
 
 
 def subsets(n=6, block=256):
@@ -48,3 +64,37 @@ def test_subsets_of_another_corpus_are_refused():
     three = SubsetBlock(("s",), Weights(csr_array(np.ones((1, 3)))))
     with pytest.raises(ShapeError, match="subsets over 3 rows for an artifact of 40"):
         prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read_all()
+
+
+def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
+    protocol = rule(
+        name="p",
+        components={"joint.pair": -0.3, "product.cent": 0.1},
+        requires={"pooling": "tail:32", "alpha": 1.0},
+        calibration={"family": "mixture:topic", "n_subsets": 8},
+    )
+    table = LabelTable(artifact.rows_path)
+    index = RowIndex.from_parquet(artifact.rows_path)
+    family = parse_family("groups:topic")
+    drawn = family.draw(7, n_rows=40, labels=table.column("topic"), seed=0, purpose="evaluation")
+    write_subsets(tmp_path / "s.parquet", drawn, index)
+    got, want = (
+        prediction_table(
+            Predictor.from_artifact(source, protocol, per_unit=True),
+            source,
+            read_subsets(tmp_path / "s.parquet", index, 3),
+        ).read_all()
+        for source in (artifact, FAKE)
+    )
+    assert got.num_rows == 7 * (2 + 5)
+    assert got.select(["subset_id", "target", "unit_id"]).equals(want.select(["subset_id", "target", "unit_id"]))
+    np.testing.assert_allclose(got.column("change"), want.column("change"), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_a_full_sort_of_the_effects(artifact):
+    effect_N = Predictor.from_artifact(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
+    ranked = score(artifact, "sciq").to_pandas()
+    assert ranked["row_id"].tolist() == [f"r{i}" for i in np.argsort(-effect_N, kind="stable")]
+    np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
+    worst = score(artifact, "sciq", top=0, bottom=3).to_pandas()
+    assert worst["row_id"].tolist() == [f"r{i}" for i in np.argsort(effect_N, kind="stable")[:3]]

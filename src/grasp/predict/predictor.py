@@ -403,7 +403,7 @@ class Predictor:
         Args:
             halves: sketches that are summed; None: all that the predictor was made with.
         """
-        counted, weight_B = self.exposure.weigh(weights), weights.sums
+        counted, weight_B = self.counted(weights), weights.sums
         return SubsetSums(
             self.n_rows,
             weight_B,
