@@ -371,6 +371,9 @@ def test_by_gives_every_value_its_worth(art, tmp_path):
     assert drops == sorted(drops)
     lines = succeed("predict", art, "--by", "topic", "--out", tmp_path / "slices.parquet").lines
     assert lines[-1] == f"{tmp_path / 'slices.parquet'}: 3 rows"
+    metadata = pq.read_schema(tmp_path / "slices.parquet").metadata
+    assert metadata[b"grasp.protocol"] == b"default"
+    assert b"higher is better" in metadata[b"grasp.provenance"]
     for line, written in zip(printed, lines_of(tmp_path / "slices.parquet"), strict=True):
         mine_N = topic_N == line["topic"]
         share, mean = mine_N.mean(), effect_N[mine_N].mean()

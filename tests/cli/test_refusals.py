@@ -78,6 +78,7 @@ REFUSALS = {
     "select": [
         (("--budget", "0.5"), "a share is written with a percent sign"),
         (("--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"), "floor: cannot be met"),
+        (("--by", "topic", "--budget", "50%tokens", "--cap", "5%"), " tokens, the budget is "),
         (("--diversity", "1e300"), "diversity: got 1e+300, expected 0 to 1e+06"),
         (("--documents", "some"), "expected any, half or all"),
         (("--documents", "half"), "add --export DIR"),

@@ -11,7 +11,7 @@ from grasp.cli import app
 from grasp.cli.app import GROUPS, WORDS
 from tests.cli.grasp_command import run, succeed
 
-HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets")
+HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets", "pydantic")
 
 
 def commands():
@@ -83,7 +83,7 @@ def loaded_after(program: str) -> list[str]:
     ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(program):
-    assert loaded_after(program) == []
+    assert set(loaded_after(program)) <= ({"pydantic"} if "cli" in program else set())
 
 
 def test_reading_an_artifact_loads_no_torch(art):
