@@ -468,11 +468,8 @@ class RetrainSettings(Settings):
             raise ValueError("targets: name at least one, e.g. `sciq`")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds: expected different numbers from 0, got {self.seeds}")
-        if self.train_command is not None:
-            self._check_command_alone()
-        return self
-
-    def _check_command_alone(self) -> None:
+        if self.train_command is None:
+            return self
         fixed = {"recipe": "tiny", "stack": 1, "checkpoints": None}
         given = [name for name, default in fixed.items() if getattr(self, name) != default]
         given += [f"overrides.{name}" for name in self.overrides if name != "shape"]
@@ -480,6 +477,7 @@ class RetrainSettings(Settings):
             raise ValueError(f"{', '.join(given)}: no meaning with train_command, which trains as it likes; leave out")
         if not self.tokenizer:
             raise ValueError("train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART")
+        return self
 
     @property
     def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:

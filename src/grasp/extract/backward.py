@@ -74,11 +74,7 @@ def _there_and_back(
 def halved(
     index: NDArray[np.int64], run: Callable[[NDArray[np.int64]], Found]
 ) -> Iterator[tuple[NDArray[np.int64], Found]]:
-    """Run a batch; where a GPU has no room for it, its halves.
-
-    Raises:
-        ModelError: there is no room for a single row.
-    """
+    """Run a batch; where a GPU has no room for it, its halves."""
     try:
         found = run(index)
     except torch.cuda.OutOfMemoryError as err:

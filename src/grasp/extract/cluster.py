@@ -93,12 +93,7 @@ class Cluster:
         return not left
 
     def result(self, reference: Any) -> Any:
-        """What a job gave.
-
-        Raises:
-            GraspError: what the job itself raised.
-            EngineError: its worker died, again and again.
-        """
+        """What a job gave."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -166,12 +161,7 @@ class _Run:
 
 @contextmanager
 def connected(spec: ClusterSpec) -> Iterator[Cluster]:
-    """Connect to the cluster of `spec`, or start one; what was started is stopped at the end.
-
-    Raises:
-        MissingExtraError: ray is not installed.
-        EngineError: nothing answers at the address, or there is no room for the workers.
-    """
+    """Connect to the cluster of `spec`, or start one; what was started is stopped at the end."""
     ray = require("ray", extra="ray", feature="--engine ray")
     own = not ray.is_initialized()
     if own:

@@ -84,9 +84,6 @@ def position_moments(
 
     Each part has its own sums, which are merged in the order of the rows: the same digits, however many workers there
     are. A part is some rows of a sample; of a corpus that is taken whole, a shard.
-
-    Raises:
-        ModelError: the gradient of every row sampled is not finite.
     """
     if spool.has(0):
         return unspool_position_moments(spool.read(0))

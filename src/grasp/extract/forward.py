@@ -95,11 +95,7 @@ class PositionKernels:
     def prepare(
         cls, units: UnitFeatures, moments: PositionMoments, settings: FeatureSettings, model: Reference
     ) -> Self:
-        """Fold the moments into the units.
-
-        Raises:
-            ModelError: the input kernel is asked for and the head is quantised.
-        """
+        """Fold the moments into the units."""
         weighing: dict[str, Any] = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
         at, of_units = units.positions, (units.positions.row_P, units.positions.n_rows)

@@ -226,11 +226,7 @@ def write_artifact(
 
 
 def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
-    """The settings with what will be trained said, and the kernels that follow.
-
-    Raises:
-        SettingsError: neither the user nor the checkpoint says it.
-    """
+    """The settings with what will be trained said, and the kernels that follow."""
     if settings.model.classifier is not None:
         return settings
     model = None if in_memory.model is None else in_memory.model.model
@@ -249,11 +245,7 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
 
 
 def alike(inputs: Inputs, like: str) -> ArtifactReader:
-    """The artifact whose moments hold for these inputs.
-
-    Raises:
-        ArtifactError: it is none, or another model or other feature settings made it; every difference is named.
-    """
+    """The artifact whose moments hold for these inputs."""
     artifact = ArtifactReader.open(like)
     reader, reader_fingerprint = inputs.model.reader
     then, now = artifact.manifest, {"model": inputs.model_fingerprint, reader: reader_fingerprint}
@@ -277,11 +269,7 @@ def first_rows(store: Store) -> Rows:
 
 
 def refuse_untrained(model: ReferenceModel, store: Store, settings: FeatureSettings) -> None:
-    """See that the model knows more than chance.
-
-    Raises:
-        ModelError: its mean loss on the first rows is that of a guess among all tokens.
-    """
+    """See that the model knows more than chance."""
     rows = first_rows(store)
     loss, chance = float(forward_shard(model, rows, settings, None).loss_N.mean()), math.log(model.vocab_size)
     if loss > UNTRAINED * chance:
@@ -304,8 +292,6 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
 
     Returns:
         Whether something was begun here.
-    Raises:
-        ArtifactError: it was begun with other settings (all named), and the model has run.
     """
     path, now = out / RUN, settings.model_dump(mode="json")
     finished = (out / MANIFEST).exists()

@@ -67,11 +67,7 @@ def vision() -> Vision:
 
 
 def load_reference(settings: ModelSettings) -> "Reference":
-    """A causal LM, or an image classifier where the settings have one.
-
-    Raises:
-        ModelError: as the loader of its kind.
-    """
+    """A causal LM, or an image classifier where the settings have one."""
     if settings.classifier is not None:
         return vision().load_model(settings)
     from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch

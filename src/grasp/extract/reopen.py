@@ -129,11 +129,7 @@ class BuildSource:
         return model
 
     def prove(self, **now: str) -> None:
-        """See that fingerprints are those of the build.
-
-        Raises:
-            ArtifactError: some are not; all of them are named.
-        """
+        """See that fingerprints are those of the build."""
         then = {what: self.artifact.manifest.fingerprints.get(what) for what in now}
         if changed := [what for what in now if now[what] != then[what]]:
             listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
@@ -144,11 +140,7 @@ class BuildSource:
 
 
 def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
-    """See that reading the corpus that an artifact names needs no network.
-
-    Raises:
-        SettingsError: it lies elsewhere; `flag` names it.
-    """
+    """See that reading the corpus that an artifact names needs no network."""
     if not (corpus.startswith(IN_MEMORY) or lies_here(corpus)):
         raise SettingsError(
             f"{artifact.where}: was built from {corpus}, which is not on this disk, and nothing is fetched because an "
