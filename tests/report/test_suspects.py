@@ -6,9 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.audit.detect import RECORD, detect
+from grasp.audit.detect import RECORD, SHOWN, detect, read_suspects
 from grasp.errors import GraspError
-from grasp.report.suspects import SHOWN, read_suspects
 from grasp.report.views import suspects as suspects_view
 from tests.cli.grasp_command import succeed
 from tests.report.test_page import Page

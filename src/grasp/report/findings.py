@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
+from grasp.audit.detect import ShownSuspects, read_suspects
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.label_slices import (
@@ -33,7 +34,6 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.rows import SHORT, checked_targets, label_column, length_column, ranked, row_tokens
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
-from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.environment import Environment
 from grasp.runs.learning import LearningCurve, OutcomePredictor, learn, learning_curve, measures

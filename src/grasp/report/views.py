@@ -11,11 +11,11 @@ import numpy as np
 
 from grasp import text
 from grasp.arrays import F64, Integers
+from grasp.audit.detect import ShownSuspects
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.extract.pictures import vision
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
-from grasp.report.suspects import ShownSuspects
 from grasp.report.trends import LabelTrend
 from grasp.runs.evaluate import Evaluation, MethodResult
 from grasp.runs.learning import DRAWS, OUTSIDE
