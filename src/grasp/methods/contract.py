@@ -53,8 +53,7 @@ class Retrained:
     @classmethod
     def from_joined(cls, joined: Joined, utilities: Utilities) -> "Retrained":
         """Of utilities whose targets have the environment's names."""
-        own = {name: mine for mine, name in joined.renamed.items()}
-        renamed = replace(utilities, targets=tuple(own[name] for name in utilities.targets))
+        renamed = replace(utilities, targets=joined.own_names(utilities.targets))
         return cls(joined.environment, renamed, joined.blocks)
 
 

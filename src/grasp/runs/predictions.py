@@ -163,21 +163,22 @@ def read_predictions(
             table. The message names it.
     """
     method = method or path.stem
-    if path.suffix == ".npy":
-        if (ids := _read_ids(path)).subset_ids is not None:
-            shape = len(ids.subset_ids), len(ids.units)
-            values_BE = np.asarray(_load(path, shape, "(B, E) subsets and units that its ids name"), np.float64)
-            return Predictions(method, ids.subset_ids, ids.units, values_BE)
-    elif "subset_id" in (table := _open(path)).column_names:
+    table = None if path.suffix == ".npy" else _open(path)
+    if table is None and (ids := _read_ids(path)).subset_ids is not None:
+        shape = len(ids.subset_ids), len(ids.units)
+        values_BE = np.asarray(_load(path, shape, "(B, E) subsets and units that its ids name"), np.float64)
+        return Predictions(method, ids.subset_ids, ids.units, values_BE)
+    if table is not None and "subset_id" in table.column_names:
         return _of_table(path, table, method)
-    return read_row_scores(path, rows, method).sum_over(subsets)
+    return read_row_scores(path, rows, method, table).sum_over(subsets)
 
 
-def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> RowScores:
+def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table: pa.Table | None = None) -> RowScores:
     """Open scores of rows; they are read block by block when they are summed.
 
     Args:
         rows: names of the corpus' rows; a Parquet file must name every one of them, in any order.
+        table: what the Parquet file holds; None: it is read.
     Raises:
         EnvironmentDataError: a row is missing, repeated or unknown; shapes do not fit.
     """
@@ -185,7 +186,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
         units = _read_ids(path).units
         scores = _load(path, (rows.n_rows, len(units)), "(N, E) rows and units")
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
-    table = _open(path)
+    table = _open(path) if table is None else table
     if "row_id" not in table.column_names:
         raise EnvironmentDataError(
             f"{path}: has columns {table.column_names}, expected subset_id, target, utility or row_id and a column a "

@@ -9,7 +9,7 @@ unit are two seeds. Shape letters: R runs, S seeds, G values of a label, T metri
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -310,8 +310,7 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
 
 
 def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
-    code_of: Mapping[object, int] = {name: code for code, name in enumerate(names)}
-    return np.array([code_of[name] for name in column.to_pylist()], dtype=np.int64)
+    return np.asarray(pc.index_in(column, pa.array(names, column.type)).to_numpy(), dtype=np.int64)
 
 
 def open_runs(path: Environment | RunTable | Path | str) -> Environment | RunTable:
