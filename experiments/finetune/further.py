@@ -26,8 +26,8 @@ from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
+from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.geometry.calibration import standard_errors

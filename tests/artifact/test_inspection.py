@@ -7,7 +7,7 @@ import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.spool import FeatureSpool
+from grasp.artifact.manifest import FeatureSpool
 from grasp.errors import ArtifactError
 
 

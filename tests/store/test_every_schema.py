@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.manifest import SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.spool import FeatureSpool
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer
 from grasp.choose.apply import MARKER, apply
 from grasp.choose.scorer import SIGNED_CARD, Scorer

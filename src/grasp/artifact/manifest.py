@@ -14,19 +14,22 @@ work/                         temporary, of a build in progress
 .grasp-artifact               whose directory this is; the lock of the one that writes
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, with_config
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry
+from grasp.store.contents import read_tensors, tensor_bytes
 from grasp.store.directory import Schema, Store
-from grasp.store.records import FileName, JsonModel, Name, Signed
+from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
 FORMAT_VERSION = 2
@@ -42,6 +45,8 @@ SCALE = "arrays/{}/scale.npy"  # of a column group
 SHARD_ROWS = "shards/{:05d}.parquet"
 SHARD_FEATURES = "features/shard-{:05d}.safetensors"
 SUM = "sum."  # prefix, in a moments file, of totals over all rows
+ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # of the row table, before the labels
+LOSS_TOKENS = "n_loss"  # a column beside them where not every token of a row carries loss
 PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
 
 ArrayDtype = Literal["float16", "float32"]
@@ -230,6 +235,33 @@ class BuiltShards(Store[ShardMark]):
     def progress(self) -> str:
         """How far the build is, in words."""
         return f"{len(self.parts)} of {self.grid.n_shards} shards are finished"
+
+
+class FeatureSpool(Store[Mark]):
+    """A directory of shards of named arrays: kept features, and what lies in the work area of a build."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, Schema(mark=Mark, marks="shard-*.json", ours=("shard-*.safetensors",)))
+
+    def write(self, k: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep the arrays of shard k (any shapes); replaces what was kept of it.
+
+        Raises:
+            ArtifactError: the disk is full (nothing of this shard is left).
+        """
+        self.put(f"shard-{k:05d}", {f"shard-{k:05d}.safetensors": tensor_bytes(arrays)})
+
+    def read(self, k: int) -> dict[str, NDArray[Any]]:
+        """The arrays of shard k.
+
+        Raises:
+            ArtifactError: shard k is not here, or damaged.
+        """
+        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.again)
+
+    def has(self, k: int) -> bool:
+        """Whether shard k is whole."""
+        return f"shard-{k:05d}" in self.parts
 
 
 def _contradiction(manifest: Manifest) -> str | None:

@@ -6,7 +6,7 @@ stays readable as it was until the manifest is replaced. A build is an extension
 
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Self, cast, get_args
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64
@@ -26,6 +27,7 @@ from grasp.artifact.manifest import (
     MARKER,
     PER_UNIT,
     PROVENANCE,
+    ROW_COLUMNS,
     ROWS,
     SCALE,
     SHARD_ROWS,
@@ -37,6 +39,7 @@ from grasp.artifact.manifest import (
     BuildRecord,
     BuiltShards,
     ColumnGroup,
+    FeatureSpool,
     Manifest,
     ShardGrid,
     SumEntry,
@@ -44,8 +47,6 @@ from grasp.artifact.manifest import (
     part_dir,
 )
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.spool import FeatureSpool
-from grasp.artifact.tables import ROW_COLUMNS, assemble_rows
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import (
     checksum,
@@ -55,6 +56,7 @@ from grasp.files import (
     own_directory,
     remove_parts,
     write_whole,
+    written_aside,
 )
 from grasp.store.contents import npy_bytes, parquet_bytes, tensor_bytes
 from grasp.store.directory import Content
@@ -62,6 +64,7 @@ from grasp.store.locks import locked
 from grasp.store.records import plain_json, read_record
 
 UNIT_COLUMNS = ("unit_id", "target")
+_GROUP_ROWS = 65_536  # rows of one Parquet row group: enough to scan fast, little to hold
 
 
 @contextmanager
@@ -392,7 +395,7 @@ class ArtifactWriter(BuiltShards):
         what = "not finished" if self._artifact is None else "the targets were not added"
         with out_of_space(f"{self.root}: {what}", self.progress):
             if self._artifact is None:
-                assemble_rows([self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS)
+                _assemble([self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS)
                 names.insert(1, ROWS)
             write_whole(self.root / names[-2], parquet_bytes(units))
             write_whole(self.root / names[-1], tensor_bytes(arrays))
@@ -464,6 +467,26 @@ def encode(
             f"{scale_E[column]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
         )
     return stored_NE
+
+
+def _assemble(tables: Sequence[Path], out: Path) -> None:
+    """Stream the row tables of all shards, in order, into one file; a column that one lacks is null there."""
+    try:
+        schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
+        what = " ".join(str(err).split())
+        raise ArtifactError(f"{tables[0].parent}: a label column changes its type: {what}") from err
+    with written_aside(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+        pending = schema.empty_table()
+        for path in tables:
+            with pq.ParquetFile(path) as file:
+                pending = pa.concat_tables([pending, file.read()], promote_options="permissive")
+            full = pending.num_rows - pending.num_rows % _GROUP_ROWS
+            if full:
+                writer.write_table(pending.slice(0, full), row_group_size=_GROUP_ROWS)
+                pending = pending.slice(full)
+        if pending.num_rows:
+            writer.write_table(pending, row_group_size=_GROUP_ROWS)
 
 
 def _check_units(units: pa.Table, n_columns: int | None) -> None:

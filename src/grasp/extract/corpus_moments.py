@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.spool import FeatureSpool
+from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.store import RowStore, ShardStore
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums

@@ -19,10 +19,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.manifest import BUILD, FEATURES, MANIFEST, RUN, SIGNED_MANIFEST
+from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.spool import FeatureSpool
-from grasp.artifact.tables import LOSS_TOKENS
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError

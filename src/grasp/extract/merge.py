@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 
 import grasp
 from grasp.arrays import F32
-from grasp.artifact.manifest import PER_UNIT
+from grasp.artifact.manifest import LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS, conform
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
@@ -178,11 +177,12 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
                 table = part.rows(rows)
                 if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:
                     # plain text: all but the first token
-                    table = table.append_column(LOSS_TOKENS, pc.subtract(table["n_tokens"], 1))
-                tables.append(conform(table, schema))
+                    n_loss = pc.subtract(table["n_tokens"], 1).cast(schema.field(LOSS_TOKENS).type)
+                    table = table.append_column(LOSS_TOKENS, n_loss)
+                tables.append(table)
                 for name in arrays:
                     numbers[name].append(part.array_rows(name, rows))
-            table = pa.concat_tables(tables)
+            table = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive").select(schema.names)
             writer.write_shard(k, {name: np.concatenate(pieces) for name, pieces in numbers.items()}, table, {})
             progress.advance(table.num_rows, 0)
         writer.finish(manifest=given, moments=dict(parts[0].moments), units=parts[0].units, sums=sums, gains=gains)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 import grasp
-from grasp.artifact.tables import LOSS_TOKENS
+from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.extras import require
 from grasp.predict.rows import SHORT, short_of
 from grasp.report import views
