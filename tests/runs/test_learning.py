@@ -9,9 +9,8 @@ import pytest
 from scipy.sparse import csr_array
 
 import grasp
-from grasp.choose.climb import SLOW
 from grasp.choose.mixture import mix
-from grasp.choose.select import select
+from grasp.choose.select import SLOW, select
 from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelTable

@@ -21,8 +21,7 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.climb import climb
-from grasp.choose.quadratic_program import Programme
+from grasp.choose.quadratic_program import Programme, climb
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.families import dirichlet_shares
 from grasp.predict.label_slices import label_slices

@@ -22,9 +22,8 @@ import pyarrow as pa
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
-from grasp.choose.climb import climb
 from grasp.choose.limits import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
-from grasp.choose.quadratic_program import Programme, Segments, solve
+from grasp.choose.quadratic_program import Programme, Segments, climb, solve
 from grasp.errors import SettingsError
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.predictor import ANY_TEXT, Exposure

@@ -4,10 +4,14 @@
 
 The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first. It is
 one convex programme, solved by Clarabel, an interior-point method.
-Shape letters: G values, K ends of straight pieces.
+
+What runs teach saturates, so the best mixture by them lies inside, where no linear programme ends. `climb` solves one
+at each step, for the corner to which the value rises most, and goes towards it as far as it rises (Frank and Wolfe).
+Shape letters: B mixtures, G values, K ends of straight pieces.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import clarabel
@@ -18,6 +22,10 @@ from grasp.arrays import F64
 from grasp.errors import SettingsError
 
 ON_BOUND = 1e-7
+STEPS = 60
+REACH = np.linspace(0.0, 1.0, 33) ** 2  # parts of the way to a corner that are tried
+NUDGE = 1e-3  # of a slice's share and an even share, for difference quotients
+STILL = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +142,33 @@ def _repaired(p_G: F64, programme: Programme) -> F64:
         p_G = p_G.copy()
         p_G[free] *= rest / p_G[free].sum()
     return np.clip(p_G, low, high)
+
+
+def climb(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
+    """The best mixture found, (G,).
+
+    Args:
+        programme: its bounds and distance hold; what it maximises does not count.
+        value: of mixtures (B, G), however large their sum, (B,).
+        starts: mixtures; those outside of the bounds are passed over, one at least is within.
+    """
+    linear = replace(programme, segments=None)
+    low_G, high_G = programme.low_G - STILL, programme.high_G + STILL
+    ends = []
+    for start_G in starts:
+        if not ((low_G <= start_G) & (start_G <= high_G)).all():
+            continue
+        p_G = start_G
+        for _ in range(STEPS):
+            nudge_G = NUDGE * (p_G + 1.0 / len(p_G))
+            values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
+            slope_G = (values[1:] - values[0]) / nudge_G
+            corner_G = solve(linear, slope_G)
+            path_BG = p_G + REACH[:, None] * (corner_G - p_G)
+            along_B = value(path_BG)
+            best = int(np.argmax(along_B))
+            if along_B[best] - values[0] <= STILL * np.ptp(along_B):
+                break
+            p_G = path_BG[best]
+        ends.append(p_G)
+    return ends[int(np.argmax(value(np.stack(ends))))]

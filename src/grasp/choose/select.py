@@ -18,7 +18,6 @@ from scipy.sparse import csr_array
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import SelectionObjective, weighted_targets, with_diversity
-from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import (
     OPTIMAL,
@@ -50,6 +49,9 @@ SHORT_SHARE = 0.01  # of short rows: worth a word
 VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
 PLACES = 50  # lengths of a choice whose value is shown
 SEARCHED = 200  # lengths that are compared at once for the best one
+PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the rows that are swapped at once where runs say more, besides all
+ROUNDS = 20
+SLOW = 0.01  # of what the rounds before have gained
 
 
 def select(
@@ -288,29 +290,43 @@ def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool)
 
 
 def _worth_by_runs(aim: SelectionObjective, document_N: I64 | None, limits: Limits, worth_M: F64) -> tuple[F64, str]:
-    """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
+    """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains.
+
+    Uphill from the best by relevance: those rows are best next whose taking in makes the value rise fastest, and on the
+    way to them some are swapped.
+    """
     assert aim.intervals is not None
-    intervals, end = aim.intervals, "lower end of the change" if aim.cautious else "change"
 
     def kept(mask_BM: Bool) -> Weights:
         mask_BN = mask_BM if document_N is None else mask_BM[:, document_N]
         at = np.nonzero(mask_BN)
         return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows)))
 
-    def value(mask_BM: Bool) -> F64:
-        return aim.learned(kept(mask_BM))
-
     def masks(by_BM: F64) -> Bool:
         return np.stack([mask_of(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
 
-    def rise(mask_1M: Bool) -> F64:
-        rise_N = intervals.rise(kept(mask_1M), aim.weights_T, cautious=aim.cautious)
-        return rise_N if document_N is None else _mean_by(document_N, rise_N)
-
-    best_M = climb_rows(worth_M, masks, value, rise)
-    by_runs, by_relevance = value(masks(np.stack([best_M, worth_M]))).tolist()
+    best_M, kept_1M = worth_M, masks(worth_M[None])
+    by_relevance = by_runs = float(aim.learned(kept(kept_1M))[0])
+    for _ in range(ROUNDS):
+        rise_M = aim.intervals.rise(kept(kept_1M), aim.weights_T, cautious=aim.cautious)
+        if document_N is not None:
+            rise_M = _mean_by(document_N, rise_M)
+        kept_M, corner_M = kept_1M[0], masks(rise_M[None])[0]
+        leaving, coming = np.sort(rise_M[kept_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~kept_M])
+        n = min(len(leaving), len(coming))
+        gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
+        # so much kept rows have to their credit that all, half, ... of the swaps are made
+        credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
+        by_BM = rise_M + np.array(credit_B)[:, None] * kept_1M
+        mask_BM = masks(by_BM)
+        value_B = aim.learned(kept(mask_BM))
+        k = int(np.argmax(value_B))
+        if value_B[k] - by_runs <= SLOW * (by_runs - by_relevance):
+            break
+        best_M, kept_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
+    end = "lower end of the change" if aim.cautious else "change"
     return best_M, (
-        f"rows are ranked by the {end} that the runs lead to expect, {by_runs:+.4f} {intervals.unit}; the best by "
+        f"rows are ranked by the {end} that the runs lead to expect, {by_runs:+.4f} {aim.intervals.unit}; the best by "
         f"relevance alone have {by_relevance:+.4f}"
     )
 
