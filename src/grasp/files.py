@@ -217,7 +217,7 @@ def is_part(path: Path) -> bool:
 def remove_stale(part: Path, *, older_than: float) -> None:
     """Remove what a killed writer left aside; a young part may belong to one that is alive."""
     try:
-        if time.time() - part.stat().st_mtime > older_than:
+        if time.time() - part.lstat().st_mtime > older_than:
             discard(part)
     except FileNotFoundError:
         return
