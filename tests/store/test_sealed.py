@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grasp
+from grasp.audit.detect import read_suspects
 from grasp.errors import GraspError
 from grasp.predict.subset_tables import RowIndex
-from grasp.report.suspects import read_suspects
 from grasp.store.sealed import SEAL, NotAsWrittenError, SealedWriter, read_sealed, sealed_batches, write_sealed
 from grasp.verbs.predict import read_subsets
 from tests.report.world import write_artifact
