@@ -223,6 +223,7 @@ REFUSED = [
     ("noisy", {"match": "input"}, "no 'input' relevance"),
     ("marked", {"neighbours": 5}, "neighbours: no meaning without a label"),
     ("marked", {"k": 5}, "k: no meaning without truth"),
+    ("marked", {"top": -1}, "top: got -1"),
     ("marked", {"truth": "part"}, "truth part: row row-4 has no value"),
     ("marked", {"truth": "minus"}, "truth minus: row row-5 has -1"),
     ("marked", {"truth": "nan"}, "truth nan: row row-6 has no value"),

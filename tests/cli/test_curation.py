@@ -294,3 +294,10 @@ def test_a_table_of_subsets_that_is_excluded(art, tmp_path):
     succeed(*asked, "--budget", "10", "--out", out)
     assert not set(pq.read_table(out)["row_id"].to_pylist()) & set(rows)
     assert "the others being excluded; ask for less" in refused(*asked, "--budget", "100%")
+
+
+def test_a_label_may_be_spelled_in_any_case(art):
+    asked = (("predict", "--by"), ("select", "--budget", "10", "--by"), ("detect", "--label"))
+    for command, *flags in asked:
+        lower, upper = (succeed(command, art, "--target", "facts", *flags, name).out for name in ("topic", "TOPIC"))
+        assert upper == lower or command == "predict"  # whose title is as it was asked

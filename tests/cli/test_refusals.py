@@ -82,6 +82,7 @@ REFUSALS = {
         (("--diversity", "1e300"), "diversity: got 1e+300, expected 0 to 1e+06"),
         (("--documents", "some"), "expected any, half or all"),
         (("--documents", "half"), "add --export DIR"),
+        (("--format", "jsonl"), "add --export DIR"),
         (("--left-out", "gone", "--documents", "any", "--ids-out", "i"), "add --export DIR"),
         (("--left-out", "gone", "--budget", "100%"), "left out: nothing is"),
         (("--left-out", "gone", "--budget", "100%", "--documents", "all"), "left out: nothing is"),

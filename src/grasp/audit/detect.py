@@ -136,6 +136,8 @@ def detect(
     target = only_target(artifact, target)
     if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
+    if top < 0:
+        raise SettingsError(f"top: got {top}, expected 0 or more")
     if k is not None and truth is None:
         raise SettingsError("k: no meaning without truth; leave it out")
     if neighbours is not None and label is None:
@@ -173,6 +175,7 @@ def detect(
     scores = {"relevance": relevance_N}
     if label is not None:
         column = label_column(artifact, label)
+        label = column.name  # as the corpus spells it
         code_N = column.codes_N.astype(np.int64)
         if None in column.values:  # rows without a label are each alone
             none_N = np.flatnonzero(code_N == column.values.index(None))

@@ -17,7 +17,7 @@ SECONDS = "seconds.json"
 
 
 class WorkArea:
-    """A directory of arrays and records by name. Everything in it is of one method, one setting, one artifact."""
+    """A directory of arrays and records by name. Everything in it is of one artifact, and of one method and setting but for what methods share."""
 
     def __init__(self, directory: Path, shared: Path | None = None) -> None:
         self.directory = directory

@@ -2,7 +2,7 @@
 
 The road: `SelectionObjective` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they
 allow, `Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
-Shape letters: N rows, M rows or documents that a budget counts, P picked ones, T targets, G values of a label.
+Shape letters: N rows, M rows or documents that a budget counts, P all of them in order, T targets, G values of a label.
 """
 
 import itertools
@@ -118,6 +118,7 @@ def select(
         unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
         said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
     labels = None if by is None else label_column(artifact, by, "by")
+    by = None if labels is None else labels.name  # as the corpus spells it
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)

@@ -60,10 +60,12 @@ def select(
     check_outputs(outputs, artifact.reads | reads(asked), tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     exporter = None
-    if written is not None or documents or ids_out or corpus:
+    if written is not None or documents or ids_out or corpus or form != "parquet":
         exporter = Exporter.from_options(artifact, documents=documents, form=form, corpus=corpus, ids=ids_out)
         if written is None:
-            raise SettingsError("--documents, --ids-out, --corpus: say how documents are written; add --export DIR")
+            raise SettingsError(
+                "--documents, --ids-out, --corpus, --format: say how documents are written; add --export DIR"
+            )
     with Watch(quiet=quiet) as watch:
         selection = opened.select(**asked, progress=watch)
     print(selection)

@@ -556,7 +556,7 @@ def additive_predictor(
     match: str | None = None,
     unit: str | None = None,
 ) -> Predictor:
-    """What `select` orders rows by: `effect_NT` has one column.
+    """What rows are ranked by for one target, or one unit of it: `effect_NT` has one column.
 
     Args:
         match: one kernel in the place of the protocol's.
