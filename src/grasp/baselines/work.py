@@ -17,7 +17,7 @@ SECONDS = "seconds.json"
 
 
 class WorkArea:
-    """A directory of arrays and records by name. Everything in it is of one artifact, and of one method and setting but for what methods share."""
+    """Arrays and records by name, in a directory of one artifact: of one method and setting, or what methods share."""
 
     def __init__(self, directory: Path, shared: Path | None = None) -> None:
         self.directory = directory
