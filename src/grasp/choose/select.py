@@ -177,19 +177,8 @@ def select(
     ordered_by_N = effect_M if document_N is None else effect_M[document_N]
     curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), ordered_by_N)
 
-    # subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]: the row table streams past
-    kept_N, start, parts = mask_of(rows, artifact.n_rows), 0, list[pa.RecordBatch]()
-    for batch in artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
-        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
-        start += batch.num_rows
-    taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
-    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
-    if best.gain is not None:
-        table = table.add_column(2, "gain", pa.array(best.gain))
-    table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
-    table = table.add_column(2, "order", pa.array(np.arange(len(table))))
-    table = table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
-
+    kept_N = mask_of(rows, artifact.n_rows)
+    table = _row_table(aim, best, kept_N, by)
     weights = one_subset(SUBSET, kept_N).weights
     sums = aim.predictor.sums(weights)
     changes, notes = aim.judged(SUBSET, weights)
@@ -237,6 +226,22 @@ def select(
 
 
 # ------------------------------------------------------------------------------------------------- which rows
+
+
+def _row_table(aim: SelectionObjective, best: BestRows, kept_N: Bool, by: str | None) -> pa.Table:
+    """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the best rows; all rows stream past."""
+    start, parts = 0, list[pa.RecordBatch]()
+    for batch in aim.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    rows = best.row_index
+    taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
+    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
+    if best.gain is not None:
+        table = table.add_column(2, "gain", pa.array(best.gain))
+    table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
+    table = table.add_column(2, "order", pa.array(np.arange(len(table))))
+    return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
 
 
 def _mean_by(document_N: I64, value_N: F64) -> F64:

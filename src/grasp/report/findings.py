@@ -201,25 +201,7 @@ def findings(
     trends = label_trends([*previous, artifact], columns, targets) if previous else NO_TRENDS
     detected = NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names)
 
-    # the rows with the highest effects of each target, and what is gained by keeping them
-    n_best, n_targets = max(1, round(BEST_SHARE * artifact.n_rows)), len(targets)
-    effects = by_column(predictor.effect_NT, np.arange(artifact.n_rows))
-    subsets = (
-        WeightedRows(target, np.sort(ranked(effect_N, count=n_best)))
-        for target, effect_N in zip(targets, effects, strict=True)
-    )
-    blocks = list(in_blocks(subsets, artifact.n_rows, n_targets))
-    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
-    plain_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
-    best = [Worth(float(value), plain_unit) for value in value_T]
-    if isinstance(nats, OutcomePredictor):
-        tables = [nats.predict(block.weights) for block in blocks]
-        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
-        outside = [text for table in tables for text in table.outside]
-        for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
-            learned = isfinite(value)
-            unit = NATS.get(nats.unit, nats.unit) if learned else plain_unit
-            best[t] = Worth(value if learned else best[t].value, unit, low, high, outside[t])
+    n_best = max(1, round(BEST_SHARE * artifact.n_rows))
 
     # what is not there, and how to get it
     lacking = [Missing(unshaded, "")] if unshaded else []
@@ -264,7 +246,7 @@ def findings(
         labels=tuple(labels),
         parts=parts,
         best_share=n_best / artifact.n_rows,
-        best=tuple(best),
+        best=best_worth(predictor, targets, n_best, nats),
         rows=rows,
         shades=shades,
         pictures=pictures,
@@ -278,6 +260,31 @@ def findings(
         suspects=detected,
         lacking=tuple(lacking),
     )
+
+
+def best_worth(
+    predictor: Predictor, targets: Sequence[str], n_best: int, nats: OutcomePredictor | Missing
+) -> tuple[Worth, ...]:
+    """What each target gains if the rows with the highest effects on it are kept, and no others."""
+    n_rows = len(predictor.effect_NT)
+    effects = by_column(predictor.effect_NT, np.arange(n_rows))
+    subsets = (
+        WeightedRows(target, np.sort(ranked(effect_N, count=n_best)))
+        for target, effect_N in zip(targets, effects, strict=True)
+    )
+    blocks = list(in_blocks(subsets, n_rows, len(targets)))
+    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
+    plain_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
+    best = [Worth(float(value), plain_unit) for value in value_T]
+    if isinstance(nats, OutcomePredictor):
+        tables = [nats.predict(block.weights) for block in blocks]
+        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
+        outside = [text for table in tables for text in table.outside]
+        for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
+            learned = isfinite(value)
+            unit = NATS.get(nats.unit, nats.unit) if learned else plain_unit
+            best[t] = Worth(value if learned else best[t].value, unit, low, high, outside[t])
+    return tuple(best)
 
 
 NO_LABELS = Missing(
