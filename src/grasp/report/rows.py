@@ -86,22 +86,8 @@ def held_rows(
         parts: whose best rows are wanted.
         long_N: rows that are long enough to be ranked.
     """
-    effect_NT, targets, rows_L = predictor.effect_NT, predictor.targets, np.flatnonzero(long_N)
-
-    # the first units of every target, each with the rows at its ends
-    each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (predictor.n_rows * len(targets))))
-    columns = [artifact.unit_columns(target)[:each] for target in targets]
-    target_Q = np.repeat(np.arange(len(targets)), [len(part) for part in columns])
-    column_Q = np.concatenate(columns)
-    units = artifact.units.select(["unit_id", "prompt", "completion"]).take(column_Q).to_pylist()
-    single = UnitSelection(tuple(str(e) for e in column_Q), column_Q, np.ones(len(column_Q), dtype=np.int64))
-    effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
-    questions = []
-    for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
-        ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
-        rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
-        questions.append(Question(int(target_Q[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
-
+    effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
+    questions = _questions(artifact, predictor, rows_L)
     mean_L = effect_NT.mean(axis=1)[rows_L]
     wanted = [_ends(effect_L, rows_L, ENDS, ENDS) for effect_L in by_column(effect_NT, rows_L)]
     wanted += [question.rows for question in questions]
@@ -115,9 +101,25 @@ def held_rows(
         for effect_L, effect_K in zip(by_column(effect_NT, rows_L), effect_NT[index].T, strict=True)
     ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
-    return HeldRows(
-        tuple(artifact.rows(index).to_pylist()), index, effect_NT[index], rank_KT, tuple(questions), len(rows_L)
-    )
+    return HeldRows(tuple(artifact.rows(index).to_pylist()), index, effect_NT[index], rank_KT, questions, len(rows_L))
+
+
+def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> tuple[Question, ...]:
+    """The first units of every target, each with the rows at its ends. Their effects are let go when it returns."""
+    targets = predictor.targets
+    each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (predictor.n_rows * len(targets))))
+    columns = [artifact.unit_columns(target)[:each] for target in targets]
+    target_Q = np.repeat(np.arange(len(targets)), [len(part) for part in columns])
+    column_Q = np.concatenate(columns)
+    units = artifact.units.select(["unit_id", "prompt", "completion"]).take(column_Q).to_pylist()
+    single = UnitSelection(tuple(str(e) for e in column_Q), column_Q, np.ones(len(column_Q), dtype=np.int64))
+    effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
+    questions = []
+    for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
+        ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
+        rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
+        questions.append(Question(int(target_Q[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
+    return tuple(questions)
 
 
 def by_column(values_NT: F32, rows_L: I64) -> Iterator[F32]:
