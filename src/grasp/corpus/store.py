@@ -211,30 +211,11 @@ class ShardStore(ABC, Generic[S, R]):
             label_of[label.casefold()] = label
         stream = rows(counted(), cursor, skipped)
         while shard := list(islice(stream, shard_rows)):
-            labels = dict.fromkeys(name for row in shard for name in row.labels)
-            for label in labels:  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
-                if (other := label_of.setdefault(label.casefold(), label)) != label:
-                    raise CorpusError(
-                        f"labels {other!r} and {label!r} differ only in case, and an expression cannot tell them "
-                        "apart; rename or drop one of the columns"
-                    )
-            values = {label: [row.labels.get(label) for row in shard] for label in labels}
-            kinds = {label: kind_of_all(column) for label, column in values.items()}
-            table = pa.table(
-                {
-                    "row_id": pa.array([row.row_id for row in shard], pa.string()),
-                    "doc_id": pa.array([row.doc_id for row in shard], pa.string()),
-                    "n_tokens": pa.array([row.n_tokens for row in shard], pa.int32()),
-                    "snippet": pa.array([row.snippet for row in shard], pa.string()),
-                    DOCUMENT_COLUMN: pa.array([row.document for row in shard], pa.int64()),
-                    **cls._columns(shard),
-                    **{label: column_of(column, kinds[label]) for label, column in values.items()},
-                }
-            )
             name = f"shard-{len(marks):05d}"
+            data, kinds = cls._shard_bytes(shard, label_of)
             mark = store.put(
                 name,
-                {f"{name}.parquet": parquet_bytes(table)},
+                {f"{name}.parquet": data},
                 n_rows=len(shard),
                 n_tokens=sum(row.n_tokens for row in shard),
                 # A short shard is the last one: what came after its last row has been read and counted as well.
@@ -288,6 +269,31 @@ class ShardStore(ABC, Generic[S, R]):
         )
         cls.signed.write(directory, summary)
         return cls.open(directory)
+
+    @classmethod
+    def _shard_bytes(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[bytes, dict[str, Kind]]:
+        """The file of a shard, and the kinds of its labels, which `label_of` learns; its columns are let go."""
+        labels = dict.fromkeys(name for row in rows for name in row.labels)
+        for label in labels:  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
+            if (other := label_of.setdefault(label.casefold(), label)) != label:
+                raise CorpusError(
+                    f"labels {other!r} and {label!r} differ only in case, and an expression cannot tell them "
+                    "apart; rename or drop one of the columns"
+                )
+        values = {label: [row.labels.get(label) for row in rows] for label in labels}
+        kinds = {label: kind_of_all(column) for label, column in values.items()}
+        table = pa.table(
+            {
+                "row_id": pa.array([row.row_id for row in rows], pa.string()),
+                "doc_id": pa.array([row.doc_id for row in rows], pa.string()),
+                "n_tokens": pa.array([row.n_tokens for row in rows], pa.int32()),
+                "snippet": pa.array([row.snippet for row in rows], pa.string()),
+                DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
+                **cls._columns(rows),
+                **{label: column_of(column, kinds[label]) for label, column in values.items()},
+            }
+        )
+        return parquet_bytes(table), kinds
 
     @staticmethod
     @abstractmethod

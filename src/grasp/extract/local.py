@@ -191,18 +191,7 @@ def write_artifact(
     else:
         shards = forward_shards(inputs, kernels, workers, left, out, progress)
     for k, shard in shards:
-        arrays = pooled_kernel.sketches(shard.pooled) | pooled_kernel.relevance(shard.pooled) | shard.arrays
-        table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
-        if isinstance(store, RowStore) and store.masked:
-            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
-        sums = column_sums(arrays)
-        if "relevance_gradient" in arrays:
-            bad = ~arrays["relevance_gradient"].any(axis=1)
-            sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
-            if bad.any():
-                named = table["row_id"].filter(pa.array(bad)).to_pylist()
-                progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
-        writer.write_shard(k, arrays, table, sums)
+        _write_shard(inputs, writer, pooled_kernel, k, shard, progress)
     if writer.complete:
         return
 
@@ -221,6 +210,29 @@ def write_artifact(
         gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
         rows_kept=settings.keep_tokens,
     )
+
+
+def _write_shard(
+    inputs: Inputs,
+    writer: ArtifactWriter,
+    pooled_kernel: PooledKernel,
+    k: int,
+    shard: ShardForward,
+    progress: Progress,
+) -> None:
+    """What the model gave of a shard, as its rows of the artifact; its arrays are let go before the next one comes."""
+    arrays = pooled_kernel.sketches(shard.pooled) | pooled_kernel.relevance(shard.pooled) | shard.arrays
+    table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    if isinstance(inputs.store, RowStore) and inputs.store.masked:
+        table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised(k), pa.int32()))
+    sums = column_sums(arrays)
+    if "relevance_gradient" in arrays:
+        bad = ~arrays["relevance_gradient"].any(axis=1)
+        sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
+        if bad.any():
+            named = table["row_id"].filter(pa.array(bad)).to_pylist()
+            progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
+    writer.write_shard(k, arrays, table, sums)
 
 
 def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
