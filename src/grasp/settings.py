@@ -6,12 +6,16 @@
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from grasp.errors import SettingsError
 from grasp.yaml_files import leaf, put, validated
+
+
+CHAT_DATE = date(2024, 7, 26)  # the date that Llama 3's template writes if it is told none
 
 
 class Settings(BaseModel):
@@ -190,6 +194,16 @@ class ModelSettings(Settings):
         None, description="An image classifier; none: the model is a causal LM."
     )
     tokenizer: str | None = Field(None, description="Directory of the tokenizer; none: the checkpoint's own.")
+    add_bos_token: bool | None = Field(
+        None,
+        description="Begin every text with the BOS token. null: as the tokenizer itself does. Chats begin as their "
+        "template writes them.",
+    )
+    chat_date: date | None = Field(
+        None,
+        description="Date given to chat templates that write today's date, so that rows are the same on every day. "
+        f"null: {CHAT_DATE}.",
+    )
     adapter: Literal["folded", "apart"] | None = Field(
         None,
         description="An adapter of peft is folded into the weights of its model, or kept apart, so that gradients are "

@@ -6,12 +6,14 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite, isnan
+from types import MappingProxyType
 from typing import Any
 
 from grasp.errors import SettingsError
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
+LONGEST_EXAMPLE = 300  # of what is wrong with a record
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
 ROOM = 6  # for the number behind a name that would be cut to the same as another
 SIGNS_SHOWN = 6
@@ -36,6 +38,14 @@ SKIPPED = {
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
     "no_answer": "conversations without an answer",
+    "untrained": "conversations of which no answer is marked to be trained",
+    "trained_user": "conversations that train another turn than the assistant's",
+    "bad_call": "conversations with a function_call that is no JSON of name and arguments",
+    "refused": "conversations that the chat template refuses",
+    "unwritten": "conversations of which the chat template does not write an answer",
+    "rewritten": "conversations of which the chat template writes an answer otherwise once turns follow",
+    "no_calls": "tool calls that the chat template does not write, of answers with words",
+    "no_reasoning": "reasoning that the chat template does not write",
     "no_loss": "rows without a token that carries loss",
     "no_image": "records without an image",
     "no_class": "images without a class",
@@ -105,9 +115,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
 
 
-def skipped_text(counts: Mapping[str, int]) -> str:
-    """What a corpus lost on the way to rows, by reason."""
-    return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
+def skipped_text(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+    """Return what a corpus lost on the way to rows, by reason, with the places of the first of each."""
+    parts = []
+    for reason, count in counts.items():
+        places = ", ".join(plain(example, LONGEST_EXAMPLE) for example in examples.get(reason, ()))
+        parts.append(f"{count:,} {SKIPPED.get(reason, plain(reason))}{f' ({places})' if places else ''}")
+    return ", ".join(parts)
 
 
 def json_text(

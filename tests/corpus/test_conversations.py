@@ -183,16 +183,6 @@ def test_surrogates_in_turns_are_mended(tmp_path):
 # ---------------------------------------------------------------- refusals
 
 
-class Blind:
-    """A tokenizer that cannot tell where tokens end."""
-
-    def __getattr__(self, name):
-        return getattr(chat_tokenizer(), name)
-
-    def encode_with_ends(self, texts):
-        return [(ids, None) for ids in self.encode(texts)]
-
-
 ONE = {"messages": TURNS}
 THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)}
 REFUSED = [
@@ -205,10 +195,9 @@ REFUSED = [
     ({"instruction": "a", "output": 3}, {}, "column 'output' holds int, expected text"),
     ({"messages": TURNS, "tools": "{"}, {}, "tools: got '{'"),
     (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, "c.jsonl:1: the tokenizer has no chat template"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, "turn 1: the chat template leaves out"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, "c.jsonl:1: turn 1: the chat template does not write"),
     (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "turn 1: the chat template writes it otherwise"),
     (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "Conversation roles must alternate"),
-    (ONE, {"tokenizer": Blind}, "the tokenizer cannot tell which tokens are the answer"),
     (ONE, {"packing": "concat"}, "corpus.packing"),
     ({"text": "water"}, {"loss_on": "completion"}, "corpus.loss_on: got completion"),
 ]

@@ -60,23 +60,24 @@ def mixed_documents(draw):
     return [document(i, *((x, None) if isinstance(x, str) else (None, x))) for i, x in enumerate(drawn)]
 
 
-@given(mixed_documents(), PACKINGS, st.integers(2, 5), st.sampled_from([None, 2]))
-def test_packing_goes_on_from_any_row(documents, packing, length, most):
+@given(mixed_documents(), PACKINGS, st.integers(2, 5), st.sampled_from([None, 2]), st.sampled_from([(), (499,)]))
+def test_packing_goes_on_from_any_row(documents, packing, length, most, prefix):
     changes = {"packing": packing, "max_length": length, "max_rows_per_document": most}
     log = Skipped()
     # what a shard keeps: the row's cursor, and the account of what was skipped up to it
-    states = [(row, log.drain()) for row in pack(documents, Words(), log, **changes)]
+    tokenizer = Words(prefix_ids=prefix)
+    states = [(row, log.drain()) for row in pack(documents, tokenizer, log, **changes)]
     rows, tail = [row for row, _ in states], log.drain()
     for k, row in enumerate(rows):
         again = Skipped()
         for _, skipped in states[: k + 1]:
-            again.extend(skipped.counts, skipped.ids)
-        rest = list(pack(documents, Words(), again, cursor=row.after, **changes))
+            again.extend(skipped.counts, skipped.ids, skipped.examples)
+        rest = list(pack(documents, tokenizer, again, cursor=row.after, **changes))
         assert [(r.row_id, r.after, r.snippet) for r in rest] == [(r.row_id, r.after, r.snippet) for r in rows[k + 1 :]]
         assert ids_of(rest) == ids_of(rows[k + 1 :])
         whole = Skipped()
         for skipped in (*(skipped for _, skipped in states), tail):
-            whole.extend(skipped.counts, skipped.ids)
+            whole.extend(skipped.counts, skipped.ids, skipped.examples)
         assert again == whole
 
 

@@ -73,7 +73,7 @@ def test_a_text_is_unknown_where_nobody_says_where_tokens_end(tmp_path):
     asked = write(tmp_path, ["one two three four five six seven eight nine ten"])
 
     class Silent(Words):
-        def encode_with_ends(self, texts):
+        def encode_with_spans(self, texts):
             return [(ids, None) for ids in self.encode(texts)]
 
     assert [row.text for row in rows_with_texts(asked, Silent())] == [None, None]

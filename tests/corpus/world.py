@@ -20,17 +20,21 @@ from grasp.settings import CorpusSettings
 class Words:
     """One token a word, by a hash; remembers the texts it was given."""
 
-    def __init__(self, vocab_size: int = 500, eos_id: int | None = 0, salt: str = "") -> None:
-        self.vocab_size, self.eos_id, self.salt = vocab_size, eos_id, salt
+    def __init__(
+        self, vocab_size: int = 500, eos_id: int | None = 0, salt: str = "", prefix_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.vocab_size, self.eos_id, self.salt, self.prefix_ids = vocab_size, eos_id, salt, prefix_ids
+        self.suffix_ids = () if eos_id is None else (eos_id,)
+        self.context_ids = self.prefix_ids or self.suffix_ids
         self.seen: list[str] = []
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         self.seen.extend(texts)
         return [[1 + zlib.crc32((self.salt + word).encode()) % 400 for word in text.split()] for text in texts]
 
-    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        ends = [[match.end() for match in re.finditer(r"\S+", text)] for text in texts]
-        return list(zip(self.encode(texts), ends, strict=True))
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        spans = [[match.span() for match in re.finditer(r"\S+", text)] for text in texts]
+        return list(zip(self.encode(texts), spans, strict=True))
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return [" ".join(f"t{token}" for token in row) for row in rows]

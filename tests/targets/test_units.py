@@ -20,6 +20,14 @@ class CharTokenizer:
 
     eos_id: int | None = 0
     vocab_size: int = 128
+    prefix_ids: tuple[int, ...] = ()
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        return self.prefix_ids or (() if self.eos_id is None else (self.eos_id,))
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        return [(ids, [(k, k + 1) for k in range(len(ids))]) for ids in self.encode(texts)]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(char) for char in text] for text in texts]

@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.documents import Tokenizer, read_documents
+from grasp.corpus.documents import read_documents
+from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.packing import Row, pack, row_bytes
 from grasp.corpus.sources import JsonRecord, open_source
 from grasp.corpus.store import RowStore

@@ -1,10 +1,11 @@
 """Whatever people have (text, chats, token ids, images) becomes rows: readers, packing, labels, a store on disk.
 
 In: files, a `datasets` directory, a table in memory. Out: a store of rows that can be resumed and read by position.
-Read `documents` first (a stream of records), then `packing` (rows), then `store`.
+Read `documents` first (a stream of records), then `encoding` (tokens and loss masks), `packing` (rows) and `store`.
 """
 
-from grasp.corpus.documents import Document, Tokenizer, read_documents
+from grasp.corpus.documents import Document, read_documents
+from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
 from grasp.corpus.passages import PassageCounts, normalised, read_passages, write_passages

@@ -1,13 +1,15 @@
-"""What a record says, in the forms that people have: a text, or a question and its answer, or turns of a conversation.
+"""Parse a record into a text, a prompt and its completion, or the turns of a conversation.
 
-Turns of OpenAI (`role`, `content`) or ShareGPT (`from`, `value`); an instruction, its input and its output; a prompt
-and its completion; any columns by two templates, format strings (`{question}`) or Jinja (`{{ question }}`). Turns
-become text later, by the chat template of a model.
+Reads turns in the form of OpenAI (`role`, `content`) and ShareGPT (`from`, `value`); an instruction with its input,
+output and `history`; a prompt and its completion; any columns by two templates, format strings (`{question}`) or Jinja
+(`{{ question }}`). Turns are normalised to what chat templates expect, as trainers do: null members are absent,
+arguments of tool calls are objects, and turns marked `weight: 0` or `train: false` carry no loss. A model's chat
+template turns them into text later. Start with `form_of` and `Form.read`.
 """
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -77,6 +79,9 @@ TURNS: Final = ("messages", "conversations", "conversation")
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
 BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
+HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
+CALL: Final = "function_call"  # role of ShareGPT whose words are a tool call
+FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
@@ -94,30 +99,54 @@ FAULTS: Final = {
     "turn_order": "its turns are out of order: expected user and assistant in turn, a system turn first",
     "empty_answer": "an answer of the assistant is empty",
     "no_answer": "the assistant does not answer",
+    "untrained": "every answer of the assistant is marked weight: 0 or train: false",
+    "trained_user": "a turn of another role than the assistant is marked to be trained; only answers carry loss",
+    "bad_call": "a turn of function_call is no JSON with name and arguments",
 }
+REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names that templates give to an answer's reasoning
+
+
+class UnusableConversationError(CorpusError):
+    """A chat template cannot write a conversation so that its loss is known; `reason` is a key of `text.SKIPPED`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns as chat templates take them, and the tools that the assistant had."""
+    """Turns as chat templates take them, and the tools that the assistant had.
+
+    Attributes:
+        untrained: positions of the assistant's turns that are marked to carry no loss.
+        marked: what is wrong with the marks and calls of its turns, a key of `FAULTS`.
+    """
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[Any, ...] = ()
+    untrained: frozenset[int] = frozenset()
+    marked: str | None = None
 
     @property
     def answers(self) -> list[int]:
-        """Positions of the assistant's turns."""
-        return [k for k, turn in enumerate(self.turns) if turn["role"] == "assistant"]
+        """Return the positions of the assistant's turns that carry loss."""
+        spoken = (k for k, turn in enumerate(self.turns) if turn["role"] == "assistant")
+        return [k for k in spoken if k not in self.untrained]
 
     @property
     def fault(self) -> str | None:
-        """Why no model can be trained on it, a key of `FAULTS`; None: nothing is wrong."""
+        """Return why no model can be trained on it, a key of `FAULTS`; None: nothing is wrong."""
         roles = ["", *(turn["role"] for turn in self.turns)]
+        if self.marked is not None:
+            return self.marked
         if any(before not in BEFORE[role] for before, role in pairwise(roles)):
             return "turn_order"
-        if any(not self.turns[k]["content"].strip() and not self.turns[k].get("tool_calls") for k in self.answers):
+        if any(not any(answer_parts(self.turns[k]).values()) for k in self.answers):
             return "empty_answer"
-        return None if self.answers else "no_answer"
+        if not self.answers:
+            return "untrained" if self.untrained else "no_answer"
+        return None
 
     def __str__(self) -> str:
         """What is said, without the system's turns, for reading."""
@@ -125,8 +154,9 @@ class Conversation:
 
     @property
     def content(self) -> str:
-        """All that it is made of, as one text."""
-        return json.dumps([self.turns, self.tools], sort_keys=True, ensure_ascii=False, default=str)
+        """Return all that it is made of as one text, from which names of documents are made."""
+        parts = [self.turns, self.tools, *([sorted(self.untrained)] if self.untrained else [])]
+        return json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +190,17 @@ class Form:
             prompt, completion = self.templates
             pair = prompt.fill(given, where), completion.fill(given, where)
         elif self.kind == "instruction":
-            _, output, *inputs = (name for name in self.columns if name not in BESIDE)
+            _, output, *inputs = (name for name in self.columns if name not in (*BESIDE, HISTORY))
             for name in (first, output, *inputs):
                 if not isinstance(given[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
-            asked = "\n\n".join(text for name in (first, *inputs) if (text := given[name] or "").strip())
-            said = [{"role": "user", "content": asked}, {"role": "assistant", "content": given[output] or ""}]
+            question = "\n\n".join(text for name in (first, *inputs) if (text := given[name] or "").strip())
+            pairs = [*_history(given.get(HISTORY), where), (question, given[output] or "")]
+            said = [
+                {"role": role, "content": words}
+                for pair_of_turns in pairs
+                for role, words in zip(("user", "assistant"), pair_of_turns, strict=True)
+            ]
         elif self.kind == "prompt":
             if isinstance(given["prompt"], str) and isinstance(given["completion"], str):
                 pair = given["prompt"], given["completion"]
@@ -179,17 +214,65 @@ class Form:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
         turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(said)]
-        system, tools = given.get("system"), given.get("tools") or ()
+        system = given.get("system")
         if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": system})
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except (ValueError, RecursionError) as err:
-                raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-        if not isinstance(tools, list | tuple):
-            raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
-        return Content(conversation=Conversation(tuple(turns), tuple(tools)))
+        return Content(conversation=_conversation(turns, _tools(given.get("tools"), where), where))
+
+
+def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
+    """Take the marks off normalised turns: which of them carry loss, and what is wrong with them."""
+    untrained, fault = set[int](), None
+    for k, turn in enumerate(turns):
+        is_answer = turn["role"] == "assistant"
+        for flag in FLAGS:
+            value = turn.pop(flag, None)
+            if value not in (None, 0, 1):
+                raise CorpusError(
+                    f"{where}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other weights of "
+                    "a loss are not known here"
+                )
+            if value is not None and not value and is_answer:
+                untrained.add(k)
+            if flag == "train" and value and not is_answer:
+                fault = "trained_user"
+        if turn.pop(CALL, False):
+            fault = "bad_call"
+    return Conversation(tuple(turns), tools, frozenset(untrained), fault)
+
+
+def _tools(tools: Any, where: str) -> tuple[Any, ...]:
+    """Descriptions of tools: a list, JSON of one (LLaMA-Factory), or a list of JSON texts."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or ()
+        if isinstance(tools, list | tuple):
+            return tuple(json.loads(tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools)
+    except (ValueError, RecursionError) as err:
+        raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
+    raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
+
+
+def _history(history: Any, where: str) -> list[tuple[str, str]]:
+    """Earlier questions and answers of an instruction, pairs of texts."""
+    pairs = [] if history is None else history
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == len(("question", "answer")) and all(isinstance(s, str) for s in pair)
+        for pair in pairs
+    ):
+        raise CorpusError(f"{where}: {HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
+    return [(question, answer) for question, answer in pairs]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested records without members that are null: Parquet and Arrow add the keys of all other records."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(member) for key, member in value.items() if member is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def answer_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a turn of the assistant says, by the name of the part: words, tool calls, reasoning."""
+    return {name: turn.get(name) for name in ("tool_calls", *REASONING)} | {"content": turn["content"].strip()}
 
 
 def _turns(said: Any, column: str, where: str) -> list[Any]:
@@ -207,8 +290,8 @@ def _turns(said: Any, column: str, where: str) -> list[Any]:
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A turn as chat templates take it."""
-    given = {name: value for name, value in turn.items() if value is not None}
+    """Return a turn as chat templates take it; marks of training are still in it."""
+    given: dict[str, Any] = without_nulls(turn)
     role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
@@ -217,9 +300,72 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    if not isinstance(content, str) and known != "tool":  # templates write a tool's result in whatever form it has
         raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given["tool_calls"], where)
+    elif role.lower() == CALL:  # LLaMA-Factory writes it in the model's own form of tool calls
+        try:
+            calls = json.loads(content)
+            calls = calls if isinstance(calls, list) else [calls]
+            given["tool_calls"] = [
+                {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+                for call in calls
+            ]
+            content = ""
+        except (ValueError, RecursionError, KeyError, TypeError):
+            given[CALL] = True
     return {"role": known, "content": content, **given}
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    """Return tool calls with their arguments as objects; OpenAI writes these, and some files all calls, as JSON texts."""
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+    except (ValueError, RecursionError) as err:
+        raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list of calls")
+    return [_with_arguments(call, json_arguments) for call in calls]
+
+
+def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a call, in OpenAI's form or flat, whose arguments are changed."""
+    changed = dict(call)
+    if isinstance(changed.get("function"), Mapping):
+        changed["function"] = _with_arguments(changed["function"], change)
+    elif "arguments" in changed:
+        changed["arguments"] = change(changed["arguments"])
+    return changed
+
+
+def json_arguments(arguments: Any) -> Any:
+    """Return the object that arguments say in JSON; other texts, code say, stay as they are."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)  # null members of a text are its author's own
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def call_arguments(turn: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of the tool calls of a turn."""
+    found: list[Any] = []
+    for call in turn.get("tool_calls", ()):
+        _with_arguments(call, lambda arguments: found.append(arguments))
+    return found
+
+
+def with_text_arguments(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn whose tool calls have their arguments as JSON texts, for templates that take them so."""
+
+    def as_text(arguments: Any) -> Any:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+    if "tool_calls" not in turn:
+        return dict(turn)
+    return {**turn, "tool_calls": [_with_arguments(call, as_text) for call in turn["tool_calls"]]}
 
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
@@ -233,7 +379,9 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
     output = next((name for name in OUTPUTS if name in names), None)
     if "instruction" in names and output is not None:
         inputs = tuple(name for name in INPUTS if name in names)[:1]
-        forms["--set corpus.form=instruction"] = Form("instruction", ("instruction", output, *inputs, *extra))
+        earlier = (HISTORY,) if HISTORY in names else ()
+        columns = ("instruction", output, *inputs, *extra, *earlier)
+        forms["--set corpus.form=instruction"] = Form("instruction", columns)
     return forms
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -144,30 +144,6 @@ def _valid(value: Any) -> Any:
 _INT32 = np.iinfo(np.int32)
 
 
-class Tokenizer(Protocol):
-    """What the corpus asks of a tokenizer; handed in by the caller, never loaded here."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id put after every document; none: documents are joined without a mark."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the model's vocabulary; ids must lie in [0, vocab_size)."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens."""
-
-    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
-        """The ids of `encode`, and the character after each token; None where the tokenizer cannot tell."""
-
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each row of token ids."""
-
-    def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
-        """A conversation as the model's chat template writes it, and where in it the assistant's turns stand."""
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
     """One record of the corpus. Its `input_ids`, if any, are used as they are; `text` is then for reading.
@@ -183,6 +159,8 @@ class Document:
     labels: Mapping[str, Label]
     answers: tuple[Span, ...] | None = None  # what of the text carries loss; none: all of it
     conversation: Conversation | None = None
+    left_out: tuple[tuple[str, str], ...] = ()  # of a conversation: keys of `text.SKIPPED`, and what is wrong where
+    unusable: bool = False  # a conversation that gives no row
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
 
@@ -193,8 +171,8 @@ class Document:
 
     @property
     def is_tokenised(self) -> bool:
-        """Whether a tokenizer reads it: it comes as text, and there is some."""
-        return self.input_ids is None and bool(self.text) and not str(self.text).isspace()
+        """Return whether a tokenizer reads it: it comes as text, and there is some."""
+        return self.input_ids is None and not self.unusable and bool(self.text) and not str(self.text).isspace()
 
 
 def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:

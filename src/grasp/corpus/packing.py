@@ -7,13 +7,15 @@ packing everything, and that is all that resuming takes.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from itertools import count
+from typing import Final, Literal
 
 import numpy as np
 
 from grasp.arrays import I32, I64, Bool
-from grasp.corpus.conversations import Span
-from grasp.corpus.documents import Document, Tokenizer
+from grasp.corpus.conversations import UnusableConversationError
+from grasp.corpus.documents import Document
+from grasp.corpus.encoding import ModelText, TokenizedText, Tokenizer, encode_texts
 from grasp.corpus.labels import Label
 from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
@@ -21,6 +23,7 @@ from grasp.settings import CorpusSettings
 MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
 END_SHARE: Final = 1 / 8  # of a row: the default of `shortest_end`
 LISTED_IDS: Final = 1_000
+LISTED_EXAMPLES: Final = 3
 ENCODE_DOCUMENTS: Final = 256
 ENCODE_CHARS: Final = 4_000_000  # long documents make smaller batches: memory is a shard and a batch
 
@@ -62,33 +65,35 @@ class Row(StoredRow):
 
 @dataclass(slots=True)
 class Skipped:
-    """What was left out: counts by reason, and the first ids of each.
+    """What was left out: counts by reason, the first ids of each, and where the first of them stand and why.
 
-    Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `short_end` (last rows of documents that are cut
-    apart); `cut` (documents that lost their end to `max_rows_per_document`); `turn_order`, `empty_answer`, `no_answer`
-    (see `Conversation.fault`); `no_loss` (conversations of which no token carries loss); `cut_begin` (conversations
-    that are longer than a row).
+    Reasons are the keys of `grasp.text.SKIPPED`. Most leave out a whole document or row; `short_end`, `cut` and
+    `cut_begin` a part of one, `no_calls` and `no_reasoning` a part of an answer that the chat template does not write.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     ids: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)  # file and line, and what is wrong there
 
-    def add(self, reason: str, name: str) -> None:
-        """One more; only the first ids are listed."""
-        self.extend({reason: 1}, {reason: [name]})
+    def add(self, reason: str, name: str, example: str = "") -> None:
+        """Count one more; only the first ids and examples are listed."""
+        self.extend({reason: 1}, {reason: [name]}, {reason: [example]} if example else {})
 
-    def extend(self, counts: Mapping[str, int], ids: Mapping[str, Sequence[str]]) -> None:
+    def extend(
+        self, counts: Mapping[str, int], ids: Mapping[str, Sequence[str]], examples: Mapping[str, Sequence[str]]
+    ) -> None:
         """Take over what was counted elsewhere."""
         for reason, number in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
-        for reason, names in ids.items():
-            listed = self.ids.setdefault(reason, [])
-            listed.extend(names[: LISTED_IDS - len(listed)])
+        for listed, more, most in ((self.ids, ids, LISTED_IDS), (self.examples, examples, LISTED_EXAMPLES)):
+            for reason, names in more.items():
+                here = listed.setdefault(reason, [])
+                here.extend(names[: most - len(here)])
 
     def drain(self) -> "Skipped":
-        """What came since the last time; nothing is left here."""
-        drained = Skipped(self.counts, self.ids)
-        self.counts, self.ids = {}, {}
+        """Return what came since the last call; nothing is left here."""
+        drained = Skipped(self.counts, self.ids, self.examples)
+        self.counts, self.ids, self.examples = {}, {}, {}
         return drained
 
 
@@ -125,29 +130,35 @@ def pack(
         if not batch:
             break
         as_text = [document for document in batch if document.is_tokenised]
-        texts = [str(document.text) for document in as_text]
-        encoded: Iterator[tuple[list[int], list[int] | None]]
-        if with_texts or any(document.answers is not None for document in as_text):
-            encoded = iter(tokenizer.encode_with_ends(texts))
-        else:
-            encoded = ((ids, None) for ids in tokenizer.encode(texts))
-        tokens = {document.index: one for document, one in zip(as_text, encoded, strict=True)}
+        try:
+            encoded = encode_texts([model_text(document) for document in as_text], tokenizer, with_ends=with_texts)
+        except CorpusError as err:
+            raise CorpusError(f"{as_text[0].where} on: {err}") from err
+        tokens = {document.index: text for document, text in zip(as_text, encoded, strict=True)}
         for document in batch:
-            yield from packer.feed(document, *tokens.get(document.index, (None, None)))
+            yield from packer.feed(document, tokens.get(document.index))
     yield from packer.finish()
 
 
 def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
-    """A conversation as the text that the model reads, and what of a text carries loss."""
+    """Return a document as the text that the model reads, with the spans of it that carry loss.
+
+    Raises:
+        CorpusError: the tokenizer has no chat template, or nothing could carry the loss that is asked for.
+    """
     text, answers, loss_on = document.text, document.answers, settings.loss_on
+    left_out: tuple[tuple[str, str], ...] = ()
     if document.conversation is not None:
-        if document.conversation.fault is not None:
-            return document
+        if (fault := document.conversation.fault) is not None:
+            return replace(document, left_out=((fault, document.where),), unusable=True)
         try:
-            text, spans = tokenizer.chat(document.conversation, last_only=loss_on == "completion")
-            answers = tuple(spans)
+            chat = tokenizer.render(document.conversation, last_only=loss_on == "completion")
+        except UnusableConversationError as err:
+            return replace(document, left_out=((err.reason, f"{document.where}: {err}"),), unusable=True)
         except ModelError as err:
             raise CorpusError(f"{document.where}: {err}") from err
+        text, answers = chat.text, chat.spans
+        left_out = tuple((part, document.where) for part in chat.unwritten)
     if answers is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
@@ -155,7 +166,13 @@ def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettin
             )
         return document
     chosen = {"all": ((0, len(text)),), "completion": answers[-1:]}.get(loss_on or "", answers)
-    return replace(document, text=text, answers=chosen)
+    return replace(document, text=text, answers=chosen, left_out=left_out)
+
+
+def model_text(document: Document) -> ModelText:
+    """Return the text of a document that is written out, for `encode_texts`."""
+    kind: Literal["text", "pair", "chat"] = "text" if document.answers is None else "pair"
+    return ModelText(str(document.text), document.answers, "chat" if document.conversation is not None else kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +185,17 @@ class _Piece:
     ids: I32
     begin: int = 0  # character of the document at which it begins
     ends: I64 | None = None  # character after each of its tokens
+    labelled: Bool | None = None  # which of them carry loss; None: all
 
     def cut(self, first: int, stop: int) -> "_Piece":
-        """Its tokens [first, stop); what lies between two tokens goes with the second."""
+        """Return its tokens [first, stop); what lies between two tokens goes with the second."""
+        ids, at, labelled = self.ids[first:stop], self.first + first, self.labelled
+        if labelled is not None:
+            labelled = labelled[first:stop]
         if self.ends is None:
-            return _Piece(self.document, self.first + first, self.total, self.ids[first:stop])
+            return _Piece(self.document, at, self.total, ids, labelled=labelled)
         begin = int(self.ends[first - 1]) if first else self.begin
-        return _Piece(self.document, self.first + first, self.total, self.ids[first:stop], begin, self.ends[first:stop])
-
-    def labelled(self, answers: Sequence[Span]) -> Bool:
-        """Which of its tokens are of answers that begin after its first token, or with the text."""
-        assert self.ends is not None
-        labelled = np.zeros(len(self.ids), dtype=np.bool_)
-        for start, stop in answers:
-            if start > self.begin or not self.first:
-                labelled |= (self.ends > start) & (self.ends <= stop)
-        labelled[:1] = False
-        return labelled
+        return _Piece(self.document, at, self.total, ids, begin, self.ends[first:stop], labelled)
 
 
 class Packer:
@@ -199,30 +210,39 @@ class Packer:
         assert settings.max_length is not None
         self._settings, self._length = settings, settings.max_length
         self._tokenizer, self._skipped, self._resume = tokenizer, skipped, cursor
+        self._prefix = np.array(tokenizer.prefix_ids, dtype=np.int32)  # of every row that the model reads by itself
+        if len(self._prefix) >= self._length:
+            raise CorpusError(
+                f"corpus.max_length: got {self._length}, expected more than the {len(self._prefix)} special tokens "
+                "that begin every text"
+            )
         self._waiting: list[_Piece] = []  # of a stream: less than a row between two documents
         self._n_waiting = 0  # tokens in them
         self._named = Counter({cursor.document: cursor.named})
         self._next_document = cursor.document
 
-    def feed(self, document: Document, tokens: list[int] | None, ends: list[int] | None = None) -> Iterator[Row]:
-        """Rows that `document` completes.
+    def feed(self, document: Document, tokens: TokenizedText | None) -> Iterator[Row]:
+        """Yield the rows that `document` completes.
 
         Args:
             tokens: of its text; None where it comes with ids or has no text.
-            ends: the character of its text after each token, for rows that know their text.
         Raises:
             CorpusError: an id outside the vocabulary.
         """
         self._next_document = document.index + 1
-        fault = None if document.conversation is None else document.conversation.fault
-        if document.input_ids is not None and fault is None:
+        for reason, example in document.left_out:
+            self._skipped.add(reason, document.name, example)
+        if document.unusable:
+            return
+        if document.input_ids is not None:
             yield from self.finish(document.index)
             fault = None if len(document.input_ids) else "empty"
-            ids = document.input_ids.astype(np.int64)
+            ids, mask, ends_N = document.input_ids.astype(np.int64), None, None
         else:
-            if fault is None and not tokens:
-                fault = "whitespace" if document.text and tokens is None else "empty"
-            ids = np.array(tokens or (), dtype=np.int64)
+            is_empty = tokens is None or len(tokens.ids) == tokens.n_prefix
+            fault = None if not is_empty else "whitespace" if document.text and tokens is None else "empty"
+            ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
+            mask, ends_N = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
         if fault is not None:
             self._skipped.add(fault, document.name)
             return
@@ -234,73 +254,88 @@ class Packer:
                 f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
                 "use the tokenizer that the model was trained with"
             )
-        ends_N = None
         if document.input_ids is None:
-            if document.conversation is None and self._tokenizer.eos_id is not None:  # a template brings its own mark
-                ids = np.append(ids, self._tokenizer.eos_id)
-            if ends is not None:  # the last token, which may be the mark of the end, takes what is left of the text
-                ends_N = np.full(len(ids), len(document.text or ""), dtype=np.int64)
-                ends_N[:-1] = ends[: len(ids) - 1]
-        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N)
-        if document.input_ids is None and document.answers is not None:
-            yield from self._answered(whole, document.answers)
+            if document.conversation is None:  # a template brings its own mark
+                suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
+                ids = np.concatenate([ids, suffix])
+                if mask is not None:
+                    mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
+                if ends_N is not None:
+                    ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
+            if ends_N is not None:  # the last token, which may be the mark of the end, takes what is left of the text
+                ends_N[-1] = len(document.text or "")
+        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, labelled=mask)
+        if document.input_ids is None and mask is not None:
+            yield from self._answered(whole)
             return
         start = self._resume.token if document.index == self._resume.document else 0
         if document.input_ids is None and self._settings.packing == "concat":
             yield from self._concat(whole.cut(start, whole.total))
             return
         # `document` packing, and any that comes as ids: rows of max_length; the last one is shorter, or left out
-        length, most, shortest = self._length, self._settings.max_rows_per_document, self._settings.shortest_end
+        most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
         if shortest is None:
-            shortest = int(END_SHARE * length)
-        stop = whole.total if most is None else min(whole.total, most * length)
-        for first in range(start, stop, length):
+            shortest = int(END_SHARE * self._length)
+        prefix = self._prefix if document.input_ids is None else self._prefix[:0]
+        first = start
+        for number in count(self._named[document.index]):
+            if first >= whole.total:
+                return
+            if number == most:
+                self._skipped.add("cut", document.name)
+                return
             if first and whole.total - first < shortest:
-                self._skipped.add("short_end", f"{document.name}#{first // length}")
-                break
-            yield from self._row([whole.cut(first, first + length)], document.index, first + length)
-        if stop < whole.total:
-            self._skipped.add("cut", document.name)
+                self._skipped.add("short_end", f"{document.name}#{number}")
+                return
+            room = self._length - (len(prefix) if first else 0)
+            yield from self._row([whole.cut(first, first + room)], document.index, first + room, prefix=prefix)
+            first += room
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
-        """The last, short row of a stream, at its end or before a document that comes as ids."""
+        """Yield the last, short row of a stream, at its end or before a document that comes as ids."""
         if self._waiting:
             pieces, self._waiting, self._n_waiting = self._waiting, [], 0
-            yield from self._row(pieces, self._next_document if next_document is None else next_document, 0)
+            next_document = self._next_document if next_document is None else next_document
+            yield from self._row(pieces, next_document, 0, prefix=self._prefix)
 
-    def _answered(self, whole: _Piece, answers: Sequence[Span]) -> Iterator[Row]:
-        """A text of which the answers carry loss, as one row; too long, it keeps the last answer and what is before."""
-        document = whole.document
+    def _answered(self, whole: _Piece) -> Iterator[Row]:
+        """Yield a text of which the answers carry loss, as one row.
+
+        One that is too long keeps its last answer and what is before it, after the special tokens that it begins with.
+        An answer whose beginning is cut off carries no loss; one that is longer than a row loses its end.
+        """
+        document, labelled = whole.document, whole.labelled
+        assert labelled is not None
         if self._settings.packing == "concat":
             raise CorpusError(
                 f"{document.where}: a row is one conversation; corpus.packing: got concat, expected document"
             )
-        if whole.ends is None:
-            raise CorpusError(
-                f"{document.where}: the tokenizer cannot tell which tokens are the answer; use a fast one "
-                "(tokenizer.json)"
-            )
-        labelled = whole.labelled(answers)
+        labelled[:1] = False
         if not labelled.any():
-            self._skipped.add("no_loss", document.name)
+            self._skipped.add("no_loss", document.name, document.where)
             return
+        prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if whole.total > self._length:
             self._skipped.add("cut_begin", document.name)
+            room = self._length - len(prefix)
             last = int(np.flatnonzero(labelled)[-1])
-            # an answer that is longer than a row loses its end, so that it is read from its beginning
-            answer = int(np.searchsorted(whole.ends, answers[-1][0], side="right"))
-            first = min(max(0, last + 1 - self._length), max(0, answer - 1))
-            whole = whole.cut(first, first + self._length)
-            labelled = whole.labelled(answers)
-        yield from self._row([whole], document.index + 1, 0, None if labelled[1:].all() else labelled)
+            before = int(np.flatnonzero(~labelled[:last])[-1])  # the token before the last answer
+            first = min(max(0, last + 1 - room), before)
+            labelled[first : first + int(np.argmin(labelled[first:]))] = False  # the rest of an answer
+            whole = whole.cut(first, first + room)
+        yield from self._row([whole], document.index + 1, 0, prefix=prefix)
+
+    def _n_prefix(self, piece: _Piece) -> int:
+        """Return how many special tokens a row that begins with a piece gets in front."""
+        return 0 if np.array_equal(piece.ids[: len(self._prefix)], self._prefix) else len(self._prefix)
 
     def _concat(self, piece: _Piece) -> Iterator[Row]:
-        """`concat` packing: rows of exactly max_length out of the stream, to which the rest of a document comes."""
+        """Yield rows of exactly max_length out of the stream, to which the rest of a document comes."""
         if len(piece.ids):
             self._waiting.append(piece)
             self._n_waiting += len(piece.ids)
-        while self._n_waiting >= self._length:
-            row, missing = [], self._length
+        while self._waiting and self._n_waiting >= (missing := self._length - self._n_prefix(self._waiting[0])):
+            row = []
             self._n_waiting -= missing
             while missing:
                 head = self._waiting.pop(0)
@@ -311,19 +346,26 @@ class Packer:
                 missing -= len(head.ids)
             # less than a row was waiting before the document came, so what is left after a row is its own
             rest = self._waiting[0].first if self._waiting else piece.total
-            yield from self._row(row, piece.document.index, rest)
+            yield from self._row(row, piece.document.index, rest, prefix=self._prefix)
 
-    def _row(
-        self, pieces: list[_Piece], next_document: int, next_token: int, labelled: Bool | None = None
-    ) -> Iterator[Row]:
-        """The row, unless too short; named after the document with the most tokens, the earliest on a tie."""
+    def _row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
+        """Yield the row, unless too short; named after the document with the most tokens, the earliest on a tie.
+
+        Args:
+            prefix: special tokens that it begins with, added if they are not there.
+        """
         main = max(pieces, key=lambda piece: len(piece.ids))
         document = main.document
         ordinal = self._named[document.index]
         self._named = Counter({index: n for index, n in self._named.items() if index >= document.index})
         self._named[document.index] += 1
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
-        ids = np.concatenate([piece.ids for piece in pieces])
+        ids, labelled = np.concatenate([piece.ids for piece in pieces]), main.labelled
+        if not np.array_equal(ids[: len(prefix)], prefix):
+            ids = np.concatenate([prefix, ids])
+            labelled = None if labelled is None else np.concatenate([np.zeros(len(prefix), dtype=np.bool_), labelled])
+        if labelled is not None and labelled[1:].all():
+            labelled = None
         if len(ids) < MIN_ROW_TOKENS:
             self._skipped.add("one_token", row_id)
             return

@@ -22,7 +22,8 @@ from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
-from grasp.corpus.documents import Tokenizer, column_roles, documents_of
+from grasp.corpus.documents import column_roles, documents_of
+from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
     ARROW_TYPE,
     DOCUMENT_COLUMN,
@@ -51,6 +52,7 @@ from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import Files, Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Signed
+from grasp.text import skipped_text
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
@@ -232,12 +234,12 @@ class ShardStore(ABC, Generic[S, R]):
         # The end: it is a corpus, and its names are names.
         total = Skipped()
         for part in (*(mark.skipped for mark in marks), skipped):
-            total.extend(part.counts, part.ids)
+            total.extend(part.counts, part.ids, part.examples)
         if not marks:
-            reasons = ", ".join(f"{number} {reason}" for reason, number in total.counts.items())
+            reasons = skipped_text(total.counts, total.examples)
             raise CorpusError(
-                f"{settings.path}: none of its {n_documents} records gives a row "
-                f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
+                f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
+                "expected at least one, of two tokens or more"
             )
         if (twice := _named_twice(store)) is not None:
             row_id, *places = twice
@@ -481,6 +483,7 @@ class RowStore(ShardStore[RowShard, Row]):
         probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
         encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
         encoded += [document.answers for document in probes if document.answers is not None]
+        encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
         encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
         return cls._write(
             directory,

@@ -13,7 +13,7 @@ import torch
 
 import grasp
 from grasp.corpus.documents import documents_of
-from grasp.corpus.labels import HASH_LABEL
+from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
@@ -22,10 +22,12 @@ from grasp.extract.forward import UnitFeatures, forward_units
 from grasp.extract.pictures import load_reference, vision
 from grasp.extract.progress import Progress
 from grasp.features.extract import Reference, Units
-from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import refuse_unreadable
+from grasp.models.causal_lm import ReferenceModel, context_of
+from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
+from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
+from grasp.text import skipped_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,55 +64,72 @@ def prepare(
     in_memory: InMemory = ON_DISK,
     replace: bool = False,
 ) -> Inputs:
-    """Rows on disk, units through the model; the settings get what follows from model and corpus.
+    """Write the rows to disk and pass the units through the model; settings get what follows from model and corpus.
+
+    Rows and units of texts are tokenised before the weights of the model are loaded, so that what is wrong with them is
+    said at once.
 
     Args:
-        model: loaded already; None: it is loaded, once what is cheap to read has been seen to be there.
+        model: loaded already; None: it is loaded.
         replace: rows of another corpus that lie in `tokens` are thrown away.
     """
-    unit_set, source = None, in_memory.source
-    if model is None and settings.model.classifier is None:
-        if in_memory.model is None:
-            refuse_unreadable(settings.model.path)
-        unit_set = load_units(settings.targets, in_memory.units)
-        source = source or open_source(settings.corpus.path, settings.corpus.split)
-        next(documents_of(source, settings.corpus), None)
-    model = model or in_memory.model or load_reference(settings.model)
-    progress.stage("rows", rows=None, tokens=None)
+    model = model or in_memory.model
     store: Store
     units: Units
-    if isinstance(model, ReferenceModel):
-        context = model.context
+    if settings.model.classifier is None and isinstance(model, ReferenceModel | None):
+        if model is None:
+            refuse_unreadable(settings.model.path)
+        unit_set = load_units(settings.targets, in_memory.units)
+        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
+        next(documents_of(source, settings.corpus), None)
+        if model is None:
+            config, made = text_config_of(settings.model), tokenizer_of(settings.model)
+            vocab_size = getattr(config, "vocab_size", None) or len(made)
+            tokenizer, context = HfTokenizer.from_settings(made, settings.model, vocab_size), context_of(config)
+        else:
+            tokenizer, context = model.tokenizer, model.context
+        progress.stage("rows", rows=None, tokens=None)
         if context is not None and (settings.corpus.max_length or 0) > context:
             raise ModelError(
                 f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; "
                 f"set {context} or less"
             )
         longest = min(settings.targets.max_length, context or settings.targets.max_length)
-        unit_set = unit_set or load_units(settings.targets, in_memory.units)
         as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
-        if as_text and model.tokenizer.writes_chats:
+        if as_text and tokenizer.writes_chats:
             progress.note(
                 f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions "
                 "that are conversations (messages) are asked with it"
             )
-        unit_set = unit_set.written_out(model.tokenizer)
-        units = unit_set.tokenize(model.tokenizer, longest)
+        unit_set = unit_set.written_out(tokenizer)
+        units = unit_set.tokenize(tokenizer, longest)
         store = RowStore.write(
             tokens,
             settings.corpus,
-            model.tokenizer,
+            tokenizer,
             shard_rows=settings.shard_rows,
             context=context,
             source=source,
             replace=replace,
             progress=lambda rows: progress.advance(rows, 0),
         )
-        corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
-        targets = settings.targets.model_copy(update={"max_length": longest})
-        settings = settings.model_copy(update={"corpus": corpus, "targets": targets})
-        tell_rows(store, unit_set, model, progress)
+        updates: dict[str, Any] = {
+            "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
+            "targets": settings.targets.model_copy(update={"max_length": longest}),
+        }
+        if tokenizer.writes_chats and tokenizer.writes_date:
+            updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
+        settings = settings.model_copy(update=updates)
+        tell_rows(store, unit_set, tokenizer, context, progress)
+        model = model or ReferenceModel.load(settings.model)
+        if model.vocab_size < tokenizer.vocab_size:
+            raise ModelError(
+                f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
+                f"{model.vocab_size}; mend the config"
+            )
     else:
+        model = model or load_reference(settings.model)
+        progress.stage("rows", rows=None, tokens=None)
         unit_set, units, store = vision().read(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
@@ -125,8 +144,10 @@ def prepare(
     )
 
 
-def tell_rows(store: RowStore, unit_set: UnitSet, model: ReferenceModel, progress: Progress) -> None:
-    """Which column became what, how long rows are, and how many of the questions that there are are scored."""
+def tell_rows(
+    store: RowStore, unit_set: UnitSet, tokenizer: HfTokenizer, context: int | None, progress: Progress
+) -> None:
+    """Note which column became what, how texts were tokenised, what was left out, and how many questions are scored."""
     roles = store.details["columns"]
     names = {"input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
     columns = "columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items())
@@ -142,11 +163,18 @@ def tell_rows(store: RowStore, unit_set: UnitSet, model: ReferenceModel, progres
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
         rows += f", {store.n_supervised:,} with loss"
-    reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
+    reads = f"the model reads {context:,}" if context else "the model names no limit"
     rows += f", at most {store.details['max_length']:,} in a row ({reads})"
     if store.n_rows > store.n_documents:
         rows += "; longer documents are cut into several rows"
     progress.note(rows)
+    if store.skipped.counts:
+        progress.note(f"left out: {skipped_text(store.skipped.counts, store.skipped.examples)}")
+    progress.note(tokenizer.describe())
+    if tokenizer.writes_chats and tokenizer.writes_date:
+        progress.note(
+            f"the chat template writes today's date: {tokenizer.chat_date} on every day (model.chat_date sets another)"
+        )
     counts, there = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
     parts = [f"all {n:,} of {t}" if n == there[t] else f"{n:,} of the {there[t]:,} of {t}" for t, n in counts.items()]
     progress.note(f"questions: {', '.join(parts)}")
@@ -215,7 +243,7 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
 
 def unit_table(inputs: Inputs) -> pa.Table:
     """One row a unit, in the order of the columns of the relevance arrays."""
-    units = inputs.unit_set.units
+    units, examples = inputs.unit_set.units, inputs.units.examples
     hashes = [unit.image_hash for unit in units]
     return pa.table(
         {
@@ -229,4 +257,5 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "completion": [unit.completion for unit in units],
         }
         | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
+        | ({IDS_COLUMN: pa.array([unit.input_ids for unit in examples], pa.list_(pa.int32()))} if examples else {})
     )

@@ -8,6 +8,7 @@ totals, what was left out) is computed again for all rows. Texts, tokens and kep
 import hashlib
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
     log, columns = Skipped(), dict[str, None]()
     for manifest in manifests:
         rows = manifest.skipped.get("rows", {})
-        log.extend(rows.get("counts", {}), rows.get("ids", {}))
+        log.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
     seconds: dict[str, float] | None = {}
     for manifest in manifests:
@@ -214,7 +215,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
         "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},
         "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
-        "skipped": {"rows": {"counts": log.counts, "ids": log.ids}, "columns": list(columns)},
+        "skipped": {"rows": asdict(log), "columns": list(columns)},
         "details": {
             **first.details,
             **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.sources import IN_MEMORY, lies_here
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, CorpusError, SettingsError
@@ -101,7 +104,8 @@ class BuildSource:
 
         with self._as_named():
             made = tokenizer_of(self.settings.model)
-        tokenizer = HfTokenizer(made, vocab_size=self.artifact.manifest.detail("vocab_size"))
+        vocab_size = self.artifact.manifest.detail("vocab_size")
+        tokenizer = HfTokenizer.from_settings(made, self.settings.model, vocab_size)
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 
@@ -115,9 +119,16 @@ class BuildSource:
     @cached_property
     def unit_tokens(self) -> list[UnitTokens]:
         """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
-        tokens = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
-        counts = self.artifact.units["n_positions"].to_pylist()  # a target may have been added with another loss_on
-        return [replace(one, first=len(one.input_ids) - count) for one, count in zip(tokens, counts, strict=True)]
+        table = self.artifact.units
+        stored = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
+        if None in stored:  # of format 0.2, which has the texts alone
+            made = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, made, strict=True)]
+        counts = table["n_positions"].to_pylist()
+        return [
+            UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)
+            for ids, count in zip(stored, counts, strict=True)
+        ]
 
     @cached_property
     def model(self) -> "Reference":

@@ -72,7 +72,9 @@ class ReferenceModel:
         """
         dtype_name(next(model.parameters()).dtype)
         vocab_size = len(output_head(model).linear.get_parameter("weight"))
-        reference = cls(model, HfTokenizer(tokenizer, vocab_size=vocab_size), batch_tokens=settings.batch_tokens)
+        reference = cls(
+            model, HfTokenizer.from_settings(tokenizer, settings, vocab_size), batch_tokens=settings.batch_tokens
+        )
         if len(tokenizer) > vocab_size:
             raise ModelError(
                 f"{settings.tokenizer or settings.path}: the tokenizer has {len(tokenizer)} tokens, the model's head "
@@ -99,8 +101,7 @@ class ReferenceModel:
     @property
     def context(self) -> int | None:
         """Positions that the model knows; none: it does not say."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        return context if isinstance(context, int) else None
+        return context_of(self.model.config)
 
     @torch.inference_mode()
     def hidden(self, ids_BL: Tensor) -> Tensor:
@@ -151,6 +152,12 @@ class ReferenceModel:
     def fingerprint(self) -> str:
         """blake2b over the weights as loaded and the logit link."""
         return weights_fingerprint(self.model, repr((self.head.scale, self.head.cap)).encode())
+
+
+def context_of(config: Any) -> int | None:
+    """Return how many positions a model knows, by its configuration; None: it does not say."""
+    context = getattr(config, "max_position_embeddings", None)
+    return context if isinstance(context, int) else None
 
 
 def weights_fingerprint(model: nn.Module, beside: bytes) -> str:

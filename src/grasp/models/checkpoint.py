@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus.sources import IN_MEMORY
@@ -145,6 +145,13 @@ def said_train(settings: ModelSettings, model: nn.Module | None = None) -> Train
     else:
         said = getattr(model.config, TRAIN, None)
     return next((known for known in get_args(Train) if known == said), None)
+
+
+def text_config_of(settings: ModelSettings) -> Any:
+    """Return the configuration of a causal LM's text model, without loading its weights."""
+    name = _base_of(settings.path) or settings.path
+    config = _loaded(AutoConfig, "model.path", "has no configuration", _source("model.path", name, settings))
+    return config.get_text_config()
 
 
 def tokenizer_of(settings: ModelSettings) -> Any:

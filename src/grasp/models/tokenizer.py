@@ -1,52 +1,133 @@
-"""Tokenizers: a Hugging Face one as the corpus wants it, and a byte-level BPE trained on the spot.
+"""Wrap a Hugging Face tokenizer as the corpus wants it: token ids, offsets, special tokens, chats; and train a BPE.
 
-A conversation is written out by the tokenizer's own chat template, and where each answer stands in it is told.
+`HfTokenizer.render` writes a conversation by the tokenizer's chat template, as trainers do, and finds the answers in it.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date, datetime, time
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from grasp.corpus.conversations import Conversation, Span
+from grasp.corpus.conversations import (
+    REASONING,
+    Conversation,
+    Span,
+    UnusableConversationError,
+    answer_parts,
+    call_arguments,
+    with_text_arguments,
+)
+from grasp.corpus.encoding import RenderedChat
 from grasp.errors import ModelError
 from grasp.extras import require
+from grasp.settings import CHAT_DATE, ModelSettings
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 LONGEST_CHARACTER = 4  # tokens, where each is a byte
 # verbose: a text longer than the context is no mistake here, rows are cut later
 PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+PROBE = "a"  # a text that shows what a tokenizer puts around it
+CLOCK = "strftime_now"  # the function by which templates write today's date
+DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # of `strftime`
+DIRECTIVES += [f"%-{letter}" for letter in "dmHIMSj"]  # without leading zeros
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks the assistant's words in some templates
 
 
 class HfTokenizer:
-    """`grasp.corpus.documents.Tokenizer` over a transformers tokenizer.
+    """`grasp.corpus.encoding.Tokenizer` over a transformers tokenizer.
 
     Args:
         tokenizer: any transformers tokenizer.
         vocab_size: ids of the *model's* vocabulary, which is often padded beyond the tokenizer's.
+        add_bos_token: whether texts begin with BOS; None: as the tokenizer itself does.
+        chat_date: date given to chat templates that write today's date; None: `CHAT_DATE`.
+    Raises:
+        ModelError: BOS is asked for, and the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab_size: int,
+        add_bos_token: bool | None = None,
+        chat_date: date | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.add_bos_token = add_bos_token
+        self.chat_date = chat_date or CHAT_DATE
+        if add_bos_token and tokenizer.bos_token_id is None:
+            raise ModelError("model.add_bos_token: got true, but the tokenizer has no BOS token; leave it out")
+
+    @classmethod
+    def from_settings(cls, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings, vocab_size: int) -> Self:
+        """Wrap the tokenizer of a model as its settings say."""
+        return cls(tokenizer, vocab_size=vocab_size, add_bos_token=settings.add_bos_token, chat_date=settings.chat_date)
 
     @property
     def eos_id(self) -> int | None:
+        """Id of the end-of-text token; none: there is none."""
         eos_id: int | None = self.tokenizer.eos_token_id
         return eos_id
 
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the tokenizer puts before and after a text: what a call adds to the ids of `encode`."""
+        bare, whole = self.encode([PROBE])[0], list(self.tokenizer(PROBE)["input_ids"])
+        begin = next((k for k in range(len(whole)) if bare and whole[k : k + len(bare)] == bare), None)
+        return ((), ()) if begin is None else (tuple(whole[:begin]), tuple(whole[begin + len(bare) :]))
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids that begin every text: those that the tokenizer adds itself, with or without BOS as the settings say."""
+        prefix, bos_id = self._around[0], self.tokenizer.bos_token_id
+        if self.add_bos_token is None or (bos_id in prefix) is self.add_bos_token:
+            return prefix
+        return (bos_id, *prefix) if self.add_bos_token else tuple(token for token in prefix if token != bos_id)
+
+    @property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """Ids that end every document: those that the tokenizer adds itself, else EOS."""
+        return self._around[1] or (() if self.eos_id is None else (self.eos_id,))
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Ids that stand in for an empty prompt: BOS, else EOS, as in lm-evaluation-harness."""
+        first = next((i for i in (self.tokenizer.bos_token_id, self.eos_id) if i is not None), None)
+        return self.prefix_ids or (() if first is None else (first,))
+
+    def describe(self) -> str:
+        """Return which special tokens texts begin and end with, in a line."""
+        begin, end = (
+            " ".join(repr(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids)))
+            for ids in (self.prefix_ids, self.suffix_ids)
+        )
+        why = "the tokenizer adds" if self.add_bos_token is None else "model.add_bos_token says"
+        first = f"texts begin with {begin}, as {why}" if begin else f"texts begin without BOS, as {why}"
+        if not begin and self.add_bos_token is None:
+            first = "texts begin without a special token, as the tokenizer adds none"
+        return f"special tokens: {first}; documents end with {end or 'none'}"
+
     @property
     def writes_chats(self) -> bool:
-        """Whether it has a chat template."""
+        """Return whether it has a chat template."""
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def writes_date(self) -> bool:
+        """Return whether its chat template writes today's date."""
+        return CLOCK in json.dumps(self.tokenizer.chat_template)
 
     @property
     def fingerprint(self) -> str:
@@ -59,20 +140,20 @@ class HfTokenizer:
             for name in ("padding", "truncation"):  # which a call may have left in it
                 rules.pop(name, None)
             text = json.dumps(rules, sort_keys=True)
-        return hashlib.blake2b(f"{self.eos_id} {text}".encode(), digest_size=16).hexdigest()
+        bos = "" if self.add_bos_token is None else f" {self.add_bos_token}"
+        return hashlib.blake2b(f"{self.eos_id}{bos} {text}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, no special tokens added, nothing cut."""
         ids: list[list[int]] = self.tokenizer(list(texts), **PLAIN)["input_ids"] if texts else []
         return ids
 
-    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
-        """The ids of `encode`, and the character after each token; None for a tokenizer that is not a fast one."""
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span] | None]]:
+        """Return the ids of `encode` and the characters of each token; None for a tokenizer that is not a fast one."""
         if not self.tokenizer.is_fast or not texts:
             return [(ids, None) for ids in self.encode(texts)]
         encoded: Any = self.tokenizer(list(texts), return_offsets_mapping=True, **PLAIN)
-        spans: list[list[tuple[int, int]]] = encoded["offset_mapping"]
-        return [(ids, [end for _, end in span]) for ids, span in zip(encoded["input_ids"], spans, strict=True)]
+        return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids, without special tokens and without tidying up spaces."""
@@ -98,15 +179,19 @@ class HfTokenizer:
                 begin, told = told, stop
         return found
 
-    def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the characters of each turn of the assistant, with the mark at its end.
+    def render(self, conversation: Conversation, *, last_only: bool = False) -> RenderedChat:
+        """Write a conversation by the chat template, and find each answer that carries loss, with the mark at its end.
 
-        A template that marks the assistant's words with `{% generation %}` says itself where they are. Of another one
-        a turn is what it adds to the text up to it, the beginning of an answer being the prompt's: so that text must be
-        the beginning of the whole, which it is not where a template rewrites turns once others follow.
+        A template that marks the assistant's words with `{% generation %}` says itself where they are. Otherwise an
+        answer is what its turn adds to the text up to it; the beginning of the turn belongs to the prompt. So the text
+        up to a turn must be the beginning of the whole, which it is not if a template rewrites turns once others follow.
 
         Args:
-            last_only: only the last turn of the assistant is asked for.
+            last_only: only the last answer carries loss.
+        Raises:
+            UnusableConversationError: the template refuses the turns, leaves out all that an answer says, or writes it
+                in a way that its place cannot be told.
+            ModelError: there is no chat template.
         """
         require("jinja2", extra="chat", feature="a chat template")
         if not self.tokenizer.chat_template:
@@ -116,56 +201,134 @@ class HfTokenizer:
                 "questions and answers in columns, "
                 """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
             )
-        text, marked = self._written(conversation, len(conversation.turns))
-        answers = conversation.answers[-1:] if last_only else conversation.answers
-        if marked and len(marked) != len(conversation.answers):
-            raise ModelError(
+        text, marked = self._written(conversation)
+        spoken = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
+        if marked and len(marked) != len(spoken):
+            raise UnusableConversationError(
+                "rewritten",
                 f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
-                f"{len(conversation.answers)} turns"
+                f"{len(spoken)} turns",
             )
-        spans = marked[-len(answers) :] or [self._span_of_turn(conversation, k, text) for k in answers]
+        answers = conversation.answers[-1:] if last_only else conversation.answers
+        span_of = dict(zip(spoken, marked, strict=True)) if marked else {}
+        spans = [span_of[k] if marked else self._span_of_turn(conversation, k, text) for k in answers]
+        unwritten: dict[str, None] = {}
         for k, (start, stop) in zip(answers, spans, strict=True):
-            words = conversation.turns[k]["content"].strip()
-            if words not in text[start:stop]:
-                raise ModelError(
-                    f"turn {k}: the chat template leaves out the assistant's words {words!r:.60}; with loss_on: "
-                    "completion only the last answer must be whole"
-                )
-        return text, spans
+            unwritten |= dict.fromkeys(self._unwritten(conversation, k, text[start:stop], text))
+        return RenderedChat(text, tuple(spans), tuple(unwritten))
 
-    def _written(self, conversation: Conversation, turns: int, **how: Any) -> tuple[str, list[Span]]:
-        """The first so many turns as text, and what of it the template marks as the assistant's."""
+    def _written(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
+        """Return the turns as text, and what of it the template marks as the assistant's.
+
+        Arguments of tool calls are given as objects, or as JSON texts to templates that need those: they fail to join
+        an object to a text, or write it as Python does.
+        """
         jinja = require("jinja2", extra="chat", feature="a chat template")
-        tools = list(conversation.tools) or None
+        failures = (jinja.TemplateError, TypeError, ValueError, KeyError)
+        turns = conversation.turns
+        arguments = [part for turn in turns for part in call_arguments(turn) if isinstance(part, dict) and part]
+        refused = None
         try:
-            template = self.tokenizer.get_chat_template(None, tools)
-            has_marks = GENERATION.search(template) is not None
-            (text,), marked = render_jinja_template(
-                [list(conversation.turns[:turns])],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=has_marks,
-                **self.tokenizer.special_tokens_map,
-                **how,
-            )
-        except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
-            raise ModelError(f"the chat template refuses the turns: {' '.join(str(err).split())[:200]}") from err
+            written = self._render(turns, conversation.tools, how)
+        except failures as err:
+            refused = err
+        if arguments and (refused is not None or any(str(part) in written[0] for part in arguments)):
+            try:
+                written = self._render([with_text_arguments(turn) for turn in turns], conversation.tools, how)
+                refused = None
+            except failures as err:
+                refused = refused or err
+        if refused is not None:
+            reason = " ".join(str(refused).split())[:200]
+            raise UnusableConversationError("refused", f"the chat template refuses the turns: {reason}") from refused
+        return written
+
+    def _render(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], how: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
+        template = self.tokenizer.get_chat_template(None, list(tools) or None)
+        if CLOCK in template:
+            template = _clock_macro(self.chat_date) + template
+        has_marks = GENERATION.search(template) is not None
+        (text,), marked = render_jinja_template(
+            [list(turns)],
+            tools=list(tools) or None,
+            chat_template=template,
+            return_assistant_tokens_mask=has_marks,
+            **self.tokenizer.special_tokens_map,
+            **how,
+        )
         return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
 
     def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
-        """Turn k: what stands between the prompt for it and its end."""
-        prompt, _ = self._written(conversation, k, add_generation_prompt=True)
-        whole = self._written(conversation, k + 1)[0].rstrip()
+        """Return the characters of turn k: what stands between the prompt for it and its end."""
+        prompt, _ = self._written(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
+        whole = self._written(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
         if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
             return len(prompt), len(whole)
-        raise ModelError(
+        raise UnusableConversationError(
+            "rewritten",
             f"turn {k}: the chat template writes it otherwise once others follow, so which words carry loss cannot be "
-            "told; with loss_on: completion the last answer alone carries it"
+            "told; use a template that marks them with {% generation %}, or --set corpus.loss_on=completion, by which "
+            "the last answer alone carries it",
         )
+
+    def _unwritten(self, conversation: Conversation, k: int, answer: str, text: str) -> list[str]:
+        """Return what the template leaves out of an answer, keys of `text.SKIPPED`.
+
+        Args:
+            answer: characters of the answer that carry loss.
+            text: the whole conversation; a template may write the reasoning and not mark it.
+        Raises:
+            UnusableConversationError: it leaves out the words, or all that there is.
+        """
+        turn = conversation.turns[k]
+        parts = {name: part for name, part in answer_parts(turn).items() if part}
+        place_of = {"content": answer} | dict.fromkeys(REASONING, text)
+        lacking = [name for name, part in parts.items() if name in place_of and not _holds(place_of[name], part)]
+        if "tool_calls" in parts and self._ignores_calls(conversation, k):
+            lacking.append("tool_calls")
+        if "content" in lacking or len(lacking) == len(parts):
+            what = "words" if "content" in lacking else " and ".join(lacking)
+            shown = parts.get("content") or parts[lacking[0]]
+            raise UnusableConversationError(
+                "unwritten",
+                f"turn {k}: the chat template does not write the assistant's {what} {str(shown)!r:.60}; use a "
+                "tokenizer whose template does (--tokenizer)",
+            )
+        return [
+            *(["no_calls"] if "tool_calls" in lacking else []),
+            *(["no_reasoning"] if set(lacking) & set(REASONING) else []),
+        ]
+
+    def _ignores_calls(self, conversation: Conversation, k: int) -> bool:
+        """Return whether the template writes the same without the tool calls of turn k."""
+        *before, turn = conversation.turns[: k + 1]
+        bare = {name: part for name, part in turn.items() if name != "tool_calls"}
+        try:
+            texts = [self._written(replace(conversation, turns=(*before, last)))[0] for last in (turn, bare)]
+        except UnusableConversationError:
+            return False  # it does not take an answer without words, so it looks at the calls
+        return texts[0] == texts[1]
 
     def save(self, directory: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""
         self.tokenizer.save_pretrained(directory)
+
+
+def _clock_macro(today: date) -> str:
+    """Return a Jinja macro that takes the place of `strftime_now` on one day, at midnight.
+
+    transformers passes no functions on to templates. The line break at the end is trimmed with the block.
+    """
+    moment = datetime.combine(today, time())
+    changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
+    return f"{{%- macro {CLOCK}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
+
+
+def _holds(written: str, part: object) -> bool:
+    """Return whether a text holds some words; templates strip and add white space."""
+    return "".join(str(part).split()) in "".join(written.split())
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Units: the scored elements of a target, as text and as tokens."""
+"""Represent units, the scored elements of a target, as text and as tokens. Start with `UnitSet.tokenize`."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,10 +10,11 @@ import numpy as np
 
 from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation
-from grasp.errors import ModelError, TargetError
+from grasp.corpus.encoding import ModelText, TokenizedText, encode_texts
+from grasp.errors import CorpusError, ModelError, TargetError
 
 if TYPE_CHECKING:
-    from grasp.corpus.documents import Tokenizer
+    from grasp.corpus.encoding import Tokenizer
 
 LossOn = Literal["completion", "assistant", "all"]
 
@@ -24,7 +25,8 @@ class Unit:
 
     `choices` are the candidate continuations as they would be appended (so `choices[gold] == completion`);
     where the candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
-    A conversation, which ends with an answer, has no prompt and no completion until a tokenizer writes it out.
+    A conversation, which ends with an answer, has no prompt and no completion until a tokenizer writes it out; what the
+    chat template writes after the answer is then its `ending`.
     """
 
     unit_id: str
@@ -37,6 +39,7 @@ class Unit:
     support: str | None = None
     image_hash: str | None = None  # of a trusted picture's pixels
     conversation: Conversation | None = None
+    ending: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class UnitSet:
         return digest.hexdigest()
 
     def written_out(self, tokenizer: "Tokenizer") -> "UnitSet":
-        """The same with every conversation as text: its last answer is the completion, the rest the prompt.
+        """Return the same with every conversation as text: its last answer is the completion, the rest the prompt.
 
         Raises:
             TargetError: one that the tokenizer's chat template cannot write out; the message names the unit.
@@ -79,47 +82,62 @@ class UnitSet:
                 units.append(unit)
                 continue
             try:
-                text, ((start, stop),) = tokenizer.chat(unit.conversation, last_only=True)
-            except ModelError as err:
+                chat = tokenizer.render(unit.conversation, last_only=True)
+            except (ModelError, CorpusError) as err:
                 raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
-            units.append(replace(unit, prompt=text[:start], completion=text[start:stop], conversation=None))
+            ((start, stop),), text = chat.spans, chat.text
+            units.append(replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:]))
         return replace(self, units=tuple(units))
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
-        """Prompt and completion encoded apart and joined, at most `max_length` tokens each.
+        """Encode each unit as one text, prompt and completion together, in at most `max_length` tokens.
 
-        A prompt that is too long loses its beginning; an empty one is replaced by the end-of-text token, so
-        that the completion's first token has a context.
+        Which tokens carry loss is said in `grasp.corpus.encoding`, of units as of rows. A prompt that is too long loses
+        its beginning, but for the special tokens in front. An empty one is replaced by BOS or EOS, so that the
+        completion's first token has a context.
 
         Raises:
             TargetError: a completion has no tokens or does not fit, a token id lies outside the vocabulary,
-                or a prompt is empty and the tokenizer has no end-of-text token. The message names the unit.
+                or a prompt is empty and there is no token to stand in. The message names the unit.
         """
-        prompts = tokenizer.encode([unit.prompt for unit in self.units])
-        completions = tokenizer.encode([unit.completion for unit in self.units])
-        tokens = []
-        for unit, prompt, completion in zip(self.units, prompts, completions, strict=True):
-            where = f"unit {unit.unit_id!r} of {unit.target}"
-            if not completion:
-                raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
-            if len(completion) >= max_length:
-                raise TargetError(
-                    f"{where}: the completion has {len(completion)} tokens, expected at most {max_length - 1}"
-                    " beside one token of context; raise targets.max_length or exclude the unit"
-                )
-            before = prompt or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
-            if not before:
-                raise TargetError(
-                    f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in"
-                )
-            context = before[-(max_length - len(completion)) :]
-            ids = np.asarray([*context, *completion], dtype=np.int64)
-            outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-            if outside.size:
-                raise TargetError(
-                    f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
-                    " the tokenizer does not belong to the model"
-                )
-            first = 1 if unit.loss_on == "all" else len(context)
-            tokens.append(UnitTokens(ids.astype(np.int32), first))
-        return tokens
+        texts = []
+        for unit in self.units:
+            begin = len(unit.prompt)
+            span = begin, begin + len(unit.completion)
+            text = unit.prompt + unit.completion + unit.ending
+            texts.append(ModelText(text, (span,), "pair" if unit.conversation is None else "chat"))
+        try:
+            encoded = encode_texts(texts, tokenizer)
+        except CorpusError as err:
+            raise TargetError(f"targets: {err}") from err
+        return [_cut(unit, tokens, tokenizer, max_length) for unit, tokens in zip(self.units, encoded, strict=True)]
+
+
+def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int) -> UnitTokens:
+    """Return the tokens of a unit up to its last one with loss, with as much of its prompt as there is room for."""
+    where = f"unit {unit.unit_id!r} of {unit.target}"
+    assert tokens.loss_mask is not None
+    scored = np.flatnonzero(tokens.loss_mask)
+    if not unit.completion or not len(scored):
+        raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
+    first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
+    if first == 0:
+        context = np.array(tokenizer.context_ids, dtype=np.int64)
+        if not len(context):
+            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
+        first, ids = len(context), np.concatenate([context, ids])
+    n_prefix = tokens.n_prefix if len(ids) > max_length else 0
+    n_scored = len(ids) - first
+    if n_scored + max(1, n_prefix) > max_length:
+        raise TargetError(
+            f"{where}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} beside "
+            "one token of context; raise targets.max_length or exclude the unit"
+        )
+    ids = np.concatenate([ids[:n_prefix], ids[n_prefix:][-(max_length - n_prefix) :]])
+    outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    if outside.size:
+        raise TargetError(
+            f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
+            " the tokenizer does not belong to the model"
+        )
+    return UnitTokens(ids.astype(np.int32), max(1, tokens.n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
