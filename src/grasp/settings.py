@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from grasp.errors import SettingsError
 from grasp.yaml_files import leaf, put, validated
 
-
 CHAT_DATE = date(2024, 7, 26)  # the date that Llama 3's template writes if it is told none
 
 

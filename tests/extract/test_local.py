@@ -365,7 +365,8 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
 def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     notes, fewer, made = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
-    columns, labels, rows, questions, which = notes.lines
+    columns, labels, rows, special, questions, which = notes.lines
+    assert special.startswith("special tokens: texts begin without")
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"
     assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)

@@ -80,7 +80,7 @@ REFUSED = [
     ({"picture": [1], "label": [1]}, COLOURS, "no column 'image' of images; columns found: picture, label"),
     ({"image": [1], "kind": [1]}, COLOURS, "no column 'label' of classes; columns found: image, kind"),
     ({"image": [1], "label": [1]}, COLOURS, "image column 'image' holds int64"),
-    ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken_image)"),
+    ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken images)"),
     (None, COLOURS, "lies in no folder of a class"),
 ]
 

@@ -319,7 +319,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Return tool calls with their arguments as objects; OpenAI writes these, and some files all calls, as JSON texts."""
+    """Return tool calls with their arguments as objects; they, or all of the calls, may come as JSON text."""
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
     except (ValueError, RecursionError) as err:
@@ -353,7 +353,7 @@ def call_arguments(turn: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of the tool calls of a turn."""
     found: list[Any] = []
     for call in turn.get("tool_calls", ()):
-        _with_arguments(call, lambda arguments: found.append(arguments))
+        _with_arguments(call, found.append)
     return found
 
 

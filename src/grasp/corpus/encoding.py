@@ -9,8 +9,8 @@ offsets that the tokenizer reports:
   space, it belongs to the completion, as lm-evaluation-harness moves that space. Otherwise as many tokens belong to the
   prompt as it has when encoded alone: so count lm-evaluation-harness and TRL. At least one token is of the completion.
 
-Special tokens are those that the checkpoint's tokenizer puts around a text, never twice. Chat templates write their own.
-Start with `encode_texts`.
+Special tokens are those that the checkpoint's tokenizer puts around a text, never twice; chat templates write their
+own. Start with `encode_texts`.
 """
 
 from collections.abc import Sequence

@@ -151,7 +151,11 @@ def text_config_of(settings: ModelSettings) -> Any:
     """Return the configuration of a causal LM's text model, without loading its weights."""
     name = _base_of(settings.path) or settings.path
     config = _loaded(AutoConfig, "model.path", "has no configuration", _source("model.path", name, settings))
-    return config.get_text_config()
+    config = config.get_text_config()
+    vocab_size = getattr(config, "vocab_size", None)
+    if isinstance(vocab_size, int) and vocab_size < 1:
+        raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; mend the config")
+    return config
 
 
 def tokenizer_of(settings: ModelSettings) -> Any:

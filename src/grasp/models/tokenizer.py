@@ -1,6 +1,6 @@
 """Wrap a Hugging Face tokenizer as the corpus wants it: token ids, offsets, special tokens, chats; and train a BPE.
 
-`HfTokenizer.render` writes a conversation by the tokenizer's chat template, as trainers do, and finds the answers in it.
+`HfTokenizer.render` writes a conversation by the tokenizer's chat template, as trainers do, and finds its answers.
 """
 
 import hashlib
@@ -184,7 +184,7 @@ class HfTokenizer:
 
         A template that marks the assistant's words with `{% generation %}` says itself where they are. Otherwise an
         answer is what its turn adds to the text up to it; the beginning of the turn belongs to the prompt. So the text
-        up to a turn must be the beginning of the whole, which it is not if a template rewrites turns once others follow.
+        up to a turn must be the beginning of the whole, which fails if a template rewrites turns once others follow.
 
         Args:
             last_only: only the last answer carries loss.

@@ -1,0 +1,175 @@
+"""Chats become the text and the loss that a trainer gives them; what no template writes is left out and named."""
+
+import json
+from datetime import date
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.errors import CorpusError
+from grasp.models.tokenizer import HfTokenizer
+from tests.corpus.chats import CHATML, MARKED, chat_tokenizer
+from tests.corpus.test_conversations import ANSWERED, ASKED, END, LAST, TURNS, said, stored
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+AS_TEXT = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+CALLED = '<call>weather {"city": "Paris"}</call>'
+WITH_CALLS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}</call>{% endfor %}",
+)
+JOINS_TEXT = WITH_CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}")
+PRINTS = WITH_CALLS.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}")
+REASONS = CHATML.replace(
+    "{{ m.content }}", "{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{{ m.content }}"
+)
+
+
+def calling(call, content=None, **turn) -> list[dict]:
+    return [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": content, "tool_calls": call, **turn},
+        {"role": "tool", "content": "wet", "name": "weather"},
+        {"role": "assistant", "content": ANSWERED},
+    ]
+
+
+@pytest.mark.parametrize("flag", ["weight", "train"])
+@pytest.mark.parametrize("values", [(0, 1), (False, True), (0.0, None)])
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_turns_marked_untrained_carry_no_loss(tmp_path, flag, values, template):
+    marked = [dict(turn) for turn in TURNS]
+    for turn, value in zip(marked[1::2], values, strict=True):
+        turn[flag] = value
+    text, loss = said(stored(tmp_path, [{"messages": marked}], chat_tokenizer(template)))
+    assert loss == LAST + END
+    assert text == said(stored(tmp_path / "plain", [{"messages": TURNS}], chat_tokenizer(template)))[0]
+
+
+def test_the_last_trained_answer_is_the_completion(tmp_path):
+    marked = [*TURNS[:3], {**TURNS[3], "weight": 0}]
+    assert said(stored(tmp_path, [{"messages": marked}], loss_on="completion"))[1] == ANSWERED + END
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [({1: {"weight": 0}, 3: {"weight": 0}}, "untrained"), ({0: {"train": True}}, "trained_user")],
+)
+def test_marks_that_leave_nothing_to_train_are_counted_and_named(tmp_path, marks, reason):
+    marked = [turn | marks.get(k, {}) for k, turn in enumerate(TURNS)]
+    store = stored(tmp_path, [{"messages": marked, "id": "odd"}, {"messages": TURNS}])
+    assert store.skipped.ids == {reason: ["odd"]}
+    assert store.skipped.examples[reason][0].endswith("c.jsonl:1")
+
+
+def test_a_weight_that_is_neither_0_nor_1_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: turn 1: weight: got 0.5"):
+        stored(tmp_path, [{"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}])
+
+
+def test_history_of_an_instruction_comes_before_it(tmp_path):
+    record = {"instruction": TURNS[2]["content"], "output": LAST, "history": [[ASKED, ANSWERED]], "system": "You help."}
+    assert said(stored(tmp_path, [record])) == said(stored(tmp_path / "turns", [{"messages": TURNS}]))
+
+
+@pytest.mark.parametrize("history", ["x", [["one"]], [[1, 2]]])
+def test_a_history_of_another_shape_is_refused(tmp_path, history):
+    with pytest.raises(CorpusError, match="history"):
+        stored(tmp_path, [{"instruction": ASKED, "output": LAST, "history": history}])
+
+
+@pytest.mark.parametrize("template", [WITH_CALLS, JOINS_TEXT, PRINTS])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        calling([CALL]),
+        calling([AS_TEXT]),
+        calling(json.dumps([CALL])),
+        calling(json.dumps([AS_TEXT]), ""),
+        [
+            {"from": "human", "value": ASKED},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
+            {"from": "observation", "value": "wet"},
+            {"from": "gpt", "value": ANSWERED},
+        ],
+    ],
+)
+def test_tool_calls_are_written_alike_in_whatever_form_they_come(tmp_path, messages, template):
+    text, loss = said(stored(tmp_path, [{"messages": messages}], chat_tokenizer(template)))
+    assert loss == CALLED + END + ANSWERED + END
+    assert f"tool\nwet{END}" in text
+
+
+def test_null_members_that_a_table_adds_to_records_are_absent(tmp_path):
+    other = {"type": "function", "function": {"name": "send", "arguments": {"to": "Ann", "text": "hi"}}}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "send")]
+    records = [
+        {"messages": calling([CALL]), "tools": tools[:1]},
+        {"messages": calling([other], "", tool_call_id="x"), "tools": [tools[1] | {"strict": True}]},
+    ]
+    template = "{{ tools | tojson }}" + WITH_CALLS
+    lines = stored(tmp_path / "lines", records, chat_tokenizer(template))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "c.parquet")
+    table = stored(tmp_path, None, chat_tokenizer(template), name="c.parquet")
+    assert [said(table, i) for i in (0, 1)] == [said(lines, i) for i in (0, 1)]
+    assert "null" not in said(table)[0]
+
+
+def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
+    records = [
+        {"messages": calling([CALL]), "id": "silent"},
+        {"messages": calling([CALL], "let me see."), "id": "half"},
+        {"messages": TURNS, "id": "whole"},
+    ]
+    store = stored(tmp_path, records)
+    assert store.skipped.ids == {"unwritten": ["silent"], "no_calls": ["half"]}
+    assert "c.jsonl:1: turn 1" in store.skipped.examples["unwritten"][0]
+    assert "tool_calls" in store.skipped.examples["unwritten"][0]
+    assert said(store, 0)[1] == "let me see." + END + ANSWERED + END
+    with pytest.raises(CorpusError, match=r"none of its 1 records gives a row .*c\.jsonl:1: turn 1"):
+        stored(tmp_path / "alone", records[:1])
+
+
+def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path):
+    turn = {"from": "function_call", "value": "weather(Paris)"}
+    record = {"conversations": [{"from": "human", "value": ASKED}, turn], "id": "odd"}
+    assert stored(tmp_path, [record, {"conversations": TURNS}]).skipped.ids == {"bad_call": ["odd"]}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_written_where_the_template_writes_it_and_counted_where_not(tmp_path, name):
+    messages = [TURNS[0], {**TURNS[1], name: "hm"}]
+    told = stored(tmp_path / "told", [{"messages": messages, "id": "r"}], chat_tokenizer(REASONS))
+    assert said(told)[1] == f"<t>hm</t>{ANSWERED}{END}"
+    assert told.skipped.ids == {}
+    silent = stored(tmp_path / "silent", [{"messages": messages, "id": "r"}])
+    assert said(silent)[1] == ANSWERED + END
+    assert silent.skipped.ids == {"no_reasoning": ["r"]}
+
+
+def test_what_a_template_refuses_is_left_out_with_its_line_and_reason(tmp_path):
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
+    records = [{"messages": [{"role": "system", "content": "be kind"}, *TURNS], "id": "s"}, {"messages": TURNS}]
+    store = stored(tmp_path, records, chat_tokenizer(strict))
+    assert (store.n_rows, store.skipped.ids) == (1, {"refused": ["s"]})
+    assert "c.jsonl:1: the chat template refuses the turns: no system turn" in store.skipped.examples["refused"][0]
+
+
+def test_a_template_that_writes_the_date_gives_the_same_rows_on_every_day(tmp_path):
+    dated = "{{ strftime_now('%A, %d %b %Y %H:%M') }}\n" + CHATML
+    tokenizer = chat_tokenizer(dated)
+    text, _ = said(stored(tmp_path, [{"messages": TURNS}], tokenizer))
+    assert text.startswith("Friday, 26 Jul 2024 00:00\n")
+    other = HfTokenizer(tokenizer.tokenizer, vocab_size=320, chat_date=date(2025, 1, 2))
+    assert said(stored(tmp_path / "other", [{"messages": TURNS}], other))[0].startswith("Thursday, 02 Jan 2025")
+    assert (tokenizer.writes_date, chat_tokenizer().writes_date) == (True, False)
+
+
+def test_names_that_are_made_do_not_depend_on_marks_that_nobody_set(tmp_path):
+    names = [
+        stored(tmp_path / name, [{"messages": messages}]).table(0)["row_id"][0].as_py()
+        for name, messages in (("a", TURNS), ("b", [{**turn, "weight": None} for turn in TURNS]))
+    ]
+    assert names[0] == names[1]
