@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite, isnan
-from types import MappingProxyType
 from typing import Any
 
 from grasp.errors import SettingsError
@@ -50,6 +49,14 @@ SKIPPED = {
     "no_image": "records without an image",
     "no_class": "images without a class",
     "broken_image": "broken images",
+}
+
+REMEDIES = {
+    "unwritten": "use a tokenizer whose template writes it (--tokenizer)",
+    "no_calls": "they are not read; use a tokenizer whose template writes them (--tokenizer)",
+    "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion, so that "
+    "the last answer alone carries loss",
+    "turn_order": "expected user and assistant in turn, a system turn first",
 }
 
 
@@ -115,13 +122,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
 
 
-def skipped_text(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
-    """Return what a corpus lost on the way to rows, by reason, with the places of the first of each."""
-    parts = []
+def skipped_text(counts: Mapping[str, int]) -> str:
+    """Return what a corpus lost on the way to rows, by reason."""
+    return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
+
+
+def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the same a line each, with the places of the first of each and what to do about it."""
+    lines = []
     for reason, count in counts.items():
         places = ", ".join(plain(example, LONGEST_EXAMPLE) for example in examples.get(reason, ()))
-        parts.append(f"{count:,} {SKIPPED.get(reason, plain(reason))}{f' ({places})' if places else ''}")
-    return ", ".join(parts)
+        remedy = REMEDIES.get(reason, "")
+        lines.append(skipped_text({reason: count}) + f": {places}" * bool(places) + f"; {remedy}" * bool(remedy))
+    return lines
 
 
 def json_text(

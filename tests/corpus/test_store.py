@@ -442,7 +442,7 @@ REFUSED = [
     (
         [{"text": text} for text in ("", " ", "a")],
         {"tokenizer": Words(eos_id=None)},
-        "1 empty documents, 1 documents of white space, 1 rows of one token",
+        "1 empty documents; 1 documents of white space; 1 rows of one token",
     ),
     ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, "'x#1' occurs twice"),
     ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, "has the token id 500 at position 1"),

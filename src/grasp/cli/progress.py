@@ -20,6 +20,7 @@ WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
 # What a build does, in words; other stages are called what they are.
 STAGES = {
     "rows": "cutting into rows",
+    "model": "loading the model",
     "units": "reading the questions",
     "token moments": "averages over rows",
     "pooled moments": "reading a sample",

@@ -52,7 +52,7 @@ from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import Files, Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Signed
-from grasp.text import skipped_text
+from grasp.text import skipped_lines
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
@@ -236,7 +236,7 @@ class ShardStore(ABC, Generic[S, R]):
         for part in (*(mark.skipped for mark in marks), skipped):
             total.extend(part.counts, part.ids, part.examples)
         if not marks:
-            reasons = skipped_text(total.counts, total.examples)
+            reasons = "; ".join(skipped_lines(total.counts, total.examples))
             raise CorpusError(
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
                 "expected at least one, of two tokens or more"

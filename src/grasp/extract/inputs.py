@@ -27,7 +27,7 @@ from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.text import skipped_text
+from grasp.text import skipped_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,9 @@ def prepare(
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
         tell_rows(store, unit_set, tokenizer, context, progress)
-        model = model or ReferenceModel.load(settings.model)
+        if model is None:
+            progress.stage("model", rows=None, tokens=None)
+            model = ReferenceModel.load(settings.model)
         if model.vocab_size < tokenizer.vocab_size:
             raise ModelError(
                 f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
@@ -168,8 +170,8 @@ def tell_rows(
     if store.n_rows > store.n_documents:
         rows += "; longer documents are cut into several rows"
     progress.note(rows)
-    if store.skipped.counts:
-        progress.note(f"left out: {skipped_text(store.skipped.counts, store.skipped.examples)}")
+    for line in skipped_lines(store.skipped.counts, store.skipped.examples):
+        progress.note(f"left out: {line}")
     progress.note(tokenizer.describe())
     if tokenizer.writes_chats and tokenizer.writes_date:
         progress.note(

@@ -206,8 +206,7 @@ class HfTokenizer:
         if marked and len(marked) != len(spoken):
             raise UnusableConversationError(
                 "rewritten",
-                f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
-                f"{len(spoken)} turns",
+                f"{len(marked)} spans are marked of {len(spoken)} turns",
             )
         answers = conversation.answers[-1:] if last_only else conversation.answers
         span_of = dict(zip(spoken, marked, strict=True)) if marked else {}
@@ -240,7 +239,7 @@ class HfTokenizer:
                 refused = refused or err
         if refused is not None:
             reason = " ".join(str(refused).split())[:200]
-            raise UnusableConversationError("refused", f"the chat template refuses the turns: {reason}") from refused
+            raise UnusableConversationError("refused", reason) from refused
         return written
 
     def _render(
@@ -268,9 +267,7 @@ class HfTokenizer:
             return len(prompt), len(whole)
         raise UnusableConversationError(
             "rewritten",
-            f"turn {k}: the chat template writes it otherwise once others follow, so which words carry loss cannot be "
-            "told; use a template that marks them with {% generation %}, or --set corpus.loss_on=completion, by which "
-            "the last answer alone carries it",
+            f"turn {k}",
         )
 
     def _unwritten(self, conversation: Conversation, k: int, answer: str, text: str) -> list[str]:
@@ -291,11 +288,7 @@ class HfTokenizer:
         if "content" in lacking or len(lacking) == len(parts):
             what = "words" if "content" in lacking else " and ".join(lacking)
             shown = parts.get("content") or parts[lacking[0]]
-            raise UnusableConversationError(
-                "unwritten",
-                f"turn {k}: the chat template does not write the assistant's {what} {str(shown)!r:.60}; use a "
-                "tokenizer whose template does (--tokenizer)",
-            )
+            raise UnusableConversationError("unwritten", f"turn {k}: {what} {str(shown)!r:.40}")
         return [
             *(["no_calls"] if "tool_calls" in lacking else []),
             *(["no_reasoning"] if set(lacking) & set(REASONING) else []),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Conversation
+from grasp.corpus.conversations import Conversation, UnusableConversationError
 from grasp.corpus.encoding import ModelText, TokenizedText, encode_texts
 from grasp.errors import CorpusError, ModelError, TargetError
+from grasp.text import skipped_lines
 
 if TYPE_CHECKING:
     from grasp.corpus.encoding import Tokenizer
@@ -83,7 +84,12 @@ class UnitSet:
                 continue
             try:
                 chat = tokenizer.render(unit.conversation, last_only=True)
-            except (ModelError, CorpusError) as err:
+            except UnusableConversationError as err:
+                (why,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
+                raise TargetError(
+                    f"unit {unit.unit_id!r} of {unit.target} is one of the {why.removeprefix('1 ')}"
+                ) from err
+            except ModelError as err:
                 raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
             ((start, stop),), text = chat.spans, chat.text
             units.append(replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:]))
