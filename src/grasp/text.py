@@ -137,6 +137,11 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
     return lines
 
 
+def leak_text(rows: int, target: str) -> str:
+    """Return how many rows contain questions of a target, a sentence."""
+    return f"{rows:,} rows contain questions of {target}" if rows else f"no row contains a question of {target}"
+
+
 def json_text(
     value: Any, indent: int | None = 1, *, only_ascii: bool = True, default: Callable[[Any], Any] | None = None
 ) -> str:

@@ -32,6 +32,7 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
+LEAKED = "leaked_rows"  # of a unit: row_index of the rows that contain its question
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"

@@ -18,6 +18,7 @@ from grasp.arrays import F32, I64, Integers
 from grasp.artifact.manifest import (
     BUILD,
     CHUNK,
+    LEAKED,
     MANIFEST,
     MARKER,
     ROWS,
@@ -165,6 +166,13 @@ class ArtifactReader:
                 f"{self.where}: its manifest has units {self.manifest.targets}, the tables {found}; build it again"
             )
         return units
+
+    def leaked_rows(self, target: str) -> I64:
+        """Return the rows that contain a question of `target`, row_index ascending; none where nobody looked."""
+        if LEAKED not in self.units.column_names:
+            return np.zeros(0, dtype=np.int64)
+        rows = self.units[LEAKED].take(pa.array(self.unit_columns(target)))
+        return np.unique(rows.combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int64))
 
     @cached_property
     def moments(self) -> "MomentArrays":

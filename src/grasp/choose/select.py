@@ -36,7 +36,16 @@ from grasp.extract.progress import Progress
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelTable
 from grasp.predict.protocol import ScoringProtocol, as_protocol, geometry
-from grasp.predict.rows import SHORT, label_column, length_column, ranked, row_documents, short_of, short_rows
+from grasp.predict.rows import (
+    SHORT,
+    label_column,
+    leak_notes,
+    length_column,
+    ranked,
+    row_documents,
+    short_of,
+    short_rows,
+)
 from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
@@ -66,6 +75,7 @@ def select(
     runs: Environment | RunTable | Path | str | None = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
+    drop_leaks: bool = False,
     documents: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
@@ -90,6 +100,7 @@ def select(
             With `train_tokens`, or a protocol with geometry, they are chosen by relevance.
         exclude: row_ids or doc_ids to leave out: text or Parquet. In Python also a list.
         exclude_where: condition on labels: these rows are left out.
+        drop_leaks: leave out the rows that contain questions of the targets.
         documents: write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.
             In Python `Selection.export` is told so as well.
         protocol: protocol to predict with. Default: the one that ships.
@@ -117,6 +128,12 @@ def select(
         allowed_N &= ~matching.mask_N
         unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
         said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
+    if drop_leaks:
+        leaked = np.unique(np.concatenate([artifact.leaked_rows(name) for name in targets]))
+        allowed_N[leaked] = False
+        said.append(f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}")
+    else:
+        said += leak_notes(artifact, targets)
     labels = None if by is None else label_column(artifact, by, "by")
     by = None if labels is None else labels.name  # as the corpus spells it
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
@@ -203,6 +220,7 @@ def select(
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "exclude_where": exclude_where,
+        "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
     return Selection(

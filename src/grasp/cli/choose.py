@@ -23,7 +23,7 @@ from grasp.text import plain
     "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
     verb="grasp.choose.select",
-    more="exclude exclude_where documents protocol diversity cautious",
+    more="exclude exclude_where drop_leaks documents protocol diversity cautious",
 )
 def select(
     art: Art,

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 import grasp
+from grasp.arrays import I64
+from grasp.artifact.manifest import LEAKED
 from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.sources import Source, open_source
@@ -19,6 +22,7 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.corpus_moments import Store
 from grasp.extract.forward import UnitFeatures, forward_units
+from grasp.extract.leaks import find_leaks
 from grasp.extract.pictures import load_reference, vision
 from grasp.extract.progress import Progress
 from grasp.features.extract import Reference, Units
@@ -27,7 +31,7 @@ from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.text import skipped_lines
+from grasp.text import leak_text, skipped_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Inputs:
     unit_set: UnitSet
     units: UnitFeatures
     model_fingerprint: str
+    leaks: Sequence[I64] = ()  # of each unit: row_index of the rows that contain its question
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ def prepare(
     model = model or in_memory.model
     store: Store
     units: Units
+    leaks: Sequence[I64] = ()
     if settings.model.classifier is None and isinstance(model, ReferenceModel | None):
         if model is None:
             refuse_unreadable(settings.model.path)
@@ -121,6 +127,10 @@ def prepare(
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
         tell_rows(store, unit_set, tokenizer, context, progress)
+        leaks = find_leaks(store, unit_set.units, tokenizer.decode)
+        for target in unit_set.targets:
+            rows = [part for part, unit in zip(leaks, unit_set.units, strict=True) if unit.target == target]
+            progress.note(leak_text(len(np.unique(np.concatenate(rows))), target))
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
@@ -143,6 +153,7 @@ def prepare(
         unit_set=unit_set,
         units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
         model_fingerprint=model.fingerprint(),
+        leaks=leaks,
     )
 
 
@@ -259,5 +270,6 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "completion": [unit.completion for unit in units],
         }
         | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
+        | ({LEAKED: pa.array(inputs.leaks, pa.list_(pa.int64()))} if inputs.leaks else {})
         | ({IDS_COLUMN: pa.array([unit.input_ids for unit in examples], pa.list_(pa.int32()))} if examples else {})
     )

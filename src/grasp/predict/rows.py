@@ -4,7 +4,7 @@ rows in the order of their values.
 Shape letters: N rows.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.results import write_tables
-from grasp.text import did_you_mean, listed
+from grasp.text import did_you_mean, leak_text, listed
 
 T = TypeVar("T")
 
@@ -84,6 +84,16 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
     if target is None and len(artifact.targets) > 1:
         raise ProtocolError(f"target: got none, and the artifact has {', '.join(artifact.targets)}; name one")
     return checked_targets(artifact, target)[0]
+
+
+def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
+    """Return how many rows contain questions of some targets, a line each; nothing of targets without such rows."""
+    counts = {target: len(artifact.leaked_rows(target)) for target in targets}
+    return [
+        f"{leak_text(count, target)}, so their relevance is too high; grasp select --drop-leaks leaves them out"
+        for target, count in counts.items()
+        if count
+    ]
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:

@@ -31,7 +31,7 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.rows import SHORT, checked_targets, label_column, length_column, ranked, row_tokens
+from grasp.predict.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
@@ -220,6 +220,7 @@ def findings(
         *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
         ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
         ("arrays", ", ".join(f"{one.name} {one.shape[0]:,} x {one.shape[1]}" for one in there.arrays)),
+        *(("leaks", note) for note in leak_notes(artifact, targets)),
         ("bytes on disk", f"{there.bytes_total:,} ({there.bytes_per_row:,.0f} a row)"),
     )
     run = None if environment is None else environment.path / "run.yaml"

@@ -60,11 +60,11 @@ def render(found: Findings, live: str = "") -> str:
     }
 
     # what must be said before anything else, and of intervals
-    trust: Sequence[str] = ()
+    trust: list[str] = [note for fact, note in found.facts if fact == "leaks"]
     if not isinstance(found.nats, Missing):
-        trust = found.nats.notes
+        trust += found.nats.notes
     elif found.environment is not None and found.labels:
-        trust = (found.nats.reason,)
+        trust.append(found.nats.reason)
     interval_note = f"{COVERAGE:.0%} intervals, learned from retrained models."
     if found.unit == found.plain_unit or isinstance(found.nats, Missing):
         few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(found.units))

@@ -20,7 +20,7 @@ from grasp.predict.label_slices import dropped_intervals, label_slices, slice_ef
 from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.rows import checked_targets, label_column, row_tokens
+from grasp.predict.rows import checked_targets, label_column, leak_notes, row_tokens
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, one_subset
 from grasp.results import Result, write_tables
@@ -182,7 +182,7 @@ def predict(
     else:
         held = made.schema.empty_table()
         lines = write_tables(made.schema, (pa.Table.from_batches([batch]) for batch in made), out)
-    said = (*outside.notes, *notes(predictor, intervals))
+    said = (*outside.notes, *leak_notes(artifact, predictor.targets), *notes(predictor, intervals))
     return Prediction(held, headline, said, unit=predictor.unit, lines=lines)
 
 
@@ -313,7 +313,7 @@ def _by(
     result = SlicePrediction(
         table,
         f"what dropping, or doubling, each {column.name} does",
-        (*said, *outside.notes, *notes(predictor, intervals)),
+        (*said, *outside.notes, *leak_notes(artifact, predictor.targets), *notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,
