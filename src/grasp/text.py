@@ -139,7 +139,8 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
 
 def leak_text(rows: int, target: str) -> str:
     """Return how many rows contain questions of a target, a sentence."""
-    return f"{rows:,} rows contain questions of {target}" if rows else f"no row contains a question of {target}"
+    few = {0: "no row contains a question", 1: "one row contains a question"}
+    return f"{few.get(rows, f'{rows:,} rows contain questions')} of {target}"
 
 
 def json_text(

@@ -25,6 +25,7 @@ GRAM: Final = 4  # words of a run
 FEWEST_WORDS: Final = 8  # shorter questions are found everywhere, so they are taken with their answer
 CHANGED: Final = 10  # one word in so many may differ: a question of fewer must be there to the letter
 STRETCH: Final = 2  # a question may be spread over so many times its own length
+SEAM: Final = 400  # characters on either side of a cut, in which a question that two rows share is looked for
 ROWS_AT_ONCE: Final = 512
 
 
@@ -33,18 +34,28 @@ def find_leaks(
 ) -> list[I64]:
     """Return the rows that contain the question of each unit, (E,) arrays of row_index, ascending.
 
+    A question that lies across the cut between two rows of a document is in both.
+
     Cost: the rows are decoded and hashed once, some millions of tokens a second; memory is a shard and what is found.
     """
     index = QuestionIndex(units)
-    found: list[list[int]] = [[] for _ in units]
+    found: list[set[int]] = [set() for _ in units]
+    before, document_before = "", None  # text of the row before, and its document
     for k in range(store.n_shards if index.n_questions else 0):
         shard = store.shard(k)
+        documents = shard.table["doc_id"].to_pylist()
         for start in range(0, len(shard), ROWS_AT_ONCE):
             rows = range(start, min(start + ROWS_AT_ONCE, len(shard)))
             for i, text in zip(rows, decode([shard.ids(i).tolist() for i in rows]), strict=True):
+                row = shard.start + i
                 for e in index.questions_in(text):
-                    found[e].append(shard.start + i)
-    return [np.array(rows, dtype=np.int64) for rows in found]
+                    found[e].add(row)
+                if documents[i] == document_before:
+                    for e in index.questions_in(before[-SEAM:] + text[:SEAM]):
+                        if not {row - 1, row} & found[e]:
+                            found[e] |= {row - 1, row}
+                before, document_before = text, documents[i]
+    return [np.array(sorted(rows), dtype=np.int64) for rows in found]
 
 
 class QuestionIndex:

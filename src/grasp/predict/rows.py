@@ -90,7 +90,7 @@ def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
     """Return how many rows contain questions of some targets, a line each; nothing of targets without such rows."""
     counts = {target: len(artifact.leaked_rows(target)) for target in targets}
     return [
-        f"{leak_text(count, target)}, so their relevance is too high; grasp select --drop-leaks leaves them out"
+        f"{leak_text(count, target)}, and relevance there is too high; grasp select --drop-leaks leaves them out"
         for target, count in counts.items()
         if count
     ]
