@@ -172,7 +172,8 @@ def test_build_notices_leaks_and_the_verbs_repeat_them(leaky):
     assert "2 rows contain questions of facts" in heard
     add_targets(root / "art", str(root / "more.jsonl"))
     artifact = grasp.open(root / "art")
-    assert (leaked(artifact, "facts"), leaked(artifact, "more")) == ({"row-2"}, {"row-5"})
+    reader = ArtifactReader.open(root / "art")
+    assert (leaked(reader, "facts"), leaked(reader, "more")) == ({"row-2"}, {"row-5"})
     for result in (artifact.predict(drop="n_tokens > 40"), artifact.select("50%", "facts")):
         assert any("rows contain questions of facts" in note for note in result.notes)
     whole, clean = artifact.select("100%", "more"), artifact.select("90%", "more", drop_leaks=True)
