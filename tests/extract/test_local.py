@@ -373,7 +373,7 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)
     assert questions == "questions: all 6 of facts"
     says(which, "a new model, from scratch", "rows rank by token, input, neighbour", "nats a token")
-    assert notes.stages == ["rows", "units", "token moments", "forward"]
+    assert notes.stages == ["rows", "model", "units", "token moments", "forward"]
     some = world(root).targets.model_copy(update={"units_per_target": 4})
     prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
     assert "questions: 4 of the 6 of facts" in fewer.lines
