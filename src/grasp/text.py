@@ -23,7 +23,7 @@ SIGNS = {
     "\r": "\N{SYMBOL FOR CARRIAGE RETURN}",
 }
 HUGE = 1e9  # from here on with an exponent
-NOISE = 1e-9  # what adding up in another order may leave of zero
+NOISE = 1e-6  # what adding up float32 in another order may leave of zero
 WIDTH = 160  # where output is not a terminal
 KEPT = "\n\t\u200c\u200d"  # the last two join letters in some languages and emoji; they change no order
 REPLACEMENT = "\ufffd"

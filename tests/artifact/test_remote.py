@@ -41,7 +41,7 @@ def local(tmp_path_factory) -> Path:
 def s3():
     """A bucket on an S3 server of its own, for as long as the tests run."""
     pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'grasp-attribution[s3]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install '.[s3]'")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -126,7 +126,7 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
     assert "did you mean bm25?" in refused("methods", "bm52")
     told = succeed("methods", "bm25").out
     assert "looks at: rows and units, tokens" in told
-    assert "pip install 'grasp-attribution[baselines]'" in told
+    assert "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'" in told
     assert "k1, default 1.2" in told
 
 
@@ -158,7 +158,7 @@ def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept,
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: no meaning with method loss"),
         (["--method", "loss", "--runs", "env"], "runs: no meaning with method loss"),
-        (["--method", "bm25"], "pip install 'grasp-attribution[baselines]'"),
+        (["--method", "bm25"], "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'"),
     ],
 )
 def test_a_method_that_ranks_no_rows_here_is_refused(flags, said, world, monkeypatch):

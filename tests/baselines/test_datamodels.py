@@ -75,7 +75,7 @@ def test_shares_of_a_label_are_another_view(world, tmp_path):
 def test_the_lasso_needs_an_extra_and_ridge_none(world, tmp_path, monkeypatch):
     material, _ = planted(world, few_rows)
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*grasp-attribution\[baselines\]"):
+    with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*scikit-learn"):
         run(material, tmp_path)
     assert run(material, tmp_path, penalty="ridge").notes
 

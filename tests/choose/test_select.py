@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grasp.choose.choice import weighted_targets, with_diversity
 from grasp.choose.limits import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
-from grasp.choose.select import select, token_guarantee
+from grasp.choose.select import _few_rows, select, token_guarantee
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry.greedy import choose
 from grasp.geometry.objective import Objective, is_aligned, upper_bound
@@ -387,10 +387,9 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     left = [i for i in range(40) if f"r{i}" not in got.row_ids]
     gone = {topic: sum(source.topics[i] == topic for i in left) for topic in source.topics}
     whole = {topic: source.topics.count(topic) for topic in gone}
-    worst = max(gone, key=lambda topic: gone[topic] / whole[topic])
     (line,) = [note for note in got.notes if note.startswith("left out: 30 of 40 rows (75.0 %), their mean effect -")]
-    name = worst or "(no label)"
-    assert f"; most of topic: {name} ({gone[worst]} of {whole[worst]}), " in line
+    far = [t for t in gone if gone[t] / whole[t] > 0.75 + 2 * np.sqrt(0.75 * 0.25 / whole[t])]
+    assert ("; of topic above all " in line) is bool(far)  # three quarters go of every topic, and none stands out
     of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
     (cut,) = [note for note in got.notes if "kept in part" in note]
     assert f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in cut
@@ -400,6 +399,45 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
     assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
+
+
+@pytest.mark.parametrize(("seed", "lost", "named"), [(0, 10, True), (1, 4, False)])
+def test_values_that_lose_more_than_the_corpus_are_named(seed, lost, named):
+    source = World(seed=seed)
+    topics = ["lone" if i < 10 else f"t{i % 2}" for i in range(40)]
+    source.topics[:] = topics
+    effect = np.arange(40.0)
+    effect[:lost] = -1.0  # the worst rows are all of one topic, or some of it
+    order = np.random.default_rng(seed).permutation(np.arange(lost, 40))
+    effect[order] = np.arange(40 - lost)
+    source.arrays = {name: np.tile(effect[:, None], (1, array.shape[1])) for name, array in source.arrays.items()}
+    (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("left out")]
+    assert ("of topic above all lone (10 of 10)" in line) is named
+
+
+@pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])
+def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
+    source = World()
+    got = selected(source, protocol(), budget, documents="all")
+    documents = {row_id: int(row_id[1:]) // 2 for row_id in (f"r{i}" for i in range(40))}
+    kept = {documents[row_id] for row_id in got.row_ids}
+    assert sorted(got.row_ids) == sorted(row_id for row_id, d in documents.items() if d in kept)  # whole ones
+    cost = source.tokens if "tokens" in budget else np.ones(40, dtype=int)
+    of = np.bincount(np.arange(40) // 2, cost)
+    amount = parse_budget(budget).resolve(int(cost.sum()))
+    used = sum(of[d] for d in kept)
+    assert used <= amount
+    assert all(used + of[d] > amount for d in set(range(20)) - kept)  # no other one fits
+    assert ("only" in got.headline) == (used < 0.98 * amount)
+
+
+def test_a_budget_that_may_be_meant_as_a_share_is_told():
+    source = World()
+    assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)
+    (note,) = _few_rows(parse_budget(20), 10_000)
+    assert note == "budget: 20 is a number of rows, 0.20% of the corpus; a share is 20%"
+    assert _few_rows(parse_budget("20%"), 10_000) == _few_rows(parse_budget("20rows"), 10_000) == []
+    assert _few_rows(parse_budget(101), 100_000) == []
 
 
 def test_rows_too_short_to_trust_are_told_where_they_lead():

@@ -178,7 +178,7 @@ def test_a_budget_in_tokens_says_how_much_of_it_no_row_fits(art):
     artifact = ArtifactReader.open(art)
     half = sum(artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_pylist()) // 2
     is_short = int(share[4].replace(",", "")) < half
-    assert (f"of {half:,} tokens were taken: no row that is left fits" in out) == is_short
+    assert (f"of {half:,} tokens were taken: no other row fits" in out) == is_short
     assert "optimal" not in out
     assert "rows by what a token of them is worth, as far as the tokens go" in out
 

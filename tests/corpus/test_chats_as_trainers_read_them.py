@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.corpus.conversations import preference_note
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
 from tests.corpus.chats import CHATML, MARKED, chat_tokenizer
@@ -173,3 +174,18 @@ def test_names_that_are_made_do_not_depend_on_marks_that_nobody_set(tmp_path):
         for name, messages in (("a", TURNS), ("b", [{**turn, "weight": None} for turn in TURNS]))
     ]
     assert names[0] == names[1]
+
+
+def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
+    columns = ["prompt", "chosen", "rejected"]
+    note = preference_note("chosen", columns)
+    assert "'rejected' and the prompt are not read" in note
+    assert "corpus.prompt={prompt}' --set 'corpus.completion={chosen}" in note
+    assert "corpus.prompt" not in preference_note("chosen", columns[1:])
+    assert "answers of 'chosen'" in preference_note("chosen", columns[1:], turns=True)
+    assert preference_note("text", columns) is preference_note("chosen", ["chosen"]) is None
+    record = {"prompt": ASKED, "chosen": " wet.", "rejected": " dry."}
+    with pytest.raises(CorpusError, match=r"preference pairs.*corpus\.prompt"):
+        stored(tmp_path, [record])
+    told = stored(tmp_path / "told", [record], prompt="{prompt}", completion="{chosen}")
+    assert said(told)[1] == " wet.<|endoftext|>"

@@ -206,7 +206,7 @@ def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_
 def test_without_datasets_the_extra_is_named(monkeypatch, tmp_path):
     path = save_dataset(tmp_path / "saved", records(2))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"saved needs `datasets`.*pip install 'grasp-attribution\[datasets\]'"):
+    with pytest.raises(MissingExtraError, match=r"saved needs `datasets`.*pip install 'datasets>="):
         read_documents(settings_for(path))
 
 

@@ -18,7 +18,7 @@ from tests.extract.test_chat_build import chat_settings
 from tests.extract.test_local import assert_same, with_broken_model
 from tests.extract.world import world
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 # Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -165,7 +165,7 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with (
-        pytest.raises(MissingExtraError, match=r"--engine ray needs `ray`.*pip install 'grasp-attribution\[ray\]'"),
+        pytest.raises(MissingExtraError, match=r"--engine ray needs `ray`.*pip install 'ray>="),
         connected(ClusterSpec()),
     ):
         pass

@@ -21,7 +21,7 @@ from tests.corpus.world import write_parquet
 from tests.extract.test_local import assert_same
 from tests.extract.world import texts, world
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 # Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

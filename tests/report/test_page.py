@@ -445,7 +445,7 @@ def test_what_no_report_is_made_of_is_refused(place, wrong, tmp_path, asked, sai
 @pytest.mark.parametrize(
     ("first", "code", "told"),
     [
-        ("sys.modules['jinja2'] = None", 2, r"error: .*`jinja2`.* pip install 'grasp-attribution\[report\]'\n"),
+        ("sys.modules['jinja2'] = None", 2, r"error: .*`jinja2`.* pip install 'jinja2>=3.1'\n"),
         ("import atexit; atexit.register(lambda: print('torch' in sys.modules))", 0, r"(.*\n)*False\n"),
     ],
 )

@@ -330,7 +330,7 @@ def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole
 @pytest.mark.filterwarnings("default")  # ray leaves sockets to the interpreter's end
 def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path, monkeypatch):
     """All of it, since no number of workers is given; from paths that are relative to where the user is."""
-    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     monkeypatch.chdir(inputs)
     seen = []

@@ -13,14 +13,14 @@ import fsspec
 from grasp.choose.scorer import SCORE, UNFAMILIAR, Scorer
 from grasp.corpus.documents import content_hash
 from grasp.errors import CorpusError, MissingExtraError
+from grasp.extras import install_hint
 
 try:
     from datatrove.data import Document
     from datatrove.pipeline.filters.base_filter import BaseFilter
 except ImportError as err:
     raise MissingExtraError(
-        "filtering in a datatrove pipeline needs `datatrove`, which is not installed: "
-        "pip install 'grasp-attribution[datatrove]'"
+        f"filtering in a datatrove pipeline needs `datatrove`, which is not installed: {install_hint('datatrove')}"
     ) from err
 
 CONTENT = "content"

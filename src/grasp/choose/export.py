@@ -14,7 +14,7 @@ import decimal
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
@@ -51,6 +51,7 @@ MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begin
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
 ROWS_AT_ONCE = 4_096
+MISSED = 0.02  # of the tokens chosen that whole documents may have more or fewer without a word
 OWN = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
 NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
@@ -67,9 +68,11 @@ class Export:
     holds: str  # rows or documents
     records: int
     tokens: int
+    note: str = ""  # how far this is from what was chosen
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.records:,} {self.holds}, {self.tokens:,} tokens; {MANIFEST} says what they are"
+        size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
+        return f"{self.path}: {size}; {MANIFEST} says what they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,13 @@ class Exporter:
             kept.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
         records = kept_records(self.corpus, kept.mask_M)
-        return write_corpus(out, self.format, "documents", records, kept.tokens, facts)
+        written = write_corpus(out, self.format, "documents", records, kept.tokens, facts)
+        missed = 0.0 if rule is None or left_out else kept.tokens / selection.n_tokens - 1
+        if abs(missed) <= MISSED:
+            return written
+        chosen = f"the {selection.n_tokens:,} of the rows that were chosen"
+        advice = "--documents all fills the budget with whole documents"
+        return replace(written, note=f", {abs(missed):.0%} {'more' if missed > 0 else 'fewer'} than {chosen}; {advice}")
 
 
 def checked_rule(text: str) -> Rule:

@@ -164,7 +164,7 @@ class Limits:
     budget: int
     unit: Unit
     allowed_N: Bool
-    cost_N: I64  # tokens, or 1 each
+    cost_N: I64  # of an item, a row or a document: its tokens or rows, or 1 each
     values: tuple[str, ...]  # of the label; one value, of all rows, where there is none
     codes_N: I32
     floor_G: I64
@@ -178,6 +178,7 @@ class Limits:
         allowed_N: Bool,
         *,
         tokens_N: I64 | None = None,
+        rows_N: I64 | None = None,
         labels: LabelColumn | None = None,
         floors: Bounds = MappingProxyType({}),
         caps: Bounds = MappingProxyType({}),
@@ -185,8 +186,9 @@ class Limits:
         """Turn amounts into numbers, and see that they can be met.
 
         Args:
-            allowed_N: rows that may be taken.
-            tokens_N: tokens of every row; needed where the budget is in tokens.
+            allowed_N: items, rows or documents, that may be taken.
+            tokens_N: tokens of every item; needed where the budget is in tokens.
+            rows_N: rows of every item; None: items are rows.
         Raises:
             SettingsError: a budget of nothing or beyond the pool, floors or caps without a label, of an unknown
                 value or in another unit than the budget, floors that cannot be met (which, and by how much).
@@ -197,15 +199,18 @@ class Limits:
         if unit == "tokens":
             assert tokens_N is not None
             cost_N = tokens_N
+        elif unit == "rows" and rows_N is not None:
+            cost_N = rows_N
         cost_P = cost_N[allowed_N]
         whole, pool = int(cost_N.sum()), int(cost_P.sum())
         size = budget.resolve(whole)
         if size > pool:
             left = "" if pool == whole else f" of {whole:,}, the others being excluded"
             raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
+        item = "row" if rows_N is None else "document"
         if size < cost_P.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
+                f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one {item} at least; ask for more"
             )
         names: tuple[str, ...] = ("all",)
         codes_N = np.broadcast_to(np.int32(0), n_rows)
@@ -258,6 +263,11 @@ class Limits:
         none_G, all_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
         ones_N = np.broadcast_to(np.int64(1), len(self.cost_N))
         return replace(self, budget=size, unit="rows", cost_N=ones_N, floor_G=none_G, cap_G=all_G)
+
+    @property
+    def costs_differ(self) -> bool:
+        """Return whether items cost more than 1 each, so that a budget may not come out even."""
+        return bool(self.cost_N.max(initial=1) > 1)
 
     @property
     def has_label_limits(self) -> bool:
@@ -320,12 +330,12 @@ class BestRows:
 def within(order_P: I64, limits: Limits) -> I64:
     """Go down the rows in the order of their worth and keep those that the limits allow.
 
-    In rows the choice has the largest worth of all that the limits allow. In tokens a row that does not fit any more is
-    passed over, until none fits.
+    If all cost 1, the choice has the largest worth of all that the limits allow. Otherwise, in tokens say, an item that
+    does not fit any more is passed over, until none fits.
     """
-    if limits.unit != "tokens" and not limits.has_label_limits:
+    if not limits.costs_differ and not limits.has_label_limits:
         return order_P[: limits.budget]
-    if limits.unit != "tokens":
+    if not limits.costs_differ:
         codes_P = limits.codes_N[order_P]
         by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
         rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value

@@ -60,6 +60,10 @@ PLACES = 50  # lengths of a choice whose value is shown
 SEARCHED = 200  # lengths that are compared at once for the best one
 PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the rows that are swapped at once where runs say more, besides all
 ROUNDS = 20
+MISSED = 0.02  # of a budget that may be left over without a word in the headline
+FEW = 0.01  # of the corpus: a number of rows so small may be meant as a share
+LARGEST_SHARE = 100
+ERRORS = 2.0  # standard errors above the share of all rows, from which a value is named
 SLOW = 0.01  # of what the rounds before have gained
 
 
@@ -158,21 +162,25 @@ def select(
             "take another protocol, or leave it out"
         )
 
-    # what the budget counts: rows, or documents, each worth the mean effect of its rows
+    # items that are chosen: rows, or whole documents, each worth the mean effect of its rows
     effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
-    if amount is not None and amount.unit == "documents":
+    tokens_M, rows_M = aim.tokens_N, None
+    if amount is not None and (amount.unit == "documents" or (documents == "all" and not rule.searches)):
         if rule.searches:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(artifact)
         effect_M = _mean_by(document_N, aim.effect_N)
         allowed_M = np.bincount(document_N, ~allowed_N) == 0
+        rows_M = np.bincount(document_N)
+        tokens_M = np.bincount(document_N, aim.tokens_N).astype(np.int64)
         if labels is not None:
             _, first_M = np.unique(document_N, return_index=True)
             labels_M = replace(labels, codes_N=labels.codes_N[first_M])
     limits_of = partial(
         Limits.from_budget,
         allowed_N=allowed_M,
-        tokens_N=aim.tokens_N,
+        tokens_N=tokens_M,
+        rows_N=rows_M,
         labels=labels_M,
         floors=floors,
         caps=caps,
@@ -201,9 +209,13 @@ def select(
     changes, notes = aim.judged(SUBSET, weights)
     n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
     headline = f"{share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
-    if limits.unit == "documents":
+    if document_N is not None:
         headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
-    said += [*best.notes, *_notes(aim, effect_M, limits, picked_P, rows, by, whole=documents is not None)]
+    if (used := int(limits.cost_N[picked_P].sum())) < (1 - MISSED) * limits.budget:
+        headline += f"; only {used:,} of the {limits.budget:,} {limits.unit} that were asked for"
+    said += [] if budget is None else _few_rows(amount, artifact.n_rows)
+    items = "rows" if document_N is None else "documents"
+    said += [*best.notes, *_notes(aim, effect_M, limits, picked_P, rows, by, items, whole=documents is not None)]
     if tokens is not None:
         headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
         left = float(sums.worth(aim.trained.exposure)[0])
@@ -275,13 +287,15 @@ def _ranked(
     """
     worth_M = effect_M
     guarantee = OPTIMAL if document_N is None else "whole documents, by the mean effect of their rows"
-    if limits.unit == "tokens":
+    if document_N is not None and limits.costs_differ:
+        guarantee += ", until no other one fits"
+    if limits.unit == "tokens" and document_N is None:
         worth_M = aim.predictor.worth_of_tokens(worth_M, aim.weights_T, limits.cost_N)
     if by_runs:
         worth_M, guarantee = _worth_by_runs(aim, document_N, limits, worth_M)
     order_P = ranked(worth_M, among_N=limits.allowed_N)
     picked_P = within(order_P, limits)
-    if limits.unit == "tokens" and not by_runs:
+    if limits.unit == "tokens" and document_N is None and not by_runs:
         guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is effect_M)
     next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
     order_P = picked_P if limits.has_label_limits else np.concatenate([picked_P, next_P])
@@ -408,19 +422,36 @@ def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[
 # ------------------------------------------------------------------------------------------- what is told of them
 
 
+def _few_rows(amount: Amount, n_rows: int) -> list[str]:
+    """Return a line for a budget such as 20 that may be meant as a share, where so many rows are a tiny part."""
+    if amount.is_share or amount.unit is not None or amount.value > min(LARGEST_SHARE, FEW * n_rows):
+        return []
+    number = f"{amount.value:g}"
+    return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
+
+
 def _notes(
-    aim: SelectionObjective, effect_M: F64, limits: Limits, picked_P: I64, rows: I64, by: str | None, *, whole: bool
+    aim: SelectionObjective,
+    effect_M: F64,
+    limits: Limits,
+    picked_P: I64,
+    rows: I64,
+    by: str | None,
+    items: str,
+    *,
+    whole: bool,
 ) -> list[str]:
     """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
 
     Args:
+        items: what was chosen, rows or documents.
         whole: documents will be written whole, so it is not worth a word which of them rows cut.
     """
     artifact = aim.artifact
-    above, what = int((effect_M[limits.allowed_N] > 0).sum()), "documents" if limits.unit == "documents" else "rows"
-    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {what} that may be taken are above the corpus average"]
+    above = int((effect_M[limits.allowed_N] > 0).sum())
+    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"]
     if (used := int(limits.cost_N[picked_P].sum())) < limits.budget:
-        why = "no row that is left fits" if limits.unit == "tokens" else "the caps leave no more"
+        why = f"no other {items[:-1]} fits" if limits.costs_differ else "the caps leave no more"
         said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
 
     gone_N = ~mask_of(rows, artifact.n_rows)
@@ -430,10 +461,14 @@ def _notes(
         for label in [by] if by else sensible_labels(artifact)[:1]:
             column = label_column(artifact, label)
             gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
-            share_G = np.where(column.counts >= max(2, LARGE_SHARE * len(gone_N)), gone_G / column.counts, 0.0)
-            worst = np.argsort(-share_G, kind="stable")[:VALUES_NAMED]
-            shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst if share_G[g])
-            line += f"; most of {label}: {shares}" * bool(shares)
+            # values that lose more than the corpus does, beyond what as many rows drawn at random would
+            overall = float(gone_N.mean())
+            error_G = np.sqrt(overall * (1 - overall) / np.maximum(column.counts, 1))
+            rate_G = gone_G / np.maximum(column.counts, 1)
+            excess_G = np.where(column.counts >= LARGE_SHARE * len(gone_N), (rate_G - overall) / (error_G + 1e-12), 0.0)
+            worst = [g for g in np.lexsort((-gone_G, -rate_G)).tolist() if excess_G[g] > ERRORS][:VALUES_NAMED]
+            shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
+            line += f"; of {label} above all {shares}" * bool(shares)
         said.append(line)
     if (short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
         length = length_column(artifact)

@@ -12,6 +12,7 @@ from grasp.cli.console import check_outputs, reads, show, tell
 from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.extras import install_hint
 from grasp.files import STREAMS, write_whole
 from grasp.text import printable
 
@@ -47,7 +48,7 @@ def methods(
     print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.looks_at)])}")
     if kind.needs_modules:
         extras = sorted(set(kind.needs_modules.values()))
-        print(f"needs: pip install 'grasp-attribution[{','.join(extras)}]'")
+        print(f"needs: {install_hint(*extras)}")
     for field, info in kind.settings_type.model_fields.items():
         default = "must be given" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
         print(f"\n{field}, {default}")

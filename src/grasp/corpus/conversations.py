@@ -368,6 +368,26 @@ def with_text_arguments(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {**turn, "tool_calls": [_with_arguments(call, as_text) for call in turn["tool_calls"]]}
 
 
+PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
+PROMPTED: Final = "--set 'corpus.prompt={prompt}' --set 'corpus.completion={chosen}'"
+
+
+def preference_note(text_column: str | None, columns: Collection[str], *, turns: bool = False) -> str | None:
+    """Return what is lost if preference pairs are read as texts or turns, and how to read an answer after its prompt.
+
+    Args:
+        turns: the column holds conversations, whose answers alone carry loss.
+    """
+    if text_column not in PAIR or not set(PAIR) <= set(columns):
+        return None
+    other = PAIR[1 - PAIR.index(text_column)]
+    if turns:
+        return f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
+    lost = f"{other!r} and the prompt are" if "prompt" in columns else f"{other!r} is"
+    note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {lost} not read"
+    return f"{note}. For loss on the answer after its prompt: {PROMPTED}" if "prompt" in columns else note
+
+
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Every way to read records with these columns, by what says to choose it."""
     extra = tuple(name for name in BESIDE if name in names)
@@ -420,6 +440,11 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
+    if settings.text_column is None and not forms and {"prompt", *PAIR} <= set(names):
+        raise CorpusError(
+            f"holds preference pairs, which are not read as such; for a model trained on the chosen answers: "
+            f"{PROMPTED}; columns found: {columns}"
+        )
     if settings.text_column is not None or not forms:
         raise CorpusError(
             f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; columns "

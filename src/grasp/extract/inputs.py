@@ -15,6 +15,7 @@ import torch
 import grasp
 from grasp.arrays import I64
 from grasp.artifact.manifest import LEAKED
+from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.sources import Source, open_source
@@ -173,6 +174,10 @@ def tell_rows(
     if store.ignored_columns:
         labels += f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}"
     progress.note(labels)
+    text_column = roles.get("text", roles.get("turns"))
+    known = [*roles.values(), *store.label_columns, *store.ignored_columns]
+    if note := preference_note(text_column, known, turns="turns" in roles):
+        progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
         rows += f", {store.n_supervised:,} with loss"

@@ -21,6 +21,7 @@ import fsspec
 import xxhash
 
 from grasp.errors import ArtifactError, MissingExtraError
+from grasp.extras import install_hint
 from grasp.files import (
     FileEntry,
     checksum,
@@ -209,7 +210,7 @@ def _connect(url: str) -> tuple[Any, str]:
         filesystem, root = fsspec.core.url_to_fs(url)
     except ImportError as err:
         protocol = url.partition(":")[0]
-        extra = "pip install 'grasp-attribution[s3]'" if protocol in ("s3", "s3a") else f"{err}"
+        extra = install_hint("s3") if protocol in ("s3", "s3a") else f"{err}"
         raise MissingExtraError(f"{url}: needs an fsspec filesystem for {protocol!r}: {extra}") from err
     return filesystem, root.rstrip("/")
 
