@@ -1,17 +1,23 @@
 """A corpus of conversations from build to export: only the assistant's tokens count, whoever runs the model."""
 
 import json
+import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers.utils import chat_template_utils
 
 from grasp import api
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.conversations import Conversation
 from grasp.corpus.store import RowStore
 from grasp.extract.extend import add_target
+from grasp.extract.inputs import prepare
 from grasp.extract.local import build_artifact
 from grasp.extract.merge import merge
 from grasp.extract.pictures import load_reference
@@ -21,6 +27,7 @@ from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
 from tests.extract.test_local import Notes
 from tests.extract.world import WORDS, world, write_targets
+from tests.rounding import rounding
 
 
 def conversations(n: int) -> list[dict]:
@@ -119,3 +126,54 @@ def test_an_export_holds_the_users_own_records(chat, tmp_path, kind):
         found = [record for file in files for record in pq.read_table(file).to_pylist()]
     names = set(picked.table["row_id"].to_pylist())
     assert found == [record for record in conversations(20) if record["id"] in names]
+
+
+def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_path):
+    _root, settings = chat
+    asked = [{"unit_id": line["id"], "messages": line["messages"]} for line in conversations(20)]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "same.jsonl"),), "max_length": 120})
+    corpus = settings.corpus.model_copy(update={"loss_on": "completion"})
+    build_artifact(settings.model_copy(update={"targets": targets, "corpus": corpus}), tmp_path / "art")
+    art = ArtifactReader.open(tmp_path / "art")
+    rows = pa.Table.from_batches(list(art.row_batches(["row_id", "loss"]))).to_pylist()
+    units = {unit["unit_id"]: unit["loss"] for unit in art.units.to_pylist()}
+    assert {row["row_id"] for row in rows} == set(units)
+    found = np.array([units[row["row_id"]] for row in rows])
+    # the same tokens in batches of other widths: float32 sums over 16 to 32 hidden numbers and 300 logits
+    np.testing.assert_allclose(found, [row["loss"] for row in rows], rtol=0, atol=rounding(700, found))
+
+
+def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat, tmp_path, monkeypatch):
+    root, settings = chat
+    model = Path(shutil.copytree(root / "model", tmp_path / "model"))
+    (file,) = [path for path in (model / "chat_template.jinja", model / "tokenizer_config.json") if path.exists()][-1:]
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps(known | {"chat_template": "{{ strftime_now('%d %b %Y') }}\n" + CHATML}))
+    read = settings.model.model_copy(update={"path": str(model)})
+    notes = Notes()
+    build_artifact(settings.model_copy(update={"model": read}), tmp_path / "art", progress=notes)
+    assert any("2024-07-26" in line and "model.chat_date" in line for line in notes.lines)
+    art = ArtifactReader.open(tmp_path / "art")
+    assert art.manifest.settings["model"]["chat_date"] == "2024-07-26"
+
+    class Tomorrow(chat_template_utils.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + timedelta(days=1)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    api.open(tmp_path / "art").select("50%").export(tmp_path / "kept")
+    assert (tmp_path / "kept" / "_manifest.yaml").exists()
+    assert BuildSource(art).tokenizer.render(Conversation(tuple(turns("a", "b")))).text.startswith("26 Jul 2024")
+
+
+def test_white_space_that_a_harness_would_score_is_told(chat, tmp_path):
+    _root, settings = chat
+    lines = [{"prompt": f"Answer {k}:\n", "completion": "water"} for k in range(3)]
+    (tmp_path / "spaced.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "spaced.jsonl"),)})
+    notes = Notes()
+    prepare(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
+    (note,) = [line for line in notes.lines if "white space" in line]
+    assert note.startswith("3 prompts, 'spaced:0' for one")

@@ -110,6 +110,17 @@ def prepare(
             )
         unit_set = unit_set.written_out(tokenizer)
         units = unit_set.tokenize(tokenizer, longest)
+        ends = [[int(one.input_ids[one.first - 1])] for one in units]
+        spaced = [
+            unit.unit_id
+            for unit, end in zip(unit_set.units, tokenizer.decode(ends), strict=True)
+            if unit.conversation is None and unit.prompt != unit.prompt.rstrip() and not end.strip()
+        ]
+        if spaced:
+            progress.note(
+                f"{len(spaced):,} prompts, {spaced[0]!r} for one, end in white space that is not scored; "
+                "lm-evaluation-harness scores it with the answer: to do so too, write it before the answer"
+            )
         store = RowStore.write(
             tokens,
             settings.corpus,
