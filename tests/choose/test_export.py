@@ -249,7 +249,7 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     (line,) = read(parts(tmp_path / "out"))
     assert line == {"text": "a", "day": "2020-01-02", "price": 1.5, "raw": "\ud7ff"}
     pq.write_table(pa.table({"text": ["a"], "image": [b"\xff"]}), tmp_path / "b.parquet")
-    with pytest.raises(CorpusError, match="a value of type bytes; JSON lines cannot hold it, write parquet"):
+    with pytest.raises(CorpusError, match=r"bytes.*; JSON lines cannot hold it, write parquet"):
         copy(tmp_path / "b.parquet", np.ones(1, dtype=bool), tmp_path / "bytes", "jsonl")
     assert not (tmp_path / "bytes").exists()
 
@@ -304,7 +304,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     first_N = np.arange(long.n_rows) == 0
     assert len(kept_documents(rows_of(long), first_N, "any").names) == 1
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    odd = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a", "x": 1}, {"text": "b", "x": {"y": 2}}])
     one = Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
     for said, attempt in (
         ("of whose tokens half were chosen", lambda: kept_documents(rows_of(long), first_N, "half")),
@@ -314,8 +313,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     ):
         with pytest.raises(SettingsError, match=said):
             attempt()
-    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, write jsonl"):
-        copy(odd, np.ones(2, dtype=bool), tmp_path / "kept", "parquet")
     assert not list(tmp_path.glob("kept*"))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
     with pytest.raises(SettingsError, match="its rows are images"):

@@ -48,6 +48,7 @@ _FAMILIES = (  # types of which Arrow promotes one to another without changing w
     pa.types.is_date,
     pa.types.is_time,
     pa.types.is_duration,
+    lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
 )
 _READABLE = (
     pa.types.is_null,
@@ -117,12 +118,11 @@ def _column_of_json(values: Sequence[Any]) -> pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, OverflowError):
         return _json_column(values)
-    if _is_exact(column.type) or all(
+    same = _is_exact(column.type) or all(
         value is None or json_text(part.as_py(), None) == json_text(value, None)
         for part, value in zip(column, values, strict=True)
-    ):
-        return column
-    return _json_column(values)
+    )
+    return column if same and _readable_type(column.type) == column.type else _json_column(values)
 
 
 def _is_exact(kind: pa.DataType) -> bool:
@@ -258,5 +258,6 @@ def _converted(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conver
         return _json_column(values)
     except TypeError as err:
         raise CorpusError(
-            f"column {name!r}: {err}, and {column.type} cannot be written as one type of a table"
+            f"column {name!r}: {err}: {column.type} cannot be written as JSON, the one type that would hold all its "
+            "values; leave the column out, or give it one type in all files"
         ) from err
