@@ -330,6 +330,12 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
     want = [i == 0 or row["doc_id"] in (rows[5]["doc_id"], rows[0]["row_id"]) for i, row in enumerate(rows)]
     np.testing.assert_array_equal(mask_N, want)
     assert note.endswith(f": 3 names exclude {sum(want)} rows; 1 are unknown")
+    long = build(
+        tmp_path / "long", write_jsonl(tmp_path / "long.jsonl", [{"id": 2**60 + i, "text": "a b"} for i in range(3)])
+    )
+    listed = pa.array([decimal.Decimal(2**60 + 1)], pa.decimal128(20, 0))
+    pq.write_table(pa.table({"row_id": listed}), tmp_path / "decimals.parquet")
+    assert excluded(long, tmp_path / "decimals.parquet")[0].tolist() == [False, True, False]
     pq.write_table(pa.table({"doc_id": [rows[5]["doc_id"], None]}), tmp_path / "list.parquet")
     mask_N, _ = excluded(artifact, tmp_path / "list.parquet")
     np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])

@@ -57,12 +57,16 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         roles_of[name] = roles = _roles({column.name: column.type for column in schema}, settings, content_of, name)
         return roles.read
 
+    roles_of_line: dict[tuple[str, ...], _Roles] = {}  # of the last line of JSON: the next has mostly the same fields
     for chunk in source.chunks(start, select):
         for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
             if isinstance(chunk, JsonRecord):
-                roles = _roles(dict.fromkeys(values), settings, content_of, where)
+                fields = tuple(values)
+                if fields not in roles_of_line:
+                    roles_of_line = {fields: _roles(dict.fromkeys(fields), settings, content_of, where)}
+                roles = roles_of_line[fields]
             else:
                 roles = roles_of[chunk.name]
             nested = [name for name in roles.untyped if isinstance(values[name], list | dict)]
@@ -70,9 +74,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 del values[name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
             labels = {  # one that is not a number is missing
-                label_name(name): None if isinstance(value, float) and math.isnan(value) else value
+                roles.labels[name]: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in values.items()
-                if name not in roles.content and name not in roles.ids
+                if name in roles.labels
             }
             ignored = tuple(sorted((*roles.ignored, *nested))) if nested else roles.ignored
             yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
@@ -82,9 +86,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 class _Roles:
     """What the columns of a file are, or the fields of a line of JSON."""
 
-    content: Sequence[str]
     ids: tuple[str | None, str | None]  # that name the row and the document
     read: Sequence[str]
+    labels: Mapping[str, str]  # what each is called in an artifact
     untyped: Sequence[str]  # that hold JSON: labels where their values are scalars
     ignored: tuple[str, ...]
 
@@ -95,10 +99,11 @@ def _roles(
     content = content_of(columns, where)
     others = {name: kind for name, kind in columns.items() if name not in content}
     ignored = tuple(sorted(name for name, kind in others.items() if kind is not None and not is_label(kind)))
+    ids = id_columns(settings, list(columns), where)
     return _Roles(
-        content=content,
-        ids=id_columns(settings, list(columns), where),
+        ids=ids,
         read=[name for name in columns if name not in ignored],
+        labels={name: label_name(name) for name in others if name not in ignored and name not in ids},
         untyped=[name for name, kind in others.items() if kind is None or is_json(kind)],
         ignored=ignored,
     )

@@ -76,7 +76,7 @@ def plain_json(value: Any, *, mend: bool = True) -> Any:
         mend: put the replacement character for halves of surrogate pairs, which JSON can spell and no tokenizer takes.
     """
     if isinstance(value, str):
-        return _mended(value) if mend else value
+        return value if value.isascii() or not mend else _mended(value)
     if isinstance(value, dict):
         return {
             plain_json(name, mend=mend): plain_json(part, mend=mend) for name, part in value.items() if part is not None
@@ -143,7 +143,7 @@ def _iso_8601(column: pa.Array) -> pa.Array:
     text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_moment else column, pa.string())
     text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
     if is_moment:
-        text = pc.replace_substring(text, " ", "T", max_replacements=1)
+        text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # of a year that Arrow can write
     return pc.binary_join_element_wise(text, "Z", "") if is_moment and kind.tz is not None else text
 
 
