@@ -249,7 +249,7 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     (line,) = read(parts(tmp_path / "out"))
     assert line == {"text": "a", "day": "2020-01-02", "price": 1.5, "raw": "\ud7ff"}
     pq.write_table(pa.table({"text": ["a"], "image": [b"\xff"]}), tmp_path / "b.parquet")
-    with pytest.raises(CorpusError, match="a value of type bytes; JSON lines cannot hold it, write parquet"):
+    with pytest.raises(CorpusError, match=r"bytes.*; JSON lines cannot hold it, write parquet"):
         copy(tmp_path / "b.parquet", np.ones(1, dtype=bool), tmp_path / "bytes", "jsonl")
     assert not (tmp_path / "bytes").exists()
 
@@ -304,7 +304,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     first_N = np.arange(long.n_rows) == 0
     assert len(kept_documents(rows_of(long), first_N, "any").names) == 1
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    odd = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a", "x": 1}, {"text": "b", "x": {"y": 2}}])
     one = Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
     for said, attempt in (
         ("of whose tokens half were chosen", lambda: kept_documents(rows_of(long), first_N, "half")),
@@ -314,8 +313,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     ):
         with pytest.raises(SettingsError, match=said):
             attempt()
-    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, write jsonl"):
-        copy(odd, np.ones(2, dtype=bool), tmp_path / "kept", "parquet")
     assert not list(tmp_path.glob("kept*"))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
     with pytest.raises(SettingsError, match="its rows are images"):
@@ -333,6 +330,12 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
     want = [i == 0 or row["doc_id"] in (rows[5]["doc_id"], rows[0]["row_id"]) for i, row in enumerate(rows)]
     np.testing.assert_array_equal(mask_N, want)
     assert note.endswith(f": 3 names exclude {sum(want)} rows; 1 are unknown")
+    long = build(
+        tmp_path / "long", write_jsonl(tmp_path / "long.jsonl", [{"id": 2**60 + i, "text": "a b"} for i in range(3)])
+    )
+    listed = pa.array([decimal.Decimal(2**60 + 1)], pa.decimal128(20, 0))
+    pq.write_table(pa.table({"row_id": listed}), tmp_path / "decimals.parquet")
+    assert excluded(long, tmp_path / "decimals.parquet")[0].tolist() == [False, True, False]
     pq.write_table(pa.table({"doc_id": [rows[5]["doc_id"], None]}), tmp_path / "list.parquet")
     mask_N, _ = excluded(artifact, tmp_path / "list.parquet")
     np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])

@@ -2,9 +2,11 @@
 
 import gzip
 import itertools
+import json
 import os
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -88,6 +91,19 @@ def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected)
         joined = tmp_path / f"joined{suffix}"
         joined.write_bytes(one + two)
         assert plain(read_documents(settings_for(joined))) == expected
+    whole = write_jsonl(tmp_path / "c.jsonl", records(20)).read_bytes()
+    gz, zst = gzip.compress, partial(pa.compress, codec="zstd", asbytes=True)
+    skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a frame of zstd that readers skip
+    members = {
+        "half.jsonl.gz": gz(whole[:301]) + gz(whole[301:]),  # in the middle of a line
+        "half.jsonl.zst": zst(whole[:301]) + zst(whole[301:]),
+        "empty.jsonl.gz": gz(b"") + gz(whole) + gz(b""),
+        "skipped.jsonl.zst": skipped + zst(whole) + skipped,
+        "crlf.jsonl": b"\xef\xbb\xbf" + whole.replace(b"\n", b"\r\n").rstrip(),
+    }
+    for name, content in members.items():
+        (tmp_path / name).write_bytes(content)
+        assert plain(read_documents(settings_for(tmp_path / name))) == expected
     named = joined.parent / "c4.json.zst"  # as C4 and Dolma name their lines
     assert plain(read_documents(settings_for(joined.rename(named)))) == expected
 
@@ -247,7 +263,9 @@ def test_ids_names_and_labels(tmp_path, writer):
 
 
 @pytest.mark.parametrize("kind", [pa.uint16(), pa.int32(), pa.int64()])
-@pytest.mark.parametrize("wrap", [pa.list_, pa.large_list, lambda kind: pa.list_(kind, 2)])
+@pytest.mark.parametrize(
+    "wrap", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, lambda kind: pa.list_(kind, 2)]
+)
 def test_token_ids_of_any_integer_and_list_type(tmp_path, kind, wrap):
     table = pa.table({"input_ids": pa.array([[1, 2], None, [3, 4]], wrap(kind))})
     pq.write_table(table, tmp_path / "c.parquet")
@@ -265,6 +283,191 @@ def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
     found = list(read_documents(settings_for(tmp_path / "c.jsonl")))
     assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in found] == [(0, "a", "1"), (1, "b", "4")]
+
+
+# ---------------------------------------------------------------- types
+
+
+def tool(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+def call(**arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+CHATS = [
+    {
+        "id": 1,
+        "messages": [{"role": "user", "content": "go"}, call(city="Paris")],
+        "tools": [tool("a", city={"type": "string"})],
+    },
+    {
+        "id": 2,
+        "messages": [{"role": "user", "content": "go"}, call(to="Ann", n=[1, None])],
+        "tools": [tool("b", n={"anyOf": [{"type": "null"}, {"type": "array"}]})],
+    },
+    {"id": 3, "messages": [{"role": "user", "content": "go"}, call()], "tools": None},
+]
+
+
+def test_a_conversation_says_the_same_from_every_format(tmp_path):
+    """Members that a struct has for other records only are not there; JSON columns are parsed."""
+    expected = plain_chats(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", CHATS))))
+    assert expected[1][0][1]["tool_calls"][0]["function"]["arguments"] == {"to": "Ann", "n": [1, None]}
+    nulls = [{**CHATS[0], "messages": [{"role": "user", "content": "go", "name": None}, call(city="Paris", to=None)]}]
+    as_json = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "c.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert "Json" in str(as_json.features)
+    as_json.save_to_disk(tmp_path / "json")
+    as_json.to_parquet(tmp_path / "json.parquet")
+    table = pa.Table.from_pylist(CHATS)
+    one_json = table.set_column(1, "messages", pa.array([json.dumps(c["messages"]) for c in CHATS], pa.json_()))
+    pq.write_table(one_json, tmp_path / "one.parquet")
+    sources = {
+        "nulls": read_documents(settings_for(write_jsonl(tmp_path / "n.jsonl", [*nulls, *CHATS[1:]]))),
+        "parquet": read_documents(settings_for(write_parquet(tmp_path / "c.parquet", CHATS))),
+        "datasets": read_documents(settings_for(save_dataset(tmp_path / "saved", CHATS))),
+        "json": read_documents(settings_for(tmp_path / "json")),
+        "json.parquet": read_documents(settings_for(tmp_path / "json.parquet")),
+        "one.parquet": read_documents(settings_for(tmp_path / "one.parquet")),
+        "memory": documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none")),
+    }
+    assert {name: plain_chats(found) for name, found in sources.items()} == dict.fromkeys(sources, expected)
+
+
+def plain_chats(documents):
+    return [(list(d.conversation.turns), list(d.conversation.tools), d.row_id, d.doc_id) for d in documents]
+
+
+def test_a_json_column_is_a_label_where_it_holds_a_scalar(tmp_path):
+    rows = [{"text": "a b", "x": value} for value in (5, "b", None, {"y": 1}, [1])]
+    table = pa.table({"text": ["a b"] * 5, "x": pa.array([json.dumps(row["x"]) for row in rows], pa.json_())})
+    pq.write_table(table, tmp_path / "c.parquet")
+    expected = [
+        (dict(d.labels), d.ignored) for d in read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows)))
+    ]
+    assert expected == [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({}, ("x",)), ({}, ("x",))]
+    assert [(dict(d.labels), d.ignored) for d in read_documents(settings_for(tmp_path / "c.parquet"))] == expected
+
+
+def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "y": datasets.ClassLabel(names=["no", "yes"])})
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "y": ["yes", "no"]}, features=features)
+    table.save_to_disk(tmp_path / "saved")
+    table.to_parquet(tmp_path / "c.parquet")
+    table.to_json(tmp_path / "c.jsonl")
+    for name in ("saved", "c.parquet", "c.jsonl"):
+        assert [d.labels["y"] for d in read_documents(settings_for(tmp_path / name))] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested too deeply")], ids=["cut", "deep"]
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_json_that_is_none_is_an_error_with_its_row(tmp_path, text, message, depth):
+    column = pa.array(["1", "2", "3", text, "5"])
+    column = column if depth == 0 else pa.ListArray.from_arrays([0, 1, 2, 3, 4, 5], column)
+    table = pa.table({"text": ["a"] * 5, "x": column.cast([pa.json_(), pa.list_(pa.json_())][depth])})
+    settings = settings_for(tmp_path / "c.parquet", text_column="x" if depth else "text")
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=2)
+    with pytest.raises(CorpusError, match=rf"c\.parquet, row 3: column 'x': .*{message}"):
+        list(read_documents(settings))
+
+
+ODD_NAMES = ["meta", "meta.lang", "meta.lang.x", "a b", 'it\'s "so"', "\u00e9t\u00e9"]
+
+
+def test_a_column_with_a_dot_in_its_name_is_no_field_of_a_struct(tmp_path):
+    """Each column is read whole and once, whatever the names; a struct is no label."""
+    rows = [{"id": f"d{i}", "text": f"t {i}", **{name: f"{name} {i}" for name in ODD_NAMES[1:]}} for i in range(5)]
+    nested = [{**row, "meta": {"lang": "no label", "x": i}} for i, row in enumerate(rows)]
+    write_parquet(tmp_path / "c.parquet", nested)
+    found = list(read_documents(settings_for(tmp_path / "c.parquet")))
+    assert [dict(d.labels) for d in found] == [{name: row[name] for name in ODD_NAMES[1:]} for row in rows]
+    assert {d.ignored for d in found} == {("meta",)}
+    assert [d.text for d in found] == [row["text"] for row in rows]
+    as_text = list(read_documents(settings_for(tmp_path / "c.parquet", text_column="meta.lang")))
+    assert [d.text for d in as_text] == [row["meta.lang"] for row in rows]
+
+
+SHARDS = [
+    {"lang": pa.nulls(2), "n": pa.array([1, 2], pa.int32()), "m": pa.array(["a", "b"]), "tags": pa.nulls(2)},
+    {"lang": ["en", None], "n": [0.5, None], "m": pa.array(["a", "c"]).dictionary_encode(), "tags": [["x"], []]},
+    {"n": ["x", "1"], "m": pa.array(["a", None], pa.large_string()), "day": pa.array([0, 10**9], pa.timestamp("ns"))},
+    {"lang": pa.array(["de", "en"], pa.string_view()), "n": [2**60 + 1, 1], "day": pa.array([0, 1], pa.timestamp("s"))},
+]
+
+
+def test_files_whose_columns_differ_are_one_corpus(tmp_path):
+    for k, shard in enumerate(SHARDS):
+        table = pa.table({"id": [f"{k}-0", f"{k}-1"], "text": [f"a {k}", f"b {k}"], **shard})
+        pq.write_table(table, tmp_path / f"{k}.parquet")
+    found = list(read_documents(settings_for(tmp_path)))
+    day = ["1970-01-01T00:00:00", "1970-01-01T00:00:01"]
+    assert [d.labels.get("lang") for d in found] == [None, None, "en", None, None, None, "de", "en"]
+    assert [d.labels["n"] for d in found] == [1, 2, 0.5, None, "x", "1", 2**60 + 1, 1]
+    assert [d.labels.get("m") for d in found] == ["a", "b", "a", "c", "a", None, None, None]
+    assert [d.labels.get("day") for d in found] == [None] * 4 + day * 2
+
+
+# ---------------------------------------------------------------- folders that say what is in them
+
+
+def write_folders(root: Path, folders, suffix=".parquet", **columns):
+    write = write_parquet if suffix == ".parquet" else write_jsonl
+    for k, folder in enumerate(folders):
+        write(root / folder / f"part{suffix}", [{"id": f"d{k}", "text": f"t {k}", **columns}])
+    return settings_for(root)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["1", "02", "-3"], [2, -3, 1]),
+        (["1", "x"], ["1", "x"]),
+        (["1", str(2**70)], ["1", str(2**70)]),
+        (["1", "__HIVE_DEFAULT_PARTITION__"], [1, None]),
+        (["a%20b%2Fc", "\u00e9=f"], ["a b/c", "\u00e9=f"]),
+        (["2024-01-01", "1.5"], ["1.5", "2024-01-01"]),
+    ],
+)
+def test_folders_named_key_value_are_labels(tmp_path, suffix, values, labels):
+    config = write_folders(tmp_path, [f"topic={value}" for value in values], suffix)
+    found = list(read_documents(config))
+    assert sorted(map(repr, (d.labels["topic"] for d in found))) == sorted(map(repr, labels))
+    assert [d.where.split(",")[0].rsplit(":", 1)[0] for d in found] == sorted(
+        str(tmp_path / f"topic={value}" / f"part{suffix}") for value in values
+    )
+    assert plain(read_documents(config, start=1)) == plain(found)[1:]
+    as_pyarrow = pads.dataset(tmp_path, partitioning="hive", format="parquet") if suffix == ".parquet" else None
+    if as_pyarrow is not None:
+        assert set(as_pyarrow.to_table()["topic"].to_pylist()) == {d.labels["topic"] for d in found}
+
+
+def test_names_and_order_of_records_do_not_depend_on_folders(tmp_path):
+    write_chunked(tmp_path / "a" / "x=1", records(6), [3], ".parquet")
+    write_chunked(tmp_path / "b" / "x", records(6), [3], ".parquet")
+    one, other = (list(read_documents(settings_for(tmp_path / name))) for name in "ab")
+    assert [(d.doc_id, d.text) for d in one] == [(d.doc_id, d.text) for d in other]
+    assert [dict(d.labels) for d in one] == [{**d.labels, "x": 1} for d in other]
+    alone = list(read_documents(settings_for(tmp_path / "a" / "x=1")))  # a folder above the corpus says nothing
+    assert [dict(d.labels) for d in alone] == [dict(d.labels) for d in other]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
+    config = write_folders(tmp_path / "same", ["month=01/lang=en"], suffix, month="01")
+    assert [dict(d.labels) for d in read_documents(config)] == [{"month": "01", "lang": "en"}]
+    config = write_folders(tmp_path / "other", ["month=02"], suffix, month=1)
+    with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month' has the value 1, .*month=02"):
+        list(read_documents(config))
+    config = write_folders(tmp_path / "twice", ["a=1/a=2"], suffix)
+    with pytest.raises(CorpusError, match=r"give 'a' two values"):
+        list(read_documents(config))
 
 
 # ---------------------------------------------------------------- streaming
@@ -342,6 +545,7 @@ REFUSED = [
     ("c.jsonl", FIRST + b'{"input_ids": [1, 99999999999999999999]}', r"c\.jsonl:3: .*32 bits"),
     ("c.jsonl.gz", gzip.compress(FIRST * 200, mtime=0)[:-20], "damaged or cut short"),
     ("c.jsonl.zst", pa.compress(FIRST * 200, codec="zstd", asbytes=True)[:-20], "damaged or cut short"),
+    ("c.jsonl.gz", gzip.compress(FIRST) + bytes(512), "damaged or cut short"),
     ("c.jsonl.gz", FIRST, "damaged or cut short"),
     ("c.jsonl.zst", FIRST, "damaged or cut short"),
     ("c.csv", b"text\nx\n", r"unknown file type '\.csv'"),

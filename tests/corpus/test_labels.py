@@ -1,8 +1,5 @@
 """Laws: folding a type over values does not depend on how they are grouped, and no value is lost to its column."""
 
-import datetime
-from decimal import Decimal
-
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
@@ -66,24 +63,6 @@ def test_renaming_never_makes_two_labels_one(names):
     assert len({lb.label_name(name) for name in [*names, "loss", "loss_", "row_id"]}) == len(
         {*names, "loss", "loss_", "row_id"}
     )
-
-
-@pytest.mark.parametrize(
-    ("array", "values"),
-    [
-        (pa.array([datetime.datetime(2020, 1, 2, 3, 4, 5)], pa.timestamp("s")), ["2020-01-02 03:04:05"]),
-        (pa.array([datetime.date(2020, 1, 2), None]), ["2020-01-02", None]),
-        (pa.array([Decimal("1.50")]), [1.5]),
-        (pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"]),
-        (pa.array([1, 2], pa.uint8()), [1, 2]),
-        (pa.array([0.5], pa.float16()), [0.5]),
-        (pa.array(["x"], pa.large_string()), ["x"]),
-        (pa.nulls(2), [None, None]),
-    ],
-)
-def test_arrow_columns_become_plain_values(array, values):
-    assert lb.is_label(array.type)
-    assert lb.label_values(array) == values
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.struct([("a", pa.int32())]), pa.binary()])

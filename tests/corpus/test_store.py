@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import RowStore
+from grasp.corpus.sources import table_source
 from grasp.errors import ArtifactError, CorpusError
 from grasp.files import temporary_path
 from tests.corpus.world import (
@@ -91,6 +93,23 @@ def test_the_fingerprint_is_that_of_the_format():
         rows = [{"input_ids": [1, 2, 3], "row_id": "a"}, {"input_ids": [4, 5], "row_id": "b"}]
         store = write(Path(name) / "store", write_jsonl(Path(name) / "c.jsonl", rows))
     assert store.fingerprint == "4dd87b16904c788af5b76cb6d60f388e"
+
+
+def test_a_corpus_is_the_same_store_whatever_it_is_kept_in(tmp_path):
+    """A nested field that is null in some lines is no label without values."""
+    rows = [{**row, "id": 2**60 + i, "meta": [None, {"a": i}][i % 2]} for i, row in enumerate(records(9))]
+    table = pa.Table.from_pylist(rows)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=2)
+    stores = [
+        write(tmp_path / "1", write_jsonl(tmp_path / "c.jsonl", rows)),
+        write(tmp_path / "2", tmp_path / "c.parquet"),
+        write(tmp_path / "3", tmp_path / "saved"),
+        RowStore.write(tmp_path / "4", settings_for("none"), Words(), shard_rows=4, source=table_source(table)),
+    ]
+    found = [(rows_of(s), s.fingerprint, s.label_columns, s.ignored_columns, s.details["columns"]) for s in stores]
+    assert found == [found[0]] * 4
+    assert found[0][2:4] == (("topic", "year"), ("meta",))
 
 
 # ---------------------------------------------------------------- resuming

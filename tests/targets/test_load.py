@@ -253,3 +253,32 @@ def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monk
     monkeypatch.setattr("importlib.import_module", absent)
     with pytest.raises(MissingExtraError, match=r"pip install 'datasets>="):
         mapped(table)
+
+
+def test_units_of_parquet_are_those_of_json_lines(tmp_path):
+    """Members that a struct has for other records only are not there, and names keep all their digits."""
+    calls = [
+        {"function": {"name": "f", "arguments": arguments}} for arguments in ({"city": "Rome"}, {"to": "Ann", "n": 1})
+    ]
+    chats = [
+        {
+            "unit_id": 2**60 + k,
+            "messages": [
+                {"role": "user", "content": ASKED},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ],
+        }
+        for k, call in enumerate(calls)
+    ]
+    logs = [
+        {**CHOICE, "arguments": TWO},
+        {**CHOICE, "doc_id": 8, "arguments": TWO | {"gen_args_2": {"arg_0": "Q:", "arg_1": " c"}}},
+    ]
+    for name, records in (("chats", chats), ("logs", logs)):
+        expected = load(tmp_path, *records, name=f"{name}.jsonl")
+        table = pa.Table.from_pylist(records)
+        if name == "chats":
+            ids = pa.chunked_array([pa.array([record["unit_id"] for record in records])]).cast(pa.decimal128(20, 0))
+            table = table.set_column(0, "unit_id", ids)
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        assert load(tmp_path, name=f"{name}.parquet").units == expected.units

@@ -7,7 +7,7 @@ processes are datatrove's or Ray's to run: `datatrove_step.ScoredDocuments` and 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from grasp.choose.limits import parse_budget
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of
-from grasp.corpus.documents import id_columns
+from grasp.corpus.documents import id_columns, records_in
 from grasp.corpus.labels import is_text, label_text
 from grasp.corpus.sources import (
     BATCH_ROWS,
@@ -36,6 +36,7 @@ from grasp.corpus.sources import (
     open_source,
     parquet_rows,
 )
+from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.files import check_place, own_directory
@@ -115,7 +116,7 @@ def apply(
     source = open_source(settings.path, settings.split)
     files = [source]
     if isinstance(source, FileSource):
-        files = [FileSource(source.fs, [file], source.root) for file in source.files]
+        files = [replace(source, files=[file]) for file in source.files]
     own_directory(out, MARKER, lambda _: False, reads)
     with locked(out / MARKER):
         copies = budget is not None
@@ -234,11 +235,10 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             lines.append(chunk)
         if lines and (chunk is None or len(lines) == BATCH_ROWS):
             told, ids = [], []
-            for line in lines:
-                where = f"{line.name}:{line.line}"
-                columns = id_columns(settings, list(line.record), where)
-                told.append(said(form_of(line.record.keys(), settings, where), line.record, where))
-                ids.append([label_text(line.record.get(name or "")) for name in columns])
+            for where, record in chain.from_iterable(map(records_in, lines)):
+                columns = id_columns(settings, list(record), where)
+                told.append(said(form_of(record.keys(), settings, where), record, where))
+                ids.append([label_text(record.get(name or "")) for name in columns])
             rows, documents = zip(*ids, strict=True)
             yield as_bytes(told), named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
             lines = []
@@ -249,11 +249,10 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
                 column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
                 texts = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
             else:
-                where = f"{chunk.name}, rows from {chunk.first} on"
-                texts = as_bytes([said(form, record, where) for record in batch.to_pylist()])
+                texts = as_bytes([said(form, record, where) for where, record in records_in(chunk)])
             names, nothing = batch.schema.names, [None] * batch.num_rows
             own = [
-                [label_text(value) for value in batch.column(name).to_pylist()] if name in names else nothing
+                [label_text(value) for value in plain_values(batch.column(name))] if name in names else nothing
                 for name in id_columns(settings, names, chunk.name)
             ]
             yield texts, named(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *own)

@@ -9,8 +9,6 @@ much came of it, and a checksum of every file. The directory is written aside an
 Shape letters: N rows, M documents of the corpus.
 """
 
-import datetime
-import decimal
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,10 +24,11 @@ import pyarrow.parquet as pq
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.documents import read_documents
+from grasp.choose.export_tables import readable_table, table_of_records, write_one_schema
+from grasp.corpus.documents import read_documents, records_in
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.packing import Row, pack, row_bytes
-from grasp.corpus.sources import JsonRecord, open_source
+from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source, parquet_batches
 from grasp.corpus.store import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import BuildSource, require_here
@@ -311,19 +310,22 @@ def row_tables(
 
 
 def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:
-    """The records of a corpus that are kept, whole and as they are; those beyond the end of `kept_M` are not."""
+    """Yield the records of a corpus that are kept, whole; those beyond the end of `kept_M` are not kept.
+
+    Values are as they are read: null members of JSON records are absent.
+    """
     for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
         if chunk.index >= len(kept_M):
             return
         if isinstance(chunk, JsonRecord):
             if kept_M[chunk.index]:
-                yield chunk.record
+                yield from (record for _, record in records_in(chunk))
             continue
         known_M = kept_M[chunk.index : chunk.index + chunk.batch.num_rows]
         if known_M.any():
             batch = chunk.batch.slice(0, len(known_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-            yield table.filter(pa.array(known_M)).replace_schema_metadata(None)
+            yield readable_table(table).filter(pa.array(known_M))  # in this order: Arrow filters no views
 
 
 def write_corpus(
@@ -344,42 +346,61 @@ def write_corpus(
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     order = "of the corpus" + "; column `order` has the place in the choice" * (holds == "rows")
     with written_aside(out) as part:
-        shards = part / "shards" if kind == "datasets" else part
+        items = iter(items)
+        first = next(items, None)
+        items = items if first is None else chain([first], items)
+        are_lines = kind == "jsonl" and isinstance(first, dict)
+        shards = part if kind == "parquet" or are_lines else part / "shards"
         shards.mkdir(parents=True)
-        n_records = (_json_lines if kind == "jsonl" else _parquet)(shards, items)
-        if kind == "datasets":
-            _as_datasets(shards, part)
+        if are_lines:
+            n_records = _json_lines(part, items)
+        else:
+            tables = _parquet(shards, items)
+            n_records = sum(pq.read_metadata(file).num_rows for file in tables)
+            if kind == "jsonl":  # by way of tables, which gives all records the same columns
+                _json_lines(part, _records_of(tables))
+            elif kind == "datasets":
+                _as_datasets(shards, part)
+        if shards != part:
+            discard(shards)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
         facts = {"holds": holds, "order": order, "records": n_records, "tokens": tokens, "format": kind, "files": files}
         write_yaml({**asked, **facts}, part / MANIFEST)
     return Export(out, holds, n_records, tokens)
 
 
-def _json_lines(shards: Path, items: Iterable[Item]) -> int:
-    """part-00000.jsonl, ...: one record a line; returns how many."""
+def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in files:
+        with pq.ParquetFile(path) as file:
+            for batch in parquet_batches(file, file.schema_arrow.names):
+                yield from (record for _, record in records_in(ArrowChunk(0, path.name, 0, batch)))
+
+
+def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
+    """Write part-00000.jsonl, ..., one record a line, and return how many records there are."""
     n_records = 0
     with ExitStack() as stack:
-        for record in (one for item in items for one in (item.to_pylist() if isinstance(item, pa.Table) else [item])):
+        for record in records:
             if n_records % SHARD_RECORDS == 0:
                 stack.close()
                 path = shards / f"part-{n_records // SHARD_RECORDS:05d}.jsonl"
-                # halves of surrogate pairs, which JSON may spell and UTF-8 cannot, become question marks
-                file = stack.enter_context(path.open("w", encoding="utf-8", errors="replace", newline="\n"))
+                file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
             try:
-                file.write(f"{json_text(record, None, only_ascii=False, default=_plain)}\n")
+                file.write(f"{json_text(record, None, only_ascii=False)}\n")
             except TypeError as err:
                 raise CorpusError(f"record {n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
             n_records += 1
     return n_records
 
 
-def _parquet(shards: Path, items: Iterable[Item]) -> int:
-    """part-00000.parquet, ...: tables as they are, a new file where the columns change; returns how many records.
+def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
+    """Write part-00000.parquet, ..., all of one schema, and return them.
 
-    Of JSON records as many as fit into one table are a file of their own.
+    As many JSON records as fit into one table are a file of their own.
     """
     writer: pq.ParquetWriter | None = None
-    n_records = n_files = in_file = chars = 0
+    files: list[Path] = []
+    in_file = chars = 0
     waiting: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for item in chain(items, [None]):
@@ -388,37 +409,23 @@ def _parquet(shards: Path, items: Iterable[Item]) -> int:
                 waiting.append(item)
                 chars += sum(len(value) for value in item.values() if isinstance(value, str))
             if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
-                names = dict.fromkeys(name for record in waiting for name in record)
-                try:
-                    table = pa.table({name: pa.array([record.get(name) for record in waiting]) for name in names})
-                except (pa.ArrowException, OverflowError) as err:
-                    raise CorpusError(
-                        f"records {n_records:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
-                    ) from err
+                table = table_of_records(waiting)
                 chars, waiting, writer = 0, [], None
             if not isinstance(table, pa.Table):
                 continue
             if writer is None or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
                 stack.close()
-                path = shards / f"part-{n_files:05d}.parquet"
-                writer = stack.enter_context(pq.ParquetWriter(path, table.schema, compression="zstd"))
-                n_files, in_file = n_files + 1, 0
+                files.append(shards / f"part-{len(files):05d}.parquet")
+                writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
+                in_file = 0
             writer.write_table(table)
-            in_file, n_records = in_file + table.num_rows, n_records + table.num_rows
-    return n_records
-
-
-def _plain(value: object) -> object:
-    """Times as ISO text, decimals as numbers; anything else JSON has no word for."""
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    raise TypeError(f"a value of type {type(value).__name__}")
+            in_file += table.num_rows
+    write_one_schema(files)
+    return files
 
 
 def _as_datasets(shards: Path, out: Path) -> None:
-    """Parquet shards become a `datasets` directory, and are gone."""
+    """Write Parquet shards as a `datasets` directory."""
     datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
     files = sorted(str(file) for file in shards.glob("*.parquet"))
     were_shown = not datasets.utils.are_progress_bars_disabled()
@@ -428,4 +435,3 @@ def _as_datasets(shards: Path, out: Path) -> None:
     finally:
         if were_shown:
             datasets.utils.enable_progress_bars()
-    discard(shards)

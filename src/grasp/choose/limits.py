@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I32, I64, Bool
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.labels import label_text
+from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.store.contents import readable_table
@@ -413,5 +415,5 @@ def _names_in(path: Path) -> list[str]:
         found = [name for name in NAMES if name in columns]
         if not found:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
-        names: list[str] = read_sealed(path, found[:1]).column(0).cast(pa.string()).drop_null().to_pylist()
-        return names
+        names = plain_values(read_sealed(path, found[:1]).column(0))
+        return [str(label_text(name)) for name in names if name is not None]

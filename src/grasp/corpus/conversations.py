@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from grasp.corpus.values import plain_json
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings
@@ -246,7 +247,7 @@ def _tools(tools: Any, where: str) -> tuple[Any, ...]:
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or ()
         if isinstance(tools, list | tuple):
-            return tuple(json.loads(tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools)
+            return tuple(json.loads(tool) if isinstance(tool, str) else plain_json(tool, mend=False) for tool in tools)
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
     raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
@@ -261,13 +262,6 @@ def _history(history: Any, where: str) -> list[tuple[str, str]]:
     ):
         raise CorpusError(f"{where}: {HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
     return [(question, answer) for question, answer in pairs]
-
-
-def without_nulls(value: Any) -> Any:
-    """Return nested records without members that are null: Parquet and Arrow add the keys of all other records."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(member) for key, member in value.items() if member is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def answer_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +285,7 @@ def _turns(said: Any, column: str, where: str) -> list[Any]:
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a turn as chat templates take it; marks of training are still in it."""
-    given: dict[str, Any] = without_nulls(turn)
+    given: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
     role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:

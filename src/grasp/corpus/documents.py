@@ -6,7 +6,7 @@ columns are what.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, Span, form_of
-from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
-from grasp.corpus.sources import ArrowChunk, JsonRecord, Source, open_source
+from grasp.corpus.labels import Label, is_json, is_label, is_list, is_text, label_name, label_text
+from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
+from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
 
@@ -38,7 +39,7 @@ class Record:
     row_id: str | None
     doc_id: str | None
     labels: Mapping[str, Label]
-    values: Mapping[str, Any]  # all of these as they are, and the columns of content; of lists Arrow arrays
+    values: Mapping[str, Any]  # plain values of all of these, and of the columns of content; token ids may be an array
     ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
 
 
@@ -50,64 +51,107 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     Raises:
         CorpusError: a file is damaged, its columns are refused, or a text is not UTF-8.
     """
-    columns_of: dict[str, tuple[tuple[str | None, str | None], Sequence[str], tuple[str, ...]]] = {}  # by file
+    roles_of: dict[str, _Roles] = {}  # by file
 
-    def select(schema: pa.Schema, name: str) -> list[str]:
-        content = content_of({column.name: column.type for column in schema}, name)
-        read = [column.name for column in schema if column.name in content or is_label(column.type)]
-        ids = id_columns(settings, schema.names, name)
-        columns_of[name] = ids, content, tuple(sorted(set(schema.names) - set(read)))
-        return read
+    def select(schema: pa.Schema, name: str) -> Sequence[str]:
+        roles_of[name] = roles = _roles({column.name: column.type for column in schema}, settings, content_of, name)
+        return roles.read
 
+    roles_of_line: dict[tuple[str, ...], _Roles] = {}  # of the last line of JSON: the next has mostly the same fields
     for chunk in source.chunks(start, select):
-        records: Iterable[tuple[str, Mapping[str, Any]]]
-        if isinstance(chunk, JsonRecord):
-            where = f"{chunk.name}:{chunk.line}"
-            try:
-                line = _valid(chunk.record)
-            except RecursionError as err:
-                raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
-            content = content_of(dict.fromkeys(line), where)
-            ids = id_columns(settings, list(line), where)
-            ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
-            records = [(where, {name: value for name, value in line.items() if name not in ignored})]
-        else:
-            ids, content, ignored = columns_of[chunk.name]
-            records = _rows_of(chunk)
-        for index, (where, values) in enumerate(records, start=chunk.index):
+        for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
-            row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in ids)
+            if isinstance(chunk, JsonRecord):
+                fields = tuple(values)
+                if fields not in roles_of_line:
+                    roles_of_line = {fields: _roles(dict.fromkeys(fields), settings, content_of, where)}
+                roles = roles_of_line[fields]
+            else:
+                roles = roles_of[chunk.name]
+            nested = [name for name in roles.untyped if isinstance(values[name], list | dict)]
+            for name in nested:
+                del values[name]
+            row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
             labels = {  # one that is not a number is missing
-                label_name(name): None if isinstance(value, float) and math.isnan(value) else value
+                roles.labels[name]: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in values.items()
-                if name not in content and name not in ids
+                if name in roles.labels
             }
+            ignored = tuple(sorted((*roles.ignored, *nested))) if nested else roles.ignored
             yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
 
 
-def _rows_of(chunk: ArrowChunk) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row of a table stands, and its plain values; lists stay Arrow, since token ids are many."""
-    columns: dict[str, Sequence[Any]] = {}
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """What the columns of a file are, or the fields of a line of JSON."""
+
+    ids: tuple[str | None, str | None]  # that name the row and the document
+    read: Sequence[str]
+    labels: Mapping[str, str]  # what each is called in an artifact
+    untyped: Sequence[str]  # that hold JSON: labels where their values are scalars
+    ignored: tuple[str, ...]
+
+
+def _roles(
+    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, content_of: ContentOf, where: str
+) -> _Roles:
+    content = content_of(columns, where)
+    others = {name: kind for name, kind in columns.items() if name not in content}
+    ignored = tuple(sorted(name for name, kind in others.items() if kind is not None and not is_label(kind)))
+    ids = id_columns(settings, list(columns), where)
+    return _Roles(
+        ids=ids,
+        read=[name for name in columns if name not in ignored],
+        labels={name: label_name(name) for name in others if name not in ignored and name not in ids},
+        untyped=[name for name, kind in others.items() if kind is None or is_json(kind)],
+        ignored=ignored,
+    )
+
+
+def records_in(
+    chunk: Chunk, ids_column: str | None = None, *, mend: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each record of a chunk stands, for messages, and its plain values.
+
+    Args:
+        ids_column: a column of token ids; its lists stay Arrow arrays, since token ids are many.
+        mend: replace halves of surrogate pairs in JSON lines.
+    Raises:
+        CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
+    """
+    if isinstance(chunk, JsonRecord):
+        where = f"{chunk.name}:{chunk.line}"
+        try:
+            record = plain_record(chunk.record, mend=mend)
+        except RecursionError as err:
+            raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
+        yield where, record
+        return
+    names = chunk.batch.schema.names
+    columns = [_column_values(chunk, name, as_arrays=name == ids_column) for name in names]
+    for k, row in enumerate(zip(*columns, strict=True), start=chunk.first):
+        yield f"{chunk.name}, row {k}", dict(zip(names, row, strict=True))
+
+
+def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any]:
+    column = chunk.batch.column(name)
+    if as_arrays and is_list(column.type):
+        return [item.values if item.is_valid else None for item in column]
     try:
-        for name in chunk.batch.schema.names:
-            column = chunk.batch.column(name)
-            if is_label(column.type):
-                columns[name] = label_values(column)
-            elif is_list(column.type):
-                columns[name] = [item.values if item.is_valid else None for item in column]
-            else:
-                columns[name] = column.to_pylist()
-    except UnicodeDecodeError as err:
-        raise CorpusError(f"{chunk.name}: rows from {chunk.first} on: text is not UTF-8: {err}") from err
-    for i in range(chunk.batch.num_rows):
-        yield f"{chunk.name}, row {chunk.first + i}", {name: column[i] for name, column in columns.items()}
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether an Arrow column of this type holds lists."""
-    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
-    return any(test(kind) for test in tests)
+        return plain_values(column)
+    except (ValueError, RecursionError):
+        for k in range(len(column)):  # which row it is
+            where = f"{chunk.name}, row {chunk.first + k}: column {name!r}"
+            try:
+                plain_values(column.slice(k, 1))
+            except UnicodeDecodeError as err:
+                raise CorpusError(f"{where}: text is not UTF-8: {err}") from err
+            except ValueError as err:
+                raise CorpusError(f"{where}: {' '.join(str(err).split())}; mend or remove the value") from err
+            except RecursionError as err:
+                raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the value") from err
+        raise
 
 
 def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tuple[str | None, str | None]:
@@ -126,19 +170,6 @@ def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tu
     if row is None:
         row = next((name for name in ROW_ID_COLUMNS if name in names), None)
     return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
-
-
-def _valid(value: Any) -> Any:
-    """The same in text that UTF-8 can hold: JSON may spell halves of surrogate pairs, which no tokenizer takes."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return value
-    if isinstance(value, dict):
-        return {_valid(key): _valid(part) for key, part in value.items()}
-    return [_valid(part) for part in value] if isinstance(value, list) else value
 
 
 _INT32 = np.iinfo(np.int32)
@@ -245,7 +276,7 @@ def _content_columns(
         raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
     text = form.columns[0]
     kind = columns.get(text) if form.kind == "text" else None
-    if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind)):
+    if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind) or is_json(kind)):
         raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
     return (*form.columns, ids)
 

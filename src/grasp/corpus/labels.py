@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 Label = str | int | float | bool | None
 Kind = Literal["null", "bool", "int", "long", "float", "string"]  # long: integers that no float holds exactly
@@ -86,15 +85,34 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether an Arrow column of this type holds text."""
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return is_text(kind.value_type)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether an Arrow column of this type holds lists."""
+    tests = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    return any(test(kind) for test in tests)
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Whether an Arrow column of this type holds JSON: its values may be of any kind."""
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+
+
 def is_label(kind: pa.DataType) -> bool:
     """Whether an Arrow column of this type can be a label: nested and binary columns cannot."""
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return is_label(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
     tests = (
         is_text,
         pa.types.is_integer,
@@ -104,18 +122,7 @@ def is_label(kind: pa.DataType) -> bool:
         pa.types.is_timestamp,
         pa.types.is_date,
         pa.types.is_time,
+        pa.types.is_duration,
         pa.types.is_null,
     )
     return any(test(kind) for test in tests)
-
-
-def label_values(column: pa.Array | pa.ChunkedArray) -> list[Label]:
-    """Values of an Arrow column of labels; times become ISO text, decimals become floats."""
-    if pa.types.is_dictionary(column.type):
-        column = pc.cast(column, column.type.value_type)
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type) or pa.types.is_time(column.type):
-        column = pc.cast(column, pa.string())
-    elif pa.types.is_decimal(column.type) or pa.types.is_floating(column.type):
-        column = pc.cast(column, pa.float64())
-    values: list[Label] = column.to_pylist()
-    return values

@@ -12,15 +12,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
+from urllib.parse import unquote
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from grasp.corpus.labels import label_text
+from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, meant, refusal
@@ -141,7 +144,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
             f"{path}: holds both Parquet and JSONL files ({files[0]}, ...); a corpus is one kind: "
             "move one kind elsewhere, so that nothing is read twice"
         )
-    return FileSource(fs, [(shown(file), file) for file in files], root)
+    return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root))
 
 
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
@@ -172,6 +175,7 @@ class FileSource:
     fs: Any
     files: Sequence[tuple[str, str]]  # (name for messages, path in the file system), in reading order
     root: str
+    partitions: Mapping[str, "Partition"] = field(default_factory=dict)  # by path; of files in no such folder none
 
     def identity(self) -> list[list[str]]:
         """Name below the root, size, and time of change or entity tag, of each file."""
@@ -181,16 +185,21 @@ class FileSource:
         """Records from position `start` on; lines before it stay unparsed, Parquet row groups unread."""
         begin = 0  # index of the first record of the file
         for name, path in self.files:
+            partition = self.partitions.get(path, {})
             if not path.endswith(PARQUET):
                 with _opened(self.fs, path, name) as handle:
                     for line, record in json_lines(handle, name, start - begin):
                         if record is not None:
-                            yield JsonRecord(begin, name, line, record)
+                            yield JsonRecord(begin, name, line, _labelled(record, partition, f"{name}:{line}"))
                         begin += 1
                 continue
             with _whole_parquet(self.fs, path, name) as file:
-                _refuse_twice(file.schema_arrow.names, name)
-                columns = list(select(file.schema_arrow, name))
+                schema = file.schema_arrow
+                _refuse_twice(schema.names, name)
+                for key, (_, value) in partition.items():
+                    if key not in file.schema_arrow.names:
+                        schema = schema.append(pa.field(key, pa.scalar(value).type))
+                columns = list(select(schema, name))
                 skip = max(0, start - begin)
                 groups, first, n_rows = [], 0, 0  # row groups that are read, and the position of their first row
                 for group in range(file.metadata.num_row_groups):
@@ -199,12 +208,87 @@ class FileSource:
                         groups.append(group)
                     else:
                         first = n_rows
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                in_file = [column for column in columns if column in file.schema_arrow.names]
+                for batch in parquet_batches(file, in_file, groups):
                     before = max(0, skip - first)  # rows of the batch that are not asked for
                     if before < batch.num_rows:
-                        yield ArrowChunk(begin + first + before, name, first + before, batch.slice(before))
+                        whole = _labelled_batch(batch.slice(before), partition, columns, name)
+                        yield ArrowChunk(begin + first + before, name, first + before, whole)
                     first += batch.num_rows
                 begin += n_rows
+
+
+def parquet_batches(
+    file: pq.ParquetFile, columns: Sequence[str], row_groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches of whole columns of a Parquet file.
+
+    pyarrow takes `a.b` for the field `b` of a struct `a`, and `a` for every column that begins with `a.`. If a name in
+    the file has a dot, all columns are read, and those that are asked for are selected by name.
+    """
+    dotted = any("." in name for name in file.schema_arrow.names)
+    for batch in file.iter_batches(BATCH_ROWS, row_groups=row_groups, columns=None if dotted else columns):
+        yield batch.select(columns)
+
+
+# Labels of a file by its folders, KEY=VALUE as Hive, Spark and pyarrow write them: each value as text, and typed.
+Partition = Mapping[str, tuple[str | None, str | int | None]]
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
+
+
+def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
+    """Return the labels in the folders below `root` of each file.
+
+    As in pyarrow, the values of a key are integers if all of them are, and text otherwise.
+    """
+    texts: dict[str, dict[str, str | None]] = {}
+    for file in files:
+        for folder in PurePosixPath(file).relative_to(root).parts[:-1]:
+            key, equals, value = (unquote(part) for part in folder.partition("="))
+            if not key or not equals:
+                continue
+            text = None if value == NO_VALUE else value
+            if texts.setdefault(file, {}).setdefault(key, text) != text:
+                raise CorpusError(f"{file}: its folders give {key!r} two values; rename one of them")
+    as_text = {
+        key
+        for labels in texts.values()
+        for key, text in labels.items()
+        if text is not None and not _INTEGER.fullmatch(text)
+    }
+    return {
+        file: {key: (text, text if text is None or key in as_text else int(text)) for key, text in labels.items()}
+        for file, labels in texts.items()
+    }
+
+
+def _labelled(record: dict[str, Any], partition: Partition, where: str) -> dict[str, Any]:
+    """Return a line of JSON lines with the labels of its file's folders."""
+    for key in partition.keys() & record.keys():
+        _refuse_other_value(key, partition, [record[key]], where)
+    return record | {key: value for key, (_, value) in partition.items() if key not in record} if partition else record
+
+
+def _labelled_batch(batch: pa.RecordBatch, partition: Partition, columns: Sequence[str], name: str) -> pa.RecordBatch:
+    """Return a batch with those labels of its file's folders that are among the columns to read."""
+    for key, (_, value) in partition.items():
+        if key in batch.schema.names:
+            _refuse_other_value(key, partition, plain_values(batch.column(key)), name)
+        elif key in columns:
+            batch = batch.append_column(key, pa.repeat(pa.scalar(value), batch.num_rows))
+    return batch
+
+
+def _refuse_other_value(key: str, partition: Partition, values: Sequence[Any], where: str) -> None:
+    """Raise if a file has a column that is also the key of a folder, with other values than the folder says."""
+    text, typed = partition[key]
+    for value in values:
+        if label_text(value) not in (text, label_text(typed)):
+            raise CorpusError(
+                f"{where}: column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one of "
+                "them, or mend the column"
+            )
 
 
 def _file_identity(fs: Any, path: str, root: str) -> list[str]:
@@ -231,7 +315,7 @@ def _whole_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
     """A Parquet file that is open; CorpusError where it is none, or cut short."""
     with _opened(fs, path, name) as handle:
         try:
-            yield pq.ParquetFile(handle)
+            yield pq.ParquetFile(handle, arrow_extensions_enabled=True)
         except (pa.ArrowException, OSError) as err:
             raise CorpusError(
                 f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"

@@ -255,6 +255,7 @@ class ShardStore(ABC, Generic[S, R]):
         kinds_of: dict[str, list[Kind]] = {}
         for label, kind in (pair for mark in marks for pair in mark.labels):
             kinds_of.setdefault(label, []).append(kind)
+        ignored = {name for mark in marks for name in mark.ignored_columns}
         summary = StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
@@ -263,8 +264,13 @@ class ShardStore(ABC, Generic[S, R]):
             shard_rows=shard_rows,
             n_documents=n_documents,
             fingerprint=digest.hexdigest(),
-            labels=[(label, widest(kinds)) for label, kinds in kinds_of.items()],
-            ignored_columns=sorted({name for mark in marks for name in mark.ignored_columns}),
+            # A nested JSON field that is null in some lines looks like a label without a value in these.
+            labels=[
+                (label, widest(kinds))
+                for label, kinds in kinds_of.items()
+                if widest(kinds) != "null" or label not in ignored
+            ],
+            ignored_columns=sorted(ignored),
             skipped=total,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},

@@ -15,8 +15,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.corpus.conversations import FAULTS, Conversation, Template, conversation_in
+from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
-from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
+from grasp.corpus.sources import IN_MEMORY, Source, open_source
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
 from grasp.settings import DatasetTarget, TargetSettings
@@ -128,11 +129,7 @@ def records_of(
     try:
         source = open_source(data, split, field) if isinstance(data, str) else data
         for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
-            if isinstance(chunk, ArrowChunk):
-                for k, record in enumerate(chunk.batch.to_pylist(), start=chunk.first):
-                    yield f"{chunk.name}, row {k}", record
-            else:
-                yield f"{chunk.name}:{chunk.line}", chunk.record
+            yield from records_in(chunk, mend=False)  # half of a pair in a question is refused
     except CorpusError as err:
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 

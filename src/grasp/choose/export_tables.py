@@ -1,0 +1,263 @@
+"""Tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
+
+A table column has one type, and a struct has the members of all its records: a record that lacks some gets them as null
+members, which a chat template may write into the text of a conversation. So a column of a table is never made by
+adding members. Where records differ in their members, in the order of these or in the types of values, the column is
+JSON (`arrow.json`, the `Json` feature of `datasets`), and is read as the records were. `datasets.load_dataset` chooses
+the same type for such columns of JSON lines.
+
+A column of scalars of several types has the type that a label column of the artifact would have, see
+`grasp.corpus.labels`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import isnan
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grasp.corpus.labels import (
+    ARROW_TYPE,
+    Kind,
+    column_of,
+    is_json,
+    is_label,
+    is_list,
+    is_text,
+    kind_of_all,
+    widest,
+)
+from grasp.corpus.sources import parquet_batches
+from grasp.corpus.values import plain_values
+from grasp.errors import CorpusError
+from grasp.files import temporary_path
+from grasp.text import json_text
+
+# How a column is written anew: by a cast, as labels of one kind, or as JSON.
+Conversion = tuple[pa.DataType, Literal["cast", "json"] | Kind]
+_FAMILIES = (  # types of which Arrow promotes one to another without changing what a value is
+    is_text,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_decimal,
+    pa.types.is_timestamp,
+    pa.types.is_date,
+    pa.types.is_time,
+    pa.types.is_duration,
+    lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
+)
+_READABLE = (
+    pa.types.is_null,
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_timestamp,
+    pa.types.is_date,
+    pa.types.is_time,
+    pa.types.is_duration,
+    pa.types.is_decimal128,
+    pa.types.is_decimal256,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+)
+
+
+def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return JSON records as a table."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return pa.table({name: _column_of_json([record.get(name) for record in records]) for name in names})
+
+
+def readable_table(table: pa.Table) -> pa.Table:
+    """Return a table with types that `datasets` reads and Parquet holds; its schema has no metadata.
+
+    Raises:
+        CorpusError: a column whose values Parquet cannot hold, nor JSON.
+    """
+    return pa.table({name: _readable(name, table[name]) for name in table.column_names})
+
+
+def write_one_schema(files: Sequence[Path]) -> None:
+    """Rewrite those of some Parquet files that lack a column of another, or have it with another type.
+
+    Raises:
+        CorpusError: a column that no type holds in all files.
+    """
+    schemas = [pq.read_schema(file) for file in files]
+    names = dict.fromkeys(name for schema in schemas for name in schema.names)
+    conversions = {name: _conversion(files, schemas, name) for name in names}
+    target = pa.schema([(name, kind) for name, (kind, _) in conversions.items()])
+    for file, schema in zip(files, schemas, strict=True):
+        if schema.equals(target):
+            continue
+        part = temporary_path(file)
+        with pq.ParquetFile(file) as opened, pq.ParquetWriter(part, target, compression="zstd") as writer:
+            for batch in parquet_batches(opened, schema.names):
+                columns = [
+                    _converted(name, batch.column(name), conversion)
+                    if name in schema.names
+                    else pa.nulls(len(batch), conversion[0])
+                    for name, conversion in conversions.items()
+                ]
+                writer.write_table(pa.table(columns, schema=target))
+        os.replace(part, file)
+
+
+def _column_of_json(values: Sequence[Any]) -> pa.Array:
+    if not any(isinstance(value, list | dict) for value in values):
+        kind = kind_of_all(values)
+        return pa.nulls(len(values)) if kind == "null" else column_of(values, kind)
+    try:
+        column = pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return _json_column(values)
+    same = _is_exact(column.type) or all(
+        value is None or json_text(part.as_py(), None) == json_text(value, None)
+        for part, value in zip(column, values, strict=True)
+    )
+    return column if same and _readable_type(column.type) == column.type else _json_column(values)
+
+
+def _is_exact(kind: pa.DataType) -> bool:
+    """Whether values in lists, out of which Arrow made this type, have kept their types."""
+    if is_list(kind):
+        return _is_exact(kind.value_type)
+    return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # 1 beside 0.5 becomes 1.0
+
+
+def _json_column(values: Sequence[Any]) -> pa.Array:
+    texts = [None if value is None else json_text(value, None, only_ascii=False) for value in values]
+    return pa.array(texts, pa.string()).cast(pa.json_())
+
+
+def _readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    target = _readable_type(column.type)
+    if target == column.type:
+        return column
+    if target is not None and pa.types.is_nested(target):  # Arrow's own cast of list views gives damaged arrays
+        try:
+            return pa.chunked_array([pa.array(column.to_pylist(), target)])
+        except (pa.ArrowException, TypeError):
+            target = None
+    if target is None:
+        return _converted(name, column, (pa.json_(), "json"))
+    if is_text(target) and not is_text(column.type):
+        return pa.chunked_array([column_of(plain_values(column), "string")])
+    return column.cast(target)
+
+
+def _readable_type(kind: pa.DataType) -> pa.DataType | None:
+    """Return the type in which `datasets` reads the values of an Arrow type; None: as JSON."""
+    if is_json(kind) or any(test(kind) for test in _READABLE):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        as_label = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
+        return as_label.get(kind.extension_name) or _readable_type(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _readable_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_decimal(kind):
+        return pa.decimal128(kind.precision, kind.scale)
+    if is_list(kind):
+        element = _readable_type(kind.value_type)
+        if element is None or (element == kind.value_type and not _is_view(kind)):
+            return None if element is None else kind
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(element, kind.list_size)
+        is_large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
+        return pa.large_list(element) if is_large else pa.list_(element)
+    if pa.types.is_struct(kind) and kind.num_fields:  # Parquet holds no struct without members
+        members = [(member.name, _readable_type(member.type)) for member in kind]
+        return None if any(member is None for _, member in members) else pa.struct(members)
+    return None
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
+    """Yield a column of those files that have it."""
+    for file in files:
+        with pq.ParquetFile(file) as opened:
+            if name in opened.schema_arrow.names:
+                for batch in parquet_batches(opened, [name]):
+                    yield batch.column(0)
+
+
+def _conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
+    """Return the type that holds a column of all files, and how the column is brought to it."""
+    types = list(dict.fromkeys(schema.field(name).type for schema in schemas if name in schema.names))
+    types = [kind for kind in types if not pa.types.is_null(kind)] or [pa.null()]
+    if len(types) == 1:
+        return types[0], "cast"
+    promoted = _promoted(types)
+    if promoted is not None and all(_can_cast(column, promoted) for column in _batches(files, name)):
+        return promoted, "cast"
+    if all(is_label(kind) and not is_json(kind) for kind in types):
+        kind = widest({kind_of_all(plain_values(column)) for column in _batches(files, name)})
+        return ARROW_TYPE[kind], kind
+    return pa.json_(), "json"
+
+
+def _promoted(types: Sequence[pa.DataType]) -> pa.DataType | None:
+    """Return the type to which Arrow promotes all of these, if that adds no member and changes no kind of value."""
+    if all(pa.types.is_timestamp(kind) and kind.tz is not None for kind in types):
+        types = [pa.timestamp(kind.unit, "UTC") for kind in types]
+    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types)
+    if not numbers and not all(_are_alike(one, other) for one, other in combinations(types, 2)):
+        return None
+    try:
+        schemas = [pa.schema([("", kind)]) for kind in types]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
+    if pa.types.is_null(one) or pa.types.is_null(other):
+        return True
+    if is_list(one) and is_list(other):
+        return _are_alike(one.value_type, other.value_type)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        names = [[member.name for member in kind] for kind in (one, other)]
+        return names[0] == names[1] and all(_are_alike(a.type, b.type) for a, b in zip(one, other, strict=True))
+    return one == other or any(test(one) and test(other) for test in _FAMILIES)
+
+
+def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
+    try:
+        column.cast(target)
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _converted(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:
+    target, how = conversion
+    if column.type == target:
+        return column
+    if pa.types.is_null(column.type):
+        return pa.nulls(len(column), target)
+    if how == "cast":
+        return column.cast(target)
+    values = plain_values(column)
+    if how != "json":  # a number that is none is no label
+        return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], how)
+    try:
+        return _json_column(values)
+    except TypeError as err:
+        raise CorpusError(
+            f"column {name!r}: {err}: {column.type} cannot be written as JSON, the one type that would hold all its "
+            "values; leave the column out, or give it one type in all files"
+        ) from err

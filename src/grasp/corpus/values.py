@@ -1,0 +1,155 @@
+"""Arrow columns and parsed JSON as plain Python values, equal for equal values whatever type stores them.
+
+A corpus may hold one moment as seconds or nanoseconds, one text as `string`, `large_string` or a dictionary, one record
+as JSON or as a struct. What is read here depends on none of that:
+
+- A moment is ISO 8601 text: `2024-01-01T09:30:00`, in UTC with a `Z` if it has a time zone. A fraction of a second has
+  three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
+- A decimal is an integer if it is whole. Otherwise it is a float if the float has the same digits, else text. A
+  duration is a number of seconds by the same rule.
+- A member of a record that is null is absent, at any depth: a struct has the members of all records, so that a null
+  cannot be told from a member that was never there. Elements of lists may be null.
+- `arrow.json` is parsed, a map is a dict, and a UUID is text.
+"""
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grasp.corpus.labels import is_list, label_text
+from grasp.text import parse_json
+
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # of a second, by unit
+_ZERO_FRACTION = r"\.?(?:000)+$"  # whole groups of three zeros; without a fraction a time ends in `:SS`
+
+
+def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return the values of an Arrow column as plain Python values.
+
+    Raises:
+        ValueError: text that is not UTF-8, or a value of `arrow.json` that is not JSON.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        return [value for chunk in column.chunks for value in plain_values(chunk)]
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _extension_values(column)
+    if pa.types.is_dictionary(kind):
+        if pa.types.is_string_view(kind.value_type):  # Arrow decodes no dictionary of views
+            column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
+        return plain_values(column.dictionary_decode())
+    if pa.types.is_run_end_encoded(kind):
+        return _run_values(column)
+    if pa.types.is_map(kind):
+        pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
+        entries_of = plain_values(pc.cast(column, pairs))
+        return [None if entries is None else _object(entries) for entries in entries_of]
+    if is_list(kind):
+        elements = iter(plain_values(column.flatten()))
+        lengths = pc.list_value_length(column).to_pylist()
+        return [None if length is None else list(islice(elements, length)) for length in lengths]
+    if pa.types.is_struct(kind):
+        return _records(column)
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+        column = _iso_8601(column)
+    elif pa.types.is_duration(kind):
+        scale = _DIGITS[kind.unit]
+        counts = pc.cast(column, pa.int64()).to_pylist()
+        return [None if count is None else _number(Decimal(count).scaleb(-scale)) for count in counts]
+    elif pa.types.is_decimal(kind):
+        return [None if value is None else _number(value) for value in column.to_pylist()]
+    elif pa.types.is_floating(kind):
+        column = pc.cast(column, pa.float64())
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def plain_json(value: Any, *, mend: bool = True) -> Any:
+    """Return a value that was parsed from JSON without null members of objects.
+
+    Args:
+        mend: put the replacement character for halves of surrogate pairs, which JSON can spell and no tokenizer takes.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() or not mend else _mended(value)
+    if isinstance(value, dict):
+        return {
+            plain_json(name, mend=mend): plain_json(part, mend=mend) for name, part in value.items() if part is not None
+        }
+    return [plain_json(part, mend=mend) for part in value] if isinstance(value, list) else value
+
+
+def plain_record(record: Mapping[str, Any], *, mend: bool = True) -> dict[str, Any]:
+    """Return a line of JSON lines as `plain_json` does, with its own fields that are null: they are columns."""
+    return {plain_json(name, mend=mend): plain_json(value, mend=mend) for name, value in record.items()}
+
+
+def _mended(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _extension_values(column: pa.ExtensionArray) -> list[Any]:
+    name = column.type.extension_name
+    if name == "arrow.json":
+        try:
+            return [None if text is None else plain_json(parse_json(text)) for text in column.storage.to_pylist()]
+        except json.JSONDecodeError as err:
+            raise ValueError(f"not JSON: {err}") from err
+    if name == "arrow.uuid":
+        return [None if value is None else str(value) for value in column.to_pylist()]
+    return plain_values(pc.cast(column, pa.bool_()) if name == "arrow.bool8" else column.storage)
+
+
+def _object(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
+    return {label_text(entry["key"]): entry["value"] for entry in entries if "value" in entry}
+
+
+def _run_values(column: pa.RunEndEncodedArray) -> list[Any]:
+    """Return each value as often as it is repeated; Arrow itself decodes runs of a few types only."""
+    first, count = column.find_physical_offset(), column.find_physical_length()
+    ends = [min(end - column.offset, len(column)) for end in column.run_ends.slice(first, count).to_pylist()]
+    values = plain_values(column.values.slice(first, count))
+    return [value for value, start, end in zip(values, [0, *ends], ends, strict=False) for _ in range(start, end)]
+
+
+def _records(column: pa.StructArray) -> list[dict[str, Any] | None]:
+    names = [field.name for field in column.type]
+    columns = [plain_values(column.field(k)) for k in range(len(names))]
+    rows = zip(*columns, strict=True) if columns else [()] * len(column)
+    records: list[dict[str, Any] | None] = [
+        {name: part for name, part in zip(names, row, strict=True) if part is not None} for row in rows
+    ]
+    if not column.null_count:
+        return records
+    return [record if valid else None for record, valid in zip(records, column.is_valid().to_pylist(), strict=True)]
+
+
+def _iso_8601(column: pa.Array) -> pa.Array:
+    """Return moments, dates or times of day as text."""
+    kind = column.type
+    if pa.types.is_date(kind):
+        return pc.cast(column, pa.string())
+    is_moment = pa.types.is_timestamp(kind)
+    # what Arrow stores of a moment with a time zone is UTC
+    text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_moment else column, pa.string())
+    text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
+    if is_moment:
+        text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # of a year that Arrow can write
+    return pc.binary_join_element_wise(text, "Z", "") if is_moment and kind.tz is not None else text
+
+
+def _number(value: Decimal) -> int | float | str:
+    """Return a decimal without loss: as an integer, as a float that reads the same, or as text."""
+    if value == value.to_integral_value():
+        return int(value)
+    nearest = float(value)
+    return nearest if Decimal(repr(nearest)) == value else f"{value:f}".rstrip("0")
