@@ -79,10 +79,9 @@ class TaskResults:
         """Its metrics, as the table of all runs calls them."""
         return frozenset(f"{self.task}/{name}" for name in self.values)
 
-    def differences(self, other: "TaskResults") -> str:
-        """Conditions that both name and that differ; empty: none."""
-        values = {name: (value, other.conditions.get(name)) for name, value in self.conditions.items()}
-        return ", ".join(f"{name} {a} and {b}" for name, (a, b) in values.items() if b is not None and a != b)
+    def is_about(self, metrics: Collection[str]) -> bool:
+        """Whether some of these metrics are among its own."""
+        return any(name in metrics for name in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +132,28 @@ class HarnessResults:
         Raises:
             EnvironmentDataError: two runs differ in the conditions of a task.
         """
-        first: dict[str, tuple[str, TaskResults]] = {}
+        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # that names a condition of a task
         for run, of_run in self.by_run.items():
             for task, result in of_run.items():
-                if result.columns.isdisjoint(metrics):
-                    continue
-                other_run, other = first.setdefault(task, (run, result))
-                if differences := other.differences(result):
-                    raise EnvironmentDataError(
-                        f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {differences} "
-                        f"({other.file}, {result.file}); evaluate them alike, or leave the task out: "
-                        f"--metrics '!{task}/*'"
-                    )
+                for condition, value in result.conditions.items() if result.is_about(metrics) else ():
+                    other_run, other = first.setdefault((task, condition), (run, result))
+                    if other.conditions[condition] != value:
+                        raise EnvironmentDataError(
+                            f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {condition} "
+                            f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
+                            f"alike, or leave the task out: --metrics '!{task}/*'"
+                        )
 
     def notes_about(self, metrics: Collection[str]) -> list[str]:
         """What should be known of these metrics, a sentence per kind."""
         notes = []
         for kind, heading in _KINDS.items():
-            about = [
-                one.text for one in self.remarks if one.kind == kind and any(name in metrics for name in one.metrics)
-            ]
+            about = [one.text for one in self.remarks if one.kind == kind and one.is_about(metrics)]
             if about:
                 more = f"; and {len(about) - NAMED} more" if len(about) > NAMED else ""
                 notes.append(f"{heading}: {'; '.join(about[:NAMED])}{more}")
         results = {task: result for of_run in self.by_run.values() for task, result in of_run.items()}
-        tasks = [task for task, result in results.items() if any(name in metrics for name in result.columns)]
+        tasks = [task for task, result in results.items() if result.is_about(metrics)]
         for task in tasks:
             members = [name for name in results[task].group if name in tasks]
             if members:
@@ -211,13 +207,16 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
     for task in dict.fromkeys(result.task for result in results):
         same_task = [result for result in results if result.task == task]
         newest, *older = sorted(same_task, key=lambda result: result.date, reverse=True)
-        source = dict.fromkeys(newest.values, newest)
+        source, conditions = dict.fromkeys(newest.values, newest), dict(newest.conditions)
         for result in older:
-            if differences := newest.differences(result):
+            others = {name: value for name, value in result.conditions.items() if conditions.get(name, value) != value}
+            if others:
+                differences = ", ".join(f"{name} {conditions[name]} and {value}" for name, value in others.items())
                 _refuse_undated(run, task, differences, newest, result)
                 text = f"{run}: {task}: {differences} ({newest.file}, {result.file})"
                 remarks.append(Remark("conditions", newest.columns, text))
                 continue
+            conditions |= result.conditions
             for name, value in result.values.items():
                 used = source.setdefault(name, result)
                 if used.values[name] != value and not isnan(used.values[name] + value):
@@ -226,9 +225,8 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
                     text = f"{run}: {task}: {differences} ({used.file}, {result.file})"
                     remarks.append(Remark("values", {f"{task}/{name}"}, text))
         directions = {name: way for result in (*reversed(older), newest) for name, way in result.directions.items()}
-        merged[task] = replace(
-            newest, values={name: result.values[name] for name, result in source.items()}, directions=directions
-        )
+        values = {name: result.values[name] for name, result in source.items()}
+        merged[task] = replace(newest, values=values, directions=directions, conditions=conditions)
         if texts := sorted({name for result in same_task for name in result.texts} - source.keys()):
             remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
     for mean in merged.values():
@@ -305,6 +303,7 @@ def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
     text = path.read_bytes()
     for data in map(parse_json, text.splitlines()) if path.suffix == ".jsonl" else [parse_json(text)]:
         config, metrics = data["task_config"], data.get("metrics")
+        primary = direction_by_name(config.get("primary_metric") or "")
         if metrics is None:
             continue
         values = {
@@ -312,7 +311,6 @@ def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
             for name, value in metrics.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        primary = direction_by_name(config.get("primary_metric") or "")
         conditions = {
             "n-shot": config.get("num_shots"),
             "version": config.get("version"),

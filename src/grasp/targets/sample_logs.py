@@ -109,10 +109,9 @@ def _sample(
             raise TargetError(f"{where}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
         if target is None:
             raise TargetError(f"{where}: target: is missing; {_INSTEAD}")
-        answer = target if isinstance(target, list) else str(target)
-        if reason := _why_no_answer(record, doc, str(answer)):
-            raise TargetError(f"{where}: target: got {answer!r:.{_SHOWN}}, {reason}; {_INSTEAD}")
-        return _Generation.read(where, replace(unit, prompt="" if turns else context), turns, answer, doc)
+        if reason := _why_no_answer(record, doc, str(target)):
+            raise TargetError(f"{where}: target: got {target!r:.{_SHOWN}}, {reason}; {_INSTEAD}")
+        return _Generation.read(where, replace(unit, prompt="" if turns else context), turns, target, doc)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{where}: arguments: expected the context and the continuation of every request as text")
     places = _conditional(requests, record, where)
@@ -323,7 +322,8 @@ class _Generation:
 
     Attributes:
         turns: messages to a chat model; the prompt of the unit is then empty.
-        answers: right answers, if the target is a list of them; None: it is a text.
+        answers: right answers, if the target reads as a list of them; None: it is a text.
+        canonical: the answer that the document prefers.
         is_quoted: the target looks like a list, and the document holds it as a text.
     """
 
@@ -338,19 +338,20 @@ class _Generation:
 
     @classmethod
     def read(
-        cls, where: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: str | list[Any], doc: Any
+        cls, where: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
     ) -> "_Generation":
-        if isinstance(target, list):
-            answers = tuple(target) if all(isinstance(text, str) for text in target) else None
-            return cls(where, unit, turns, str(target), answers, _canonical(answers, doc), False)
-        answers = _aliases(target)
-        is_quoted = answers is not None and any(target in text for text in _parts(doc, str))
-        if answers is not None and not is_quoted and str(list(answers)) != target:
+        found = target if isinstance(target, list) else _literal(str(target))
+        if not isinstance(found, list):
+            return cls(where, unit, turns, str(target), None, None, False)
+        is_quoted = isinstance(target, str) and any(target in text for text in _parts(doc, str))
+        is_written = str(found) == str(target) and all(isinstance(text, str) for text in found)
+        if not is_written and not is_quoted:
             raise TargetError(
-                f"{where}: target: got {target!r:.{_SHOWN}}, which looks like a list of answers, but is neither as "
-                f"Python writes one nor part of the document; {_INSTEAD}"
+                f"{where}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is neither "
+                f"one of texts as Python writes it nor part of the document; {_INSTEAD}"
             )
-        return cls(where, unit, turns, target, answers, _canonical(answers, doc), is_quoted)
+        answers = tuple(found) if is_written else None
+        return cls(where, unit, turns, str(target), answers, _canonical(answers, doc), is_quoted)
 
     @staticmethod
     def decide(samples: "Sequence[_Generation]") -> None:
@@ -362,7 +363,7 @@ class _Generation:
         lists = any(sample.answers is not None and not sample.is_quoted for sample in samples)
         for sample in samples:
             sample.answer = sample.target
-            if lists and sample.answers is not None and str(list(sample.answers)) == sample.target:
+            if lists and sample.answers is not None:
                 if not sample.answers:
                     raise TargetError(f"{sample.where}: target: got an empty list of answers; take the record out")
                 sample.answer = sample.canonical or sample.answers[0]
