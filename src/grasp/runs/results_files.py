@@ -186,13 +186,12 @@ def read_results(root: Path) -> HarnessResults:
             f"{root}: holds no results*.json and no *-metrics.json; expected a folder a run, with the files that "
             "lm-evaluation-harness or olmes wrote"
         )
+    aliases: dict[tuple[str, str], set[str | None]] = {}
+    for run, results in found.items():
+        for result in results:
+            aliases.setdefault((run, result.task), set()).add(result.alias)
     # olmes calls variants of a task by one name, and tells them apart by an alias
-    variants = {
-        result.task
-        for results in found.values()
-        for result in results
-        if len({other.alias for other in results if other.task == result.task}) > 1
-    }
+    variants = {task for (_, task), names in aliases.items() if len(names) > 1}
     remarks: list[Remark] = []
     by_run = {}
     for run, results in found.items():
@@ -203,9 +202,11 @@ def read_results(root: Path) -> HarnessResults:
 
 def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
     """Of each task the newest results, and what only older files under the same conditions have; adds to `remarks`."""
+    by_task: dict[str, list[TaskResults]] = {}
+    for result in results:
+        by_task.setdefault(result.task, []).append(result)
     merged: dict[str, TaskResults] = {}
-    for task in dict.fromkeys(result.task for result in results):
-        same_task = [result for result in results if result.task == task]
+    for task, same_task in by_task.items():
         newest, *older = sorted(same_task, key=lambda result: result.date, reverse=True)
         source, conditions = dict.fromkeys(newest.values, newest), dict(newest.conditions)
         for result in older:
@@ -220,7 +221,7 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
             for name, value in result.values.items():
                 used = source.setdefault(name, result)
                 if used.values[name] != value and not isnan(used.values[name] + value):
-                    differences = f"{name} {used.values[name]:.6g} and {value:.6g}"
+                    differences = f"{name} {used.values[name]:.9g} and {value:.9g}"
                     _refuse_undated(run, task, differences, used, result)
                     text = f"{run}: {task}: {differences} ({used.file}, {result.file})"
                     remarks.append(Remark("values", {f"{task}/{name}"}, text))
@@ -230,11 +231,10 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
         if texts := sorted({name for result in same_task for name in result.texts} - source.keys()):
             remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
     for mean in merged.values():
-        for then in results:  # a task in the file that the mean is from
-            now = merged[then.task]
-            changed = any(now.values.get(name) != value for name, value in then.values.items())
-            if then.task in mean.group and then.file == mean.file and changed:
-                text = f"{run}: {mean.task} ({mean.file}) is older than {then.task} ({now.file})"
+        for task in mean.group:
+            now, before = merged.get(task), [one for one in by_task.get(task, ()) if one.file == mean.file]
+            if now and any(now.values.get(name) != value for one in before for name, value in one.values.items()):
+                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({now.file})"
                 remarks.append(Remark("groups", mean.columns, text))
     models = dict.fromkeys(result.model for result in results if result.model)
     if len(models) > 1:
