@@ -207,6 +207,14 @@ def test_messages_to_a_chat_model_are_a_conversation(pack):
     assert (unit.conversation.turns[-1]["content"], unit.loss_on) == ("4", "completion")
 
 
+@pytest.mark.parametrize(
+    "doc", [{"answer": 4}, {"answer": "4", "steps": list("abcdef")}, {"answer": "4", "choices": list("345678")}, {}]
+)
+def test_a_number_may_be_the_answer(doc):
+    (unit,) = read(generated(0, "4", {"q": "2+2?"} | doc))
+    assert unit.completion == " 4"
+
+
 # ---------------------------------------------------------------- filters
 
 
@@ -239,6 +247,8 @@ REFUSED = [
     (generated(0, [["a"], ["b"]]), "looks like a list"),
     (generated(0, "1", {"q": "x", "label": 1}), "number of a choice"),
     (generated(0, "1", {"q": "x", "answer": 1, "choices": ["no", "yes"]}), "number of a choice"),
+    (generated(0, "1", {"q": "x", "answer": "1", "options": "['no', 'yes']"}), "number of a choice"),
+    (generated(0, "0", {"q": "x", "answerKey": "0", "choices": {"text": ["no", "yes"]}}), "number of a choice"),
     (generated(0, "number,spans", {"answer": {"number": "", "spans": []}}), "fields of the document"),
     (generated(0, "assert f(1) == 2", **{"pass@1": 0.0}), "tests or rules"),
     (generated(0, "0", prompt_level_strict_acc=True), "tests or rules"),

@@ -28,7 +28,8 @@ from grasp.text import parse_json
 
 _SHOWN = 60  # characters of a value in a message
 # metrics of tasks whose target holds tests or rules, not an answer (humaneval, mbpp, ifeval)
-_NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_")
+_NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_|schema_compliance")
+_CHOICES = re.compile(r"choice|option|ending", re.IGNORECASE)  # fields of a document that hold the choices
 _INSTEAD = "write its questions as `prompt` and `completion`"
 # fields of what looks like a log and does not hold what was scored
 _NOT_SCORED = {
@@ -424,13 +425,25 @@ def _why_no_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | No
         return "which tests or rules are scored by, and is no answer"
     if any(target == ",".join(map(str, place)) for place in _parts(doc, dict) if len(place) > 1):
         return "which names fields of the document"
-    if target.isdecimal() and target in map(str, _parts(doc, int)) and target not in _parts(doc, str):
-        lists = [value for value in _parts(doc, list) if value and all(isinstance(text, str) for text in value)]
-        if any(str(place.get("label")) == target for place in _parts(doc, dict)) or any(
-            target in map(str, range(len(choices))) for choices in lists
-        ):
-            return "which may be the number of a choice (doc_to_choice), whose text the log does not hold"
+    if not target.isdecimal():
+        return None
+    is_number = target in map(str, _parts(doc, int)) and target not in _parts(doc, str)
+    label = [place.get("label") for place in _parts(doc, dict)]
+    texts = _lists_of_texts(doc) if is_number else []
+    for place in _parts(doc, dict):
+        texts += [
+            found for name, value in place.items() if _CHOICES.search(str(name)) for found in _lists_of_texts(value)
+        ]
+    numbers_one = any(target in map(str, range(len(found))) and target not in found for found in texts)
+    if numbers_one or (is_number and target in map(str, label)):
+        return "which may be the number of a choice (doc_to_choice), whose text the log does not hold"
     return None
+
+
+def _lists_of_texts(value: Any) -> list[list[str]]:
+    """Lists of texts in a part of a document, those that are written as a text among them."""
+    lists = [*_parts(value, list), *(found for text in _parts(value, str) if isinstance(found := _literal(text), list))]
+    return [found for found in lists if found and all(isinstance(text, str) for text in found)]
 
 
 def _parts(doc: Any, kind: type[T]) -> Iterator[T]:
