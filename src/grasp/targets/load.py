@@ -1,14 +1,14 @@
 """From target settings to the units of a run: read from files, tables or tasks, left out, drawn.
 
 A record is a unit, in one of the forms that people have: prompt and completion; question and answer; conversations and
-instructions, as a corpus has them; a sample log of lm-evaluation-harness (doc, target, arguments); any other by the
-templates of a `DatasetTarget`.
+instructions, as a corpus has them; a sample log of lm-evaluation-harness, see `sample_logs`; requests of olmes, see
+`olmes`; any other by the templates of a `DatasetTarget`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -21,15 +21,18 @@ from grasp.corpus.sources import IN_MEMORY, Source, open_source
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
 from grasp.settings import DatasetTarget, TargetSettings
-from grasp.targets.olmes import ALIASES, read_task
+from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
+from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
 from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.text import parse_json
 from grasp.yaml_files import describe
 
 LOOKED_FOR = (
-    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, or a sample "
-    "log of lm-evaluation-harness with `doc`, `target` and `arguments`"
+    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, a sample log "
+    "of lm-evaluation-harness with `doc`, `target` and `arguments`, or requests of olmes"
 )
-_SAMPLES = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?")
+# files of a harness: one per task
+_LOG = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
 _ENDING = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
 _FILE = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
 
@@ -58,10 +61,12 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         if in_memory and name.startswith(IN_MEMORY):
             given.append(in_memory)
         elif looks_so or Path(name).is_file():
-            units = units_of(records_of(name, field="targets.names"), target_name(name), settings.loss_on)
-            if not units:
-                raise TargetError(f"{name}: no units; {LOOKED_FOR}")
-            given.append(units)
+            for file in _logs_in(name) or [name]:
+                records = _array_in(file) or records_of(file, field="targets.names")
+                units = units_of(records, target_name(file), settings.loss_on)
+                if not units:
+                    raise TargetError(f"{file}: no units; {LOOKED_FOR}")
+                given.append(units)
         else:
             given.append(read_task(name, settings.variant, settings.loss_on, task_root()))
     given += [read_mapped(target, settings.loss_on) for target in settings.datasets]
@@ -113,9 +118,9 @@ def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: Targ
 
 def target_name(path: str) -> str:
     """What a file's target is called where no record says: the file's name without its ending."""
-    stem = _ENDING.sub("", PurePosixPath(path.rstrip("/")).name)
-    samples = _SAMPLES.fullmatch(stem)
-    return samples["task"] if samples else stem
+    stem = _ENDING.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
+    log = _LOG.fullmatch(stem)
+    return log["task"] or log["olmes"] if log else stem
 
 
 def records_of(
@@ -134,6 +139,37 @@ def records_of(
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
 
+def _logs_in(directory: str) -> list[str]:
+    """Logs of a harness in a local directory and below, one per task; none: it is something else.
+
+    Raises:
+        TargetError: two logs of one task.
+    """
+    logs: dict[str, str] = {}
+    for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
+        if _FILE.fullmatch(path.name) and _LOG.fullmatch(_ENDING.sub("", path.name)):
+            first = logs.setdefault(target_name(path.name), str(path))
+            if first != str(path):
+                raise TargetError(f"{directory}: {first} and {path} are logs of one task; name the file that you mean")
+    return list(logs.values())
+
+
+def _array_in(file: str) -> Records | None:
+    """Records of a local file that is one JSON list of objects, as harnesses wrote before; None: another file."""
+    if not file.endswith((".json", ".jsonl")) or not Path(file).is_file():
+        return None
+    with Path(file).open("rb") as handle:
+        if not handle.read(64).lstrip().startswith(b"["):
+            return None
+    try:
+        records = parse_json(Path(file).read_bytes())
+    except ValueError as err:
+        raise TargetError(f"{file}: not JSON: {err}; mend or write it again") from err
+    if not records or not all(isinstance(record, Mapping) for record in records):
+        return None
+    return [(f"{file}: record {k}", record) for k, record in enumerate(records)]
+
+
 class UnitFields(BaseModel):
     """What a record may hold; other fields are left alone."""
 
@@ -150,7 +186,16 @@ class UnitFields(BaseModel):
 
 
 def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
-    """Records as units; unit_id is the record's own, else ``<task>:<position among the records of that task>``."""
+    """Records as units; unit_id is the record's own, else ``<task>:<position among the records of that task>``.
+
+    The first record says whether they are a log of a harness, whose records belong together.
+    """
+    records = iter(records)
+    head = list(islice(records, 1))
+    records = chain(head, records)
+    for is_log, read in ((is_sample, units_of_log), (is_request, units_of_requests)):
+        if head and is_log(head[0][1]):
+            return read(records, task, loss_on)
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
@@ -186,8 +231,8 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
 def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
     """A record in any of the forms."""
     given = {name: value for name, value in record.items() if value is not None}
-    is_log, conversation = {"doc", "arguments"} <= given.keys(), None
-    if not is_log and not isinstance(given.get("completion"), str):
+    conversation = None
+    if not isinstance(given.get("completion"), str):
         try:
             conversation = conversation_in(given, where)
         except CorpusError as err:
@@ -197,12 +242,11 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
     if conversation is not None:  # it ends with an answer, or what follows is left out
         last = conversation.turns[conversation.answers[-1]]
         given |= {"prompt": conversation.content, "completion": last["content"] or str(last["tool_calls"])}
-    elif is_log:
-        given = _of_log(given, where)
     elif {"question", "answer"} <= given.keys() and "prompt" not in given:
         question, answer = given.pop("question"), given.pop("answer")
         given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
     elif not {"prompt", "completion"} & given.keys():
+        refuse_unscored(record, where)
         named = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
         raise TargetError(f"{where}: has the fields {named or 'none'}; {LOOKED_FOR}")
     try:
@@ -216,34 +260,6 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
             f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
-
-
-def _of_log(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What lm-evaluation-harness logs of a document: the requests that were made, and the right answer."""
-    target, arguments = str(record.get("target", "")), record["arguments"]
-    requests = list(arguments.values()) if isinstance(arguments, Mapping) else arguments
-    try:
-        pairs = [tuple(one.values() if isinstance(one, Mapping) else one)[:2] for one in requests]
-        first, second = pairs[0]
-    except (TypeError, ValueError, IndexError) as err:
-        raise TargetError(f"{where}: arguments: got {str(arguments)[:60]}, expected the requests of a sample") from err
-    unit_id = None if record.get("doc_id") is None else f"{record['doc_id']}"
-    common = {"task": record.get("task"), "unit_id": unit_id}
-    if not isinstance(second, str):  # text was generated: the prompt and the settings of the generation
-        joint = "" if not first or first[-1].isspace() or target[:1].isspace() else " "
-        return common | {"prompt": first, "completion": joint + target}
-    texts = [text for _, text in pairs]
-    if len(pairs) == 1:
-        return common | {"prompt": first, "completion": second}
-    stripped = [text.strip() for text in texts]
-    gold = int(target) if target.isdecimal() and int(target) < len(pairs) else None
-    gold = stripped.index(target.strip()) if gold is None and target.strip() in stripped else gold
-    if gold is None:
-        raise TargetError(f"{where}: target: got {target!r}, expected the number or the text of one of its requests")
-    prompt, completion = pairs[gold]
-    contexts = [context for context, _ in pairs]
-    choices = texts if len(set(contexts)) == 1 else contexts
-    return common | {"prompt": prompt, "completion": completion, "choices": choices, "gold": gold}
 
 
 def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:

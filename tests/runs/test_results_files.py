@@ -1,0 +1,275 @@
+"""Results of harnesses: every file of a run counts; what differs is named, what cannot be compared is refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grasp
+from grasp.errors import EnvironmentDataError
+from grasp.runs.results_files import direction_by_name
+
+RUNS = ("a", "b", "c")
+MIXTURES = pa.table({"run": RUNS, "wiki": [0.5, 0.2, 0.1], "code": [0.5, 0.8, 0.9]})
+OLD, NEW = "2025-01-01T01-00-00.000001", "2025-01-01T02-00-00"
+
+
+def harness(**tasks):
+    """A results file: of every task its metrics."""
+    return {"results": tasks, "higher_is_better": {task: {"acc": True} for task in tasks}}
+
+
+def olmes(task="sciq", date="2025-05-19 19:41:53 UTC", alias=None, primary="acc_raw", **metrics):
+    config = {"primary_metric": primary, "num_shots": 5, "version": 0, "metadata": {"alias": alias or task}}
+    data = {"task_name": task, "task_config": config, "current_date": date, "num_instances": 10, "metrics": metrics}
+    return data | {"model_config": {"model": "m"}}
+
+
+def place(root, run, name, data):
+    path = root / run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = data if isinstance(data, list) else [data]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+
+
+def read(root, **options):
+    return grasp.import_runs(MIXTURES, root, label="source", **options)
+
+
+def of(runs, metric):
+    """Values of a metric by run."""
+    lines = runs.results.to_pylist()
+    return {line["run"]: line["value"] for line in lines if line["metric"] == metric}
+
+
+# ---------------------------------------------------------------- files of a run
+
+TASKS = {"sciq": 0.25, "arc_easy": 0.5, "piqa": 0.75}
+
+
+@given(st.permutations(list(TASKS)), st.lists(st.booleans(), min_size=2, max_size=2))
+def test_tasks_in_one_file_or_in_several_are_the_same_results(tmp_path_factory, order, cuts):
+    root = tmp_path_factory.mktemp("res")
+    for run in RUNS:
+        groups = [[order[0]]]
+        for task, cut in zip(order[1:], cuts, strict=True):
+            groups.append([task]) if cut else groups[-1].append(task)
+        for hour, group in enumerate(groups):
+            found = {task: {"alias": task, "acc,none": TASKS[task], "acc_stderr,none": "N/A"} for task in group}
+            place(root, f"{run}/my__model", f"results_2025-01-01T0{hour}-00-00.json", harness(**found))
+    runs = read(root)
+    for task, value in TASKS.items():
+        assert of(runs, f"{task}/acc") == dict.fromkeys(RUNS, value)
+    assert runs.notes == ()
+
+
+@pytest.mark.parametrize("folders", [("x", "y"), ("y", "x")])
+def test_of_two_values_the_newest_counts_and_both_are_named(tmp_path, folders):
+    """By the date of the file, not by the name of the folder it is in."""
+    for run in RUNS:
+        place(tmp_path, f"{run}/{folders[0]}", f"results_{OLD}.json", harness(sciq={"acc,none": 0.25, "f1,none": 0.5}))
+        place(tmp_path, f"{run}/{folders[1]}", f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}))
+    runs = read(tmp_path)
+    assert of(runs, "sciq/acc") == dict.fromkeys(RUNS, 0.5)
+    assert of(runs, "sciq/f1") == dict.fromkeys(RUNS, 0.5)
+    (note,) = runs.notes
+    assert f"a: sciq: acc 0.5 and 0.25 (a/{folders[1]}/results_{NEW}.json, a/{folders[0]}/results_{OLD}.json)" in note
+    assert read(tmp_path, metrics=["sciq/f1"]).notes == ()
+
+
+def test_equal_values_and_results_without_a_date(tmp_path):
+    for run in RUNS:
+        place(tmp_path, f"{run}/x", "results.json", harness(sciq={"acc,none": 0.25}))
+        place(tmp_path, f"{run}/y", "results.json", harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}))
+    assert read(tmp_path).notes == ()
+    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
+    with pytest.raises(EnvironmentDataError, match=r"run 'b': sciq has acc 0\.25 and 0\.5 .*no date"):
+        read(tmp_path)
+    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
+    assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
+
+
+# ---------------------------------------------------------------- what can be compared
+
+CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
+
+
+@pytest.mark.parametrize(("field", "one", "other"), CONDITIONS)
+def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, field, one, other):
+    for run in RUNS:
+        place(
+            tmp_path,
+            run,
+            f"results_{OLD}.json",
+            harness(sciq={"acc,none": 0.25, "f1,none": 1}) | {field: {"sciq": one}},
+        )
+        place(tmp_path, run, f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}) | {field: {"sciq": other}})
+    runs = read(tmp_path)
+    assert runs.metrics == ("sciq/acc",)
+    (note,) = runs.notes
+    assert f"results_{OLD}.json" in note
+    assert "other conditions" in note
+
+
+@pytest.mark.parametrize(("field", "one", "other"), CONDITIONS)
+def test_runs_under_different_conditions_are_refused(tmp_path, field, one, other):
+    for run, value in zip(RUNS, (one, one, other), strict=True):
+        found = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
+        place(tmp_path, run, f"results_{NEW}.json", found | {field: {"sciq": value}})
+    with pytest.raises(
+        EnvironmentDataError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"
+    ):
+        read(tmp_path)
+    assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)
+
+
+@pytest.mark.parametrize("unknown", [{}, {"sciq": None}, {"sciq": "N/A"}, {"sciq": "Yaml"}])
+def test_conditions_that_are_not_known_differ_from_none(tmp_path, unknown):
+    for run, versions in zip(RUNS, (unknown, {"sciq": 1.0}, unknown), strict=True):
+        place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | {"versions": versions})
+    assert len(read(tmp_path)) == 3
+    place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
+    with pytest.raises(EnvironmentDataError, match=r"runs 'b' and 'c' .* version 1\.0 and 2\.0"):
+        read(tmp_path)
+
+
+def test_models_of_one_run_are_named(tmp_path):
+    for run, (hour, model) in itertools.product(RUNS, ((OLD, "step100"), (NEW, "step200"))):
+        found = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}
+        place(tmp_path, f"{run}/{model}", f"results_{hour}.json", found)
+    assert any("a: step100, step200" in note for note in read(tmp_path).notes)
+
+
+# ---------------------------------------------------------------- metrics of a file
+
+
+def test_every_filter_is_a_metric_and_counts_are_none(tmp_path):
+    found = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
+    found |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
+    found |= {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A", "bypass,none": 999}
+    for run in RUNS:
+        place(tmp_path, run, "results.json", {"results": {"gsm8k": found}})
+    assert read(tmp_path).metrics == ("gsm8k/exact_match,strict-match", "gsm8k/exact_match,flexible-extract")
+
+
+def test_plain_names_of_version_0_3_are_the_same_metrics(tmp_path):
+    old = {"results": {"sciq": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.5}}, "versions": {"sciq": 0}}
+    for run in RUNS:
+        place(tmp_path, run, "results.json", old | {"config": {"num_fewshot": 5}})
+    assert read(tmp_path).metrics == ("sciq/acc", "sciq/acc_norm")
+    place(tmp_path, "b", "results.json", old | {"config": {"num_fewshot": 0}})
+    with pytest.raises(EnvironmentDataError, match="n-shot 5 and 0"):
+        read(tmp_path)
+
+
+def test_results_that_are_no_numbers_are_named(tmp_path):
+    for run in RUNS:
+        place(tmp_path, run, "results.json", harness(sciq={"acc,none": "N/A"}, piqa={"acc,none": 0.5}))
+    runs = read(tmp_path)
+    assert runs.metrics == ("piqa/acc",)
+    assert any("no numbers" in note and "a: sciq: acc" in note for note in runs.notes)
+
+
+def test_the_mean_of_a_group_stands_beside_its_tasks(tmp_path):
+    found = harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
+    for run in RUNS:
+        place(tmp_path, run, f"results_{OLD}.json", found | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}})
+    runs = read(tmp_path)
+    assert [of(runs, f"{task}/acc")["a"] for task in ("mmlu", "mmlu_law", "mmlu_art")] == [0.5, 0.25, 0.75]
+    assert any("mmlu is a mean of tasks that are metrics as well (2, e.g. mmlu_law)" in note for note in runs.notes)
+    assert read(tmp_path, metrics=["mmlu/acc"]).notes == ()
+    place(tmp_path, "b", f"results_{NEW}.json", harness(mmlu_law={"acc,none": 1.0}))
+    older = f"b: mmlu (b/results_{OLD}.json) is older than mmlu_law (b/results_{NEW}.json)"
+    assert any(older in note for note in read(tmp_path).notes)
+
+
+def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
+    """It logs none where the tasks of a group differ in it."""
+    for run in RUNS:
+        found = {
+            "results": {"g": {"acc,none": 0.5, "odd,none": 1.0}},
+            "higher_is_better": {"g": {"acc": None, "odd": None}},
+        }
+        place(tmp_path, run, "results.json", found)
+    assert read(tmp_path, metrics=["g/acc"]).info.metrics == {"g/acc": "higher"}
+    with pytest.raises(EnvironmentDataError, match=r"'g/odd'.*better or worse"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction"),
+    [
+        ("brier_score", "lower"),
+        ("bits_per_byte_corr", "lower"),
+        ("sum_logits_corr", "higher"),
+        ("logits_per_char_corr", "higher"),
+        ("acc_per_char", "higher"),
+        ("primary_score", None),
+        ("logits_per_byte_corr", None),
+        ("mcc", None),
+    ],
+)
+def test_directions_by_name(metric, direction):
+    assert direction_by_name(f"sciq/{metric}") == direction
+
+
+def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
+    for run in RUNS:
+        place(tmp_path, run, "results.json", {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
+    with pytest.raises(EnvironmentDataError, match=r"'t/one'.*t/two"):
+        read(tmp_path)
+
+
+# ---------------------------------------------------------------- olmes
+
+
+def test_metrics_of_olmes(tmp_path):
+    """A task's own file and the file of all tasks say the same; means of tasks stand in the latter alone."""
+    for k, run in enumerate(RUNS):
+        sciq = olmes(
+            acc_raw=0.25 + k / 8, bits_per_byte_corr=1.0, primary_score=0.25 + k / 8, extra_metrics={"price": 1}
+        )
+        bpb = olmes("gsm8k", primary="bits_per_byte_corr", primary_score=2.0)
+        mean = olmes("core", primary=None, acc_raw_macro=0.5)
+        place(tmp_path, run, "task-000-sciq-metrics.json", sciq)
+        place(tmp_path, run, "task-001-gsm8k-metrics.json", bpb)
+        place(tmp_path, run, "metrics-all.jsonl", [mean, sciq, bpb])
+        place(tmp_path, run, "metrics.json", {"all_primary_scores": []})
+        place(tmp_path, run, "task-002-x-metrics.json", {"task_name": "x", "task_config": {}})  # without a model
+    runs = read(tmp_path)
+    assert runs.notes == ()
+    assert runs.info.metrics == {
+        "core/acc_raw_macro": "higher",
+        "sciq/acc_raw": "higher",
+        "sciq/bits_per_byte_corr": "lower",
+        "sciq/primary_score": "higher",
+        "gsm8k/primary_score": "lower",
+    }
+    np.testing.assert_array_equal([of(runs, "sciq/acc_raw")[run] for run in RUNS], [0.25, 0.375, 0.5])
+
+
+def test_variants_of_a_task_are_told_apart_by_their_aliases(tmp_path):
+    for run in RUNS:
+        for k, style in enumerate(("rc", "mc")):
+            data = olmes(alias=f"sciq:{style}::olmes", acc_raw=0.25 + k)
+            place(tmp_path, run, f"task-00{k}-sciq-metrics.json", data)
+    runs = read(tmp_path)
+    assert [of(runs, f"sciq:{style}::olmes/acc_raw")["a"] for style in ("rc", "mc")] == [0.25, 1.25]
+
+
+@pytest.mark.parametrize("name", ["results.json", "task-000-sciq-metrics.json", "metrics-all.jsonl"])
+@pytest.mark.parametrize("text", ["[]", "{", '{"results": 3, "task_config": 3}', "[" * 100_000])
+def test_damaged_files_are_named(tmp_path, name, text):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text(text)
+    with pytest.raises(EnvironmentDataError, match=f"{name}: is no results file of (lm-evaluation-harness|olmes)"):
+        read(tmp_path)
+
+
+def test_a_directory_without_results_says_what_it_looks_for(tmp_path):
+    with pytest.raises(EnvironmentDataError, match=r"holds no results\*.json"):
+        read(tmp_path)
