@@ -250,9 +250,11 @@ def test_units_of_parquet_are_those_of_json_lines(tmp_path):
         }
         for k, call in enumerate(calls)
     ]
+    two = {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}
+    asked = {"doc": {"q": "Sky?"}, "target": "1", "resps": []}
     logs = [
-        {**CHOICE, "arguments": TWO},
-        {**CHOICE, "doc_id": 8, "arguments": TWO | {"gen_args_2": {"arg_0": "Q:", "arg_1": " c"}}},
+        {"doc_id": 7, **asked, "arguments": two},
+        {"doc_id": 8, **asked, "arguments": two | {"gen_args_2": {"arg_0": "Q:", "arg_1": " c"}}},
     ]
     for name, records in (("chats", chats), ("logs", logs)):
         expected = load(tmp_path, *records, name=f"{name}.jsonl")
