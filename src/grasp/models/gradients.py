@@ -27,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I32, I64, Bool
 from grasp.errors import ModelError
-from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.head import TOLERANCE
 
 MAX_VECTOR = 1_000_000  # numbers in a module that is neither linear nor embedding: its gradients are held a row each
-FORWARD_TOLERANCE = 0.05  # of the output's standard deviation: room for bfloat16, none for another function
 TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
 CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
 CUDA_LOGITS = 1 << 28
@@ -113,11 +113,23 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     modules: list[tuple[nn.Module, int]] = []
     for names in together.values():
         users = owners[names[0]]
+        _refuse_part_of_head(model, names[0], [module for _, module in users])
         roles = {canonical[id(parameter)]: role for role, parameter in users[0][1].named_parameters(recurse=False)}
         modules += [(module, len(blocks)) for _, module in users]
         is_head = [module for _, module in users] == [model.head.linear]
         blocks.append(_block(tuple(names), users, roles, is_head))
     return LayerSet(tuple(blocks), tuple(modules), sum(parameter.numel() for parameter in root.parameters()))
+
+
+def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
+    """The output layer is not called in a forward pass here: its gradient is that by one matrix."""
+    linear, kind = model.head.linear, type(model.head.linear).__name__
+    if linear in users and not model.head.is_weight:
+        raise UntakenLayerError(
+            name, f"{name}: the output layer ({kind}) applies another matrix than this weight, so it has no gradient by it"
+        )
+    if any(user in list(linear.modules())[1:] for user in users):
+        raise UntakenLayerError(name, f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole")
 
 
 def _block(
@@ -211,7 +223,7 @@ class PerExample:
         """
         self.model = model
         self.layers = layers
-        self.work = torch.float64 if model.dtype == torch.float64 else torch.float32
+        self.work = model.work
         self.narrow = model.dtype != self.work
         self._head_blocks = [number for module, number in layers.modules if module is model.head.linear]
         self._body: dict[nn.Module, list[int]] = {}
@@ -246,7 +258,7 @@ class PerExample:
     def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[I64]:
         """Positions of the examples of each batch, alike in length; by default as many tokens as the model's own."""
         lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
-        return batches(lengths, batch_tokens or self.model.batch_tokens)
+        return self.model.batches(lengths, batch_tokens)
 
     def run(
         self,
@@ -298,7 +310,7 @@ class PerExample:
             where = {}
             if self.pass_positions:
                 where["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
-            hidden_BLH = self.model.body(input_ids=ids_BL, use_cache=False, **where).last_hidden_state
+            hidden_BLH = self.model.run_body(ids_BL, **where)
             loss_B, doubt_B, grad_BLH = self._through_head(
                 hidden_BLH.detach(), at_BS, label_BS, real_BS, scale_B, output, uniform_BS, consume
             )
@@ -469,7 +481,7 @@ def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tenso
     expected, output = expected.detach().float(), output.detach().float()
     spread = float(expected.std())
     worst = float((expected - output).abs().max())
-    if not worst <= FORWARD_TOLERANCE * max(spread, 1e-6):
+    if not worst <= TOLERANCE[module.weight.dtype] * max(spread, 1e-6):
         raise UntakenLayerError(
             name,
             f"{name} ({type(module).__name__}) gives something else than its weight times its input (off by "
