@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("index_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD_WIDTH),
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # so many that no score is a tie: each is a sum of what is positive of products
     "index_topk": 4,
     "type_vocab_size": 2,
     "first_k_dense_replace": 1,
@@ -75,8 +75,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
         "text_config": ALL_HEADS,
-        "vision_config": {"mlp_layer_types": ["dense"] * LAYERS, "adapter_in_dim": WIDTH},
-        "audio_config": {"adapter_input_size": WIDTH},
+        "vision_config": {"mlp_layer_types": ["dense"] * LAYERS, "adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     },
     "dots3_note_text": ALL_HEADS,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
@@ -92,7 +92,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": INDEXED | ALL_HEADS,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
-    "inkling_text": {"unpadded_vocab_size": VOCAB - 5},
+    "inkling_text": {"vocab_size": VOCAB + 5},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": ALL_HEADS | {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2},
@@ -142,6 +142,9 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     """A configuration of the type, or of its decoder if its class takes only that."""
     kind = CONFIG_MAPPING[model_type]
     config = kind(**merged(tiny_fields(kind), OVERRIDES.get(model_type, {})))
+    for field in ("is_decoder", "causal"):  # as somebody who trains it as a causal LM must say
+        if hasattr(config, field):
+            setattr(config, field, True)
     own = MODEL_FOR_CAUSAL_LM_MAPPING[kind].config_class
     inner = [part for name in kind.sub_configs if isinstance(part := getattr(config, name), own)]
     return config if isinstance(config, own) or not inner else inner[0]

@@ -96,8 +96,14 @@ class ReferenceModel:
     @property
     def context(self) -> int | None:
         """Positions that the model knows; none: it does not say."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        return context if isinstance(context, int) else None
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if not isinstance(context, int) or context < 1:
+            return None
+        for name, module in self.model.named_modules():
+            # a table of positions that begins after its padding, as RoBERTa's does
+            if isinstance(module, nn.Embedding) and module.num_embeddings == context and "position" in name:
+                return context if module.padding_idx is None else context - module.padding_idx - 1
+        return context
 
     @torch.inference_mode()
     def hidden(self, ids_BL: Tensor) -> Tensor:
@@ -178,7 +184,8 @@ class ReferenceModel:
         change = float(torch.cat([after - before, before[:1] - before[1:]]).abs().max())
         allowed = tolerance * max(float(before.std()), 1e-6)
         if not change <= allowed:
-            as_decoder = "; its config has is_decoder: false" * (not getattr(self.model.config, "is_decoder", True))
+            said = [f"{field}: false" for field in ("is_decoder", "causal") if vars(self.model.config).get(field) is False]
+            as_decoder = f"; its config has {' and '.join(said)}" * bool(said)
             raise ModelError(
                 f"{name}: hidden states changed by {change:.3g} with tokens or padding that come after them, expected "
                 f"at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it{as_decoder}"

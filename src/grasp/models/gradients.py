@@ -41,11 +41,13 @@ Output = Literal["loss", "margin", "sampled"]
 
 
 class UntakenLayerError(ModelError):
-    """A layer has no gradient for each row of a batch; `layer` is its name."""
+    """Layers that have no gradient for each row of a batch: names of modules or of parameters."""
 
-    def __init__(self, layer: str, why: str) -> None:
-        super().__init__(f"layers: {why}; leave it out with !{layer}")
-        self.layer = layer
+    def __init__(self, why: str, *layers: str) -> None:
+        named = ", ".join(f"!{layer}" for layer in layers[:3])
+        more = f" and so on ({len(layers)} in all)" * (len(layers) > 3)
+        super().__init__(f"layers: {why}; leave {'it' if len(layers) == 1 else 'them'} out with {named}{more}")
+        self.why, self.layers = why, layers
 
 
 class SharedPositionsError(Exception):
@@ -125,11 +127,10 @@ def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Mo
     """The output layer is not called in a forward pass here: its gradient is that by one matrix."""
     linear, kind = model.head.linear, type(model.head.linear).__name__
     if linear in users and not model.head.is_weight:
-        raise UntakenLayerError(
-            name, f"{name}: the output layer ({kind}) applies another matrix than this weight, so it has no gradient by it"
-        )
+        why = f"{name}: the output layer ({kind}) applies another matrix than this weight, so it has no gradient by it"
+        raise UntakenLayerError(why, name)
     if any(user in list(linear.modules())[1:] for user in users):
-        raise UntakenLayerError(name, f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole")
+        raise UntakenLayerError(f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole", name)
 
 
 def _block(
@@ -147,23 +148,23 @@ def _block(
     )
     if "vector" in kinds:
         if len(users) > 1:
-            raise UntakenLayerError(names[0], f"{names[0]} is shared by {len(kinds)} modules that are no linear layers")
+            raise UntakenLayerError(f"{names[0]} is shared by {len(kinds)} modules that are no linear layers", *names)
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if total > MAX_VECTOR or list(module.children()):
-            raise UntakenLayerError(
-                name,
+            why = (
                 f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
-                "nor small, so it has no per-example form here",
+                "nor small, so they have no per-example form here"
             )
+            raise UntakenLayerError(why, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
         return Block(name, kinds, 1, size, weight=True, bias=False, parameters=names)
     for parameter in names:
         if roles[parameter] not in ("weight", "bias"):
-            raise UntakenLayerError(
-                parameter,
+            why = (
                 f"{parameter}: a {type(module).__name__} with another parameter than weight and bias has no "
-                "per-example form here",
+                "per-example form here"
             )
+            raise UntakenLayerError(why, parameter)
     has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
     is_transposed = isinstance(module, Conv1D)
     rows, columns = module.get_parameter("weight").shape  # (output, input), or (vocabulary, width) of an embedding
@@ -232,6 +233,7 @@ class PerExample:
                 self._body.setdefault(module, []).append(number)
         self.pass_positions = False  # whether the model is given the position of every token of every row
         self.probing = True
+        self._errors: list[UntakenLayerError] = []  # that probing met
         length = min(6, model.context or 6)
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
@@ -248,12 +250,17 @@ class PerExample:
             self.run([Example(row) for row in ids], count)
         self.probing = False
         self.calls = tuple(calls.count(number) for number in range(len(layers.blocks)))  # uses of each in one pass
+        failed = dict.fromkeys(layer for error in self._errors for layer in error.layers)
         idle = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
-        if idle:
-            more = f" ({len(idle)} in all)" * (len(idle) > 1)
-            raise UntakenLayerError(
-                idle[0], f"{', '.join(idle[:3])}{more} took no part in a row's loss: nothing can be attributed to it"
-            )
+        if idle := [name for name in idle if name not in failed]:
+            why = f"{', '.join(idle[:3])} took no part in a row's loss: nothing can be attributed to it"
+            self._errors.append(UntakenLayerError(why, *idle))
+        if self._errors:
+            raise UntakenLayerError(self._errors[0].why, *failed, *idle)
+
+    def note_untaken(self, error: UntakenLayerError) -> None:
+        """Remember a layer that has no gradient for each row until the probing pass is over."""
+        self._errors.append(error)
 
     def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[I64]:
         """Positions of the examples of each batch, alike in length; by default as many tokens as the model's own."""
@@ -406,24 +413,40 @@ class _Hooks:
         output: Any,
     ) -> Tensor | None:
         """Keep what a module received until the gradient by its output is there."""
-        if self._quiet:
+        if self._quiet or not torch.is_grad_enabled():  # the model itself cuts the graph here
             return None
+        try:
+            return self._track(numbers, module, args, kwargs, output)
+        except UntakenLayerError as err:
+            if not self._engine.probing:
+                raise
+            self._engine.note_untaken(err)  # all layers are tried, so that one pass finds all that fail
+            return None
+
+    def _track(
+        self,
+        numbers: Sequence[int],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> Tensor:
         name = self._engine.layers.blocks[numbers[0]].name
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(tensors) != 1 or not isinstance(output, Tensor):
             why = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
-            raise UntakenLayerError(name, why)
+            raise UntakenLayerError(why, name)
         received = tensors[0].detach()
         if isinstance(module, nn.Embedding) and received.shape[0] == 1 < self._shape[0]:
             if self._engine.pass_positions:
-                raise UntakenLayerError(name, f"{name} is looked up once for a whole batch")
+                raise UntakenLayerError(f"{name} is looked up once for a whole batch", name)
             raise SharedPositionsError
         if tuple(received.shape[:2]) != self._shape:
-            raise UntakenLayerError(
-                name,
+            why = (
                 f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry a token, "
-                f"{self._shape}: what belongs to which row is lost",
+                f"{self._shape}: what belongs to which row is lost"
             )
+            raise UntakenLayerError(why, name)
         if self._engine.probing:
             _check_forward(module, name, received, output)
         tracked: Tensor = output
@@ -470,23 +493,26 @@ class _Hooks:
 
 def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tensor) -> None:
     """A subclass may do more than its name says: its factors would then be those of another function."""
-    if isinstance(module, nn.Embedding):
-        expected = functional.embedding(received, module.weight) * _embedding_scale(module)
-    elif isinstance(module, nn.Linear):
-        expected = functional.linear(received, module.weight, module.bias)
-    elif isinstance(module, Conv1D):
-        expected = received @ module.weight + module.bias
-    else:
-        return
-    expected, output = expected.detach().float(), output.detach().float()
-    spread = float(expected.std())
-    worst = float((expected - output).abs().max())
-    if not worst <= TOLERANCE[module.weight.dtype] * max(spread, 1e-6):
-        raise UntakenLayerError(
-            name,
+    try:
+        if isinstance(module, nn.Embedding):
+            expected = functional.embedding(received, module.weight) * _embedding_scale(module)
+        elif isinstance(module, nn.Linear):
+            expected = functional.linear(received, module.weight, module.bias)
+        elif isinstance(module, Conv1D):
+            expected = received @ module.weight + module.bias
+        else:
+            return
+        expected, output = expected.detach().float(), output.detach().float()
+        spread, worst = float(expected.std()), float((expected - output).abs().max())
+    except RuntimeError as err:  # of shapes
+        why = f"{name} ({type(module).__name__}) does not multiply its input with its weight as it is: {err}"
+        raise UntakenLayerError(why, name) from err
+    if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(spread, 1e-6):
+        why = (
             f"{name} ({type(module).__name__}) gives something else than its weight times its input (off by "
-            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here",
+            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here"
         )
+        raise UntakenLayerError(why, name)
 
 
 def _embedding_scale(module: nn.Embedding) -> float:
