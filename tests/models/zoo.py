@@ -113,6 +113,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
+# Types that cannot be made here.
+NOT_BUILT = {"gemma3n": "its vision tower needs timm"}
 # Types whose own code mixes float32 into a model of float64 and then fails.
 SINGLE = {"inkling2_loop_text", "inkling2_text", "xglm"}
 
