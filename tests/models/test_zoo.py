@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +87,12 @@ def numbers_of_row(model: nn.Module, ids: np.ndarray, mask: np.ndarray) -> RowNu
 
     whole = loss()
     found = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
+    linear.weight.requires_grad_()
     with linear.register_forward_pre_hook(cut):  # its weight may be tied to the embedding: the body's part is cut off
         of_head = loss()
     by_state, by_weight = torch.autograd.grad(of_head, [received[-1], linear.weight])
     by_parameter = {name: part for name, part in zip(named, found, strict=True) if part is not None}
-    return RowNumbers(float(whole), by_parameter, by_state[0, :-1][chosen], by_weight)
+    return RowNumbers(whole.item(), by_parameter, by_state[0, :-1][chosen], by_weight)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0, what: str) -> None:
@@ -126,17 +126,8 @@ def gradient_of_block(block: Block, layers: LayerSet, root: nn.Module, own: RowN
     return torch.cat([*matrices, *([by_role["bias"][:, None]] if block.bias else [])], dim=1)
 
 
-def examine(model_type: str) -> Verdict:
-    """Compare GRASP's numbers for a padded batch with those of each row alone."""
-    model = tiny_model(model_type)
-    fresh = copy.deepcopy(model)
-    tokenizer = train_tokenizer(["water is wet"], vocab_size=300)
-    try:
-        ReferenceModel.from_model(
-            copy.deepcopy(model).float(), tokenizer, ModelSettings(path=model_type, device="cpu", dtype="float32")
-        )
-    except ModelError as err:
-        return Verdict(refused=str(err))
+def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[RowNumbers]]:
+    """Compare GRASP's numbers for a padded batch with those of each row alone, by a copy that has seen no row."""
     reference = ReferenceModel(model, tokenizer=None)
     reference.check()
     rows = corpus(min(reference.context or 30, POSITIONS))
@@ -146,8 +137,8 @@ def examine(model_type: str) -> Verdict:
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):
             check_row(reference, features, b, own[i], losses[b])
-    gradients = SampledGradients.choose(reference, FEATURES)
-    gradients = SampledGradients(gradients.engine, gradients.sample, 1024)
+    chosen = SampledGradients.choose(reference, FEATURES)
+    gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.untaken)
     layers = gradients.engine.layers
     for (index, features), taken_BK in backward_passes(gradients, rows, ("all",), FEATURES):
         assert len(index) == len(rows)
@@ -159,7 +150,22 @@ def examine(model_type: str) -> Verdict:
                 taken = taken_BK[b, tile.start : tile.start + tile.size].view(block.left, block.right)
                 expected = gradient_of_block(block, layers, reference.model, own[i]) * int(rows.mask(i).sum())
                 assert_close(taken, expected, least=least, what=f"by {block.name}")
-    chosen = {name for block in layers.blocks for name in block.parameters}
+    return gradients, own
+
+
+def examine(model_type: str) -> Verdict:
+    """What GRASP makes of a tiny model of the type."""
+    model = tiny_model(model_type)
+    fresh = copy.deepcopy(model)
+    tokenizer = train_tokenizer(["water is wet"], vocab_size=300)
+    try:
+        ReferenceModel.from_model(
+            copy.deepcopy(model).float(), tokenizer, ModelSettings(path=model_type, device="cpu", dtype="float32")
+        )
+    except ModelError as err:
+        return Verdict(refused=str(err))
+    gradients, own = compare(model, fresh)
+    chosen = {name for block in gradients.engine.layers.blocks for name in block.parameters}
     tables = [module for module in fresh.modules() if isinstance(module, nn.Embedding)]
     outside = {id(part) for module in (*tables, output_layer(fresh)) for part in module.parameters()}
     body = {name for name, part in fresh.named_parameters() if id(part) not in outside}

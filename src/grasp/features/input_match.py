@@ -55,9 +55,8 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
             delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
     if head.cap is not None:
         return delta_PH
-    if head.factor_V is not None:  # a row of zeros has no slope to divide by, and no logit that moves
-        factor_PK = head.factor_V[index_PK]
-        value_PK = torch.where(factor_PK == 0, 0.0, value_PK / factor_PK)
+    if head.factor_V is not None:
+        value_PK = value_PK / head.factor_V[index_PK]
     return delta_PH.sub_(torch.outer(value_PK.sum(dim=1), head.mean_H.to(value_PK.dtype)))
 
 

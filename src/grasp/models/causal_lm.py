@@ -94,6 +94,12 @@ class ReferenceModel:
         return "tokenizer", self.tokenizer.fingerprint
 
     @property
+    def body(self) -> nn.Module:
+        """The part that transformers calls the base model; the whole model if it names none."""
+        body: nn.Module = getattr(self.model, "base_model", self.model)
+        return body
+
+    @property
     def context(self) -> int | None:
         """Positions that the model knows; none: it does not say."""
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -146,7 +152,8 @@ class ReferenceModel:
     @torch.inference_mode()
     def logits(self, hidden_PH: Tensor) -> Tensor:
         """Logits as the softmax sees them, (P, V), float32 (float64 of a model in float64)."""
-        return self.head.link(self.head.linear_logits(hidden_PH.to(self.dtype)).to(self.work))
+        dtype = self.head.linear.get_parameter("weight").dtype
+        return self.head.link(self.head.linear_logits(hidden_PH.to(dtype)).to(self.work))
 
     def batches(self, length_N: I64, batch_tokens: int | None = None) -> list[I64]:
         """Rows that go through the model together; see `batches`."""

@@ -108,7 +108,7 @@ def load_checkpoint(
             f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
             f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
         )
-    return model.to(dtype)
+    return model
 
 
 def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:

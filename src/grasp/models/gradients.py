@@ -372,8 +372,8 @@ class PerExample:
             losses.append(loss_BS.sum(dim=1) * scale)
             doubts.append(1.0 - torch.where(real, p_BS, 0.0).sum(dim=1) * scale)
             if self._body:
-                back = value_BSV / scale[:, None, None] if self.narrow else value_BSV
-                grad_BLH[rows].scatter_add_(1, index, back.to(model.dtype) @ head.matrix())
+                back, matrix_VH = value_BSV / scale[:, None, None] if self.narrow else value_BSV, head.matrix()
+                grad_BLH[rows].scatter_add_(1, index, (back.to(matrix_VH.dtype) @ matrix_VH).to(grad_BLH.dtype))
             for number in self._head_blocks:
                 right = _augmented(hidden_BSH.to(self.work), self.layers.blocks[number])
                 consume(number, Use(value_BSV, right), rows)

@@ -79,12 +79,12 @@ class OutputHead:
 
     @property
     def factor_V(self) -> Tensor | None:  # noqa: N802 - a shape suffix
-        """Rows of A divided by rows of W, (V,), float32; None: A is `matrix`."""
+        """Rows of A divided by rows of W, (V,), in the dtype of probabilities; None: A is `matrix`."""
         return None if self.is_plain else self._applied.factor_V
 
     @cached_property
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """Mean of the rows of A, (H,), float32."""
+        """Mean of the rows of A, (H,), float32; float64 of a model in float64 whose rows have factors."""
         matrix_VH, factor_V = self.matrix(), self.factor_V
         parts = []
         for start in range(0, len(matrix_VH), ADDED_ROWS):
@@ -92,7 +92,7 @@ class OutputHead:
             if factor_V is None:
                 parts.append(matrix_VH[rows].sum(dim=0, dtype=torch.float32))
             else:
-                parts.append(factor_V[rows] @ matrix_VH[rows].float())
+                parts.append(factor_V[rows] @ matrix_VH[rows].to(factor_V.dtype))
         return torch.stack(parts).sum(dim=0) / len(matrix_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
@@ -156,6 +156,7 @@ def _applied(linear: nn.Module, classes: int | None) -> _Applied:
     factor_V = (matrix_VH.to(wide) * weight_VH.to(wide)).sum(dim=1) / squares_V
     if (
         "weight" in dict(linear.named_parameters(recurse=False))
+        and bool((factor_V != 0).all())
         and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
         # those of rows that are normalised depend on the weight, and are no factors of another one
         and gives(hidden_PH.to(wide) @ weight_VH.to(wide).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0))

@@ -124,7 +124,7 @@ def _prefixes(name: str) -> list[str]:
 def _decoder(model: ReferenceModel) -> tuple[nn.Module, nn.ModuleList]:
     """The stack of transformer blocks, and the module that holds it."""
     depth = getattr(model.model.config, "num_hidden_layers", None)
-    for module in model.model.modules():
+    for module in model.body.modules():
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return module, child
