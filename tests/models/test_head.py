@@ -85,6 +85,17 @@ def test_gradients_go_back_through_the_matrix_that_is_applied(kind, bias, is_wei
     assert output_head(model).is_weight == is_weight
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_factors_of_a_module_are_found_in_any_dtype(dtype):
+    model = tiny_model("dory").to(dtype)
+    head = ReferenceModel(model, tokenizer=None).head
+    assert head.is_weight
+    factor_V = model.lm_head.logit_scale.float() * model.lm_head.logit_scale_factor
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(head.factor_V.float(), factor_V, rtol=4 * eps, atol=0)
+    assert torch.equal(head.matrix(), model.lm_head.weight)
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
     "options",
@@ -111,7 +122,7 @@ def test_parameters_inside_an_output_layer_are_no_layers_of_their_own():
         with pytest.raises(UntakenLayerError, match=f"{name} is inside the output layer"):
             layers_of(reference, [name])
     reference = ReferenceModel(with_head(NormedLinear, bias=False), tokenizer=None)
-    with pytest.raises(UntakenLayerError, match=r"lm_head.weight: the output layer \(NormedLinear\)"):
+    with pytest.raises(UntakenLayerError, match=r"lm_head.weight: the logits are not .*NormedLinear"):
         layers_of(reference, ["lm_head.weight"])
 
 
@@ -169,21 +180,25 @@ class Changed(LlamaForCausalLM):
         return output
 
 
-def test_what_top_k_cut_off_is_spread_evenly_over_logits_with_factors_of_their_own():
+@pytest.mark.parametrize(("kind", "cap"), [(ScaledLinear, None), (nn.Linear, 2.0), (ScaledLinear, 2.0)])
+def test_what_top_k_cut_off_is_spread_evenly_where_slopes_differ_by_logit(kind, cap):
     torch.manual_seed(2)
-    head = OutputHead(ScaledLinear(WIDTH, VOCAB).requires_grad_(False))
-    hidden, label = torch.randn(9, WIDTH), torch.randint(0, VOCAB, (9,))
-    logits = head.linear_logits(hidden)
+    head = OutputHead(kind(WIDTH, VOCAB).requires_grad_(False), scale=1.5, cap=cap)
+    hidden, label = 3 * torch.randn(9, WIDTH), torch.randint(0, VOCAB, (9,))
+    logits = head.link(head.linear_logits(hidden))
     residual = sparse_residual(logits, label, 6, head.slope(logits))
-    applied_VH = head.linear.weight.double() * head.factor_V.double()[:, None]
+    weight_VH, factor_V = head.linear.weight.double(), 1.0 if head.factor_V is None else head.factor_V.double()
     expected = []
     for z, y, kept in zip(logits.double(), label, residual.index_PK, strict=True):
-        gradient = z.softmax(0) - nn.functional.one_hot(y, VOCAB)
+        slope = 1.5 * factor_V * (1.0 if cap is None else 1 - (z / cap) ** 2)
+        gradient = (z.softmax(0) - nn.functional.one_hot(y, VOCAB)) * slope
         taken = torch.zeros(VOCAB).double().index_fill(0, kept, 1.0)
-        rest = -(gradient * taken).sum() / VOCAB
-        expected.append(applied_VH.T @ (gradient * taken + rest))
+        rest = (gradient * (1 - taken)).sum() / VOCAB
+        expected.append(weight_VH.T @ (gradient * taken + rest))
     found = hidden_gradient(head, residual).double()
-    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, applied_VH))
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
+    with pytest.raises(ModelError, match="kept by another version"):
+        hidden_gradient(head, replace(residual, rest_P=None))
 
 
 def test_a_factor_of_one_leaves_an_ordinary_head_as_it_is():

@@ -29,6 +29,7 @@ class SparseResidual:
     index_PK: Tensor  # int64, vocabulary coordinates
     value_PK: Tensor  # d loss / d (W h), W the output layer's weight; float32 (float64 of a model in float64)
     loss_P: Tensor  # the same dtype, nats
+    rest_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of those that are kept
 
     @property
     def label_P(self) -> Tensor:  # noqa: N802 - a shape suffix
@@ -37,7 +38,8 @@ class SparseResidual:
 
     def at(self, chosen_P: Tensor | slice) -> "SparseResidual":
         """Those at some of the positions, by mask, index or slice."""
-        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P])
+        rest_P = None if self.rest_P is None else self.rest_P[chosen_P]
+        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P], rest_P)
 
 
 def top_k(values_PV: Tensor, k: int) -> Tensor:
@@ -95,7 +97,12 @@ def sparse_residual(
     is_label_PK = kept_PK == label_P[:, None]
     value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
     value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
-    return SparseResidual(index_PK, value_PK * slope_PK, loss_P=log_norm_P - logit_PK[:, -1])
+    value_PK *= slope_PK
+    rest_P = None
+    if isinstance(slope, Tensor):  # with slopes of their own the values of all logits do not add up to 0
+        whole_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
+        rest_P = whole_P - value_PK.sum(dim=1)
+    return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], rest_P)
 
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
@@ -120,6 +127,7 @@ def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
         index_PK=torch.cat([part.index_PK for part in parts]),
         value_PK=torch.cat([part.value_PK for part in parts]),
         loss_P=torch.cat([part.loss_P for part in parts]),
+        rest_P=torch.cat(rests) if (rests := [part.rest_P for part in parts if part.rest_P is not None]) else None,
     )
 
 

@@ -127,7 +127,7 @@ def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Mo
     """The output layer is not called in a forward pass here: its gradient is that by one matrix."""
     linear, kind = model.head.linear, type(model.head.linear).__name__
     if linear in users and not model.head.is_weight:
-        why = f"{name}: the output layer ({kind}) applies another matrix than this weight, so it has no gradient by it"
+        why = f"{name}: the logits are not those of all of this weight ({kind}), so it has no gradient by them here"
         raise UntakenLayerError(why, name)
     if any(user in list(linear.modules())[1:] for user in users):
         raise UntakenLayerError(f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole", name)

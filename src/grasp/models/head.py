@@ -84,15 +84,9 @@ class OutputHead:
 
     @cached_property
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """Mean of the rows of A, (H,), float32; float64 of a model in float64 whose rows have factors."""
-        matrix_VH, factor_V = self.matrix(), self.factor_V
-        parts = []
-        for start in range(0, len(matrix_VH), ADDED_ROWS):
-            rows = slice(start, start + ADDED_ROWS)
-            if factor_V is None:
-                parts.append(matrix_VH[rows].sum(dim=0, dtype=torch.float32))
-            else:
-                parts.append(factor_V[rows] @ matrix_VH[rows].to(factor_V.dtype))
+        """Mean of the rows of `matrix`, (H,), float32."""
+        matrix_VH = self.matrix()
+        parts = [some.sum(dim=0, dtype=torch.float32) for some in torch.split(matrix_VH, ADDED_ROWS)]
         return torch.stack(parts).sum(dim=0) / len(matrix_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
@@ -149,7 +143,8 @@ def _applied(linear: nn.Module, classes: int | None) -> _Applied:
             f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; what "
             "flows back through it is not known"
         )
-    rounding_VH = 8 * torch.finfo(dtype).eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE)
+    eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another one
+    rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE)
     if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
         return _Applied()
     squares_V = weight_VH.to(wide).square().sum(dim=1).clamp(min=torch.finfo(wide).tiny)
