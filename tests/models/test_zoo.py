@@ -1,6 +1,6 @@
 """Law: losses and gradients of a causal LM type are those of the model itself, row by row; or it is refused at load.
 
-The page that lists the types, docs/howto/model_types.md, is written by tools/model_types.py from what `examine` gives.
+The page that lists the types, docs/howto/model_types.md, is written by `python -m tools.model_types`.
 """
 
 import copy
@@ -37,7 +37,7 @@ FEATURES = FeatureSettings(top_k=VOCAB, gradient_coordinates="all", token_positi
 # in float32 (norms, states of recurrent layers, routers), so that is the dtype that counts.
 TERMS = LAYERS * (4 * WIDTH + 48 + POSITIONS) + WIDTH + VOCAB
 LEAST_SHARE = 1e-3  # of the largest gradient: smaller ones are what is left of sums as large as that
-ADVICE = r"expected|not a causal LM|without other inputs"
+ADVICE = r"expected|not a causal LM|token ids alone"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,9 @@ def examine(model_type: str) -> Verdict:
 def listed() -> dict[str, bool]:
     """Types that the page lists, and whether they are read."""
     text = PAGE.read_text(encoding="utf-8")
-    return {name: kind == "yes" for name, kind in re.findall(r"^\| `([\w-]+)` \| (yes|refused|not tried) \|", text, re.M)}
+    return {
+        name: kind == "yes" for name, kind in re.findall(r"^\| `([\w-]+)` \| (yes|refused|not tried) \|", text, re.M)
+    }
 
 
 KNOWN = [name for name in TYPES if name in listed()]

@@ -46,7 +46,14 @@ SMALL: dict[str, Any] = {
     "type_vocab_size": 2,
     "first_k_dense_replace": 1,
 }
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id", "sep_token_id")
+TOKENS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_eos_token_id",
+    "sep_token_id",
+)
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": HEAD_WIDTH}  # WIDTH expanded twice
 ALL_HEADS = {"num_key_value_heads": HEADS}
@@ -70,7 +77,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": WIDTH, "moe_top_k": 2}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": WIDTH, "moe_top_k": 2},
+    },
     "deepseek_v32": INDEXED | ALL_HEADS,
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
@@ -124,9 +134,8 @@ def tiny_fields(kind: type[PretrainedConfig]) -> dict[str, Any]:
     parameters = signature(kind.__init__).parameters
     fields = {name: value for name, value in SMALL.items() if name in parameters}
     fields |= {name: 0 for name in TOKENS if name in parameters and parameters[name].default is not None}
-    for name, inner in kind.sub_configs.items():
-        if inner is AutoConfig:
-            inner = CONFIG_MAPPING[kind.sub_configs_defaults[name].model_type]
+    for name, declared in kind.sub_configs.items():
+        inner = CONFIG_MAPPING[kind.sub_configs_defaults[name].model_type] if declared is AutoConfig else declared
         fields[name] = {"model_type": inner.model_type, **tiny_fields(inner)}
     return fields
 

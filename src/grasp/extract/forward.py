@@ -58,9 +58,7 @@ class PositionBatch:
         """A copy on another device."""
         kept = self.residual
         rest_P = None if kept.rest_P is None else kept.rest_P.to(device)
-        residual = SparseResidual(
-            kept.index_PK.to(device), kept.value_PK.to(device), kept.loss_P.to(device), rest_P
-        )
+        residual = SparseResidual(kept.index_PK.to(device), kept.value_PK.to(device), kept.loss_P.to(device), rest_P)
         return replace(
             self,
             hidden_PH=self.hidden_PH.to(device),
@@ -259,7 +257,9 @@ class ShardForward:
             names = [field.name for field in fields(Positions) if f"position.{field.name}" in arrays]
             lacking = {field.name for field in fields(Positions)} - {"rest_P"} - set(names)
             if lacking:
-                raise ArtifactError(f"features: kept by another version, without {sorted(lacking)}; build the artifact again")
+                raise ArtifactError(
+                    f"features: kept by another version, without {sorted(lacking)}; build the artifact again"
+                )
             positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
         return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], built, positions, arrays.get("gradient"))
 

@@ -68,7 +68,7 @@ class ReferenceModel:
         Raises:
             ModelError: as `load`; weights of a type that is not read.
         """
-        dtype_name(next(model.parameters()).dtype)
+        dtype = dtype_name(next(model.parameters()).dtype)
         reader = HfTokenizer(tokenizer, vocab_size=len(tokenizer))
         try:
             reference = cls(model, reader, batch_tokens=settings.batch_tokens)
@@ -78,7 +78,7 @@ class ReferenceModel:
             # sizes of a config that do not go together, or a model that needs more than token ids
             reason = " ".join(str(err).split())[:300]
             raise ModelError(
-                f"{settings.path}: {type(model).__name__} fails on rows of token ids, without other inputs: {reason}"
+                f"{settings.path}: {type(model).__name__} in {dtype} fails on rows of token ids alone: {reason}"
             ) from err
         reader.vocab_size = reference.vocab_size
         return reference
@@ -102,7 +102,8 @@ class ReferenceModel:
     @property
     def context(self) -> int | None:
         """Positions that the model knows; none: it does not say."""
-        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        config: Any = self.model.config
+        context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         if not isinstance(context, int) or context < 1:
             return None
         for name, module in self.model.named_modules():
@@ -191,11 +192,12 @@ class ReferenceModel:
         change = float(torch.cat([after - before, before[:1] - before[1:]]).abs().max())
         allowed = tolerance * max(float(before.std()), 1e-6)
         if not change <= allowed:
-            said = [f"{field}: false" for field in ("is_decoder", "causal") if vars(self.model.config).get(field) is False]
-            as_decoder = f"; its config has {' and '.join(said)}" * bool(said)
+            config = vars(self.model.config)
+            encoder = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
+            hint = f"; its config has {encoder[0]}, set it to true for a decoder" if encoder else ""
             raise ModelError(
                 f"{name}: hidden states changed by {change:.3g} with tokens or padding that come after them, expected "
-                f"at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it{as_decoder}"
+                f"at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it{hint}"
             )
 
     def fingerprint(self) -> str:
@@ -252,10 +254,11 @@ def batches(length_N: I64, batch_tokens: int, class_N: I64 | None = None) -> lis
 
 
 def length_class(config: Any, length_N: I64) -> I64 | None:
-    """Rows of different classes get other rotary embeddings, so that they must not share a batch; None: all get the same.
+    """Classes of rows that must not share a batch, since their rotary embeddings differ; None: there is only one.
 
     transformers computes the embeddings of a batch for its longest row. With longrope a row beyond the original context
-    changes the frequencies of all positions, with dynamic scaling every length beyond the context does.
+    changes the frequencies of all positions; with dynamic scaling each length beyond the context has its own.
+    The class never falls as rows get longer.
     """
     beyond_N, exact_N = np.zeros_like(length_N), np.zeros_like(length_N)
     for kind, border in _rope_borders(config):

@@ -322,7 +322,7 @@ class PerExample:
                 hidden_BLH.detach(), at_BS, label_BS, real_BS, scale_B, output, uniform_BS, consume
             )
             if hidden_BLH.requires_grad:
-                hidden_BLH.backward(grad_BLH)
+                torch.autograd.backward(hidden_BLH, grad_BLH)
         return Outcome(loss_B, doubt_B, hidden_BLH.detach())
 
     def _through_head(

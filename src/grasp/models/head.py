@@ -53,8 +53,9 @@ class OutputHead:
         if out is None or not self.is_plain or self.classes is not None:
             return self.linear(hidden_PH)[..., : self.classes]  # type: ignore[no-any-return]
         weight, bias = self.linear.weight, self.linear.bias
+        assert isinstance(weight, Tensor)
         torch.mm(hidden_PH, weight.T, out=out)
-        return out if bias is None else out.add_(bias)
+        return out.add_(bias) if isinstance(bias, Tensor) else out
 
     def matrix(self) -> Tensor:
         """W if the slope makes up for the difference, else A, (V, H), in the model's dtype.
@@ -125,7 +126,7 @@ def _applied(linear: nn.Module, classes: int | None) -> _Applied:
     Raises:
         ModelError: the module is not linear in its input.
     """
-    weight_VH: Tensor = linear.weight.detach()  # type: ignore[union-attr,operator]
+    weight_VH: Tensor = linear.weight.detach()  # type: ignore[operator]
     width, dtype = weight_VH.shape[1], weight_VH.dtype
     unit_HH = torch.eye(width, dtype=dtype, device=weight_VH.device)
     offset_V = linear(0 * unit_HH[:1])
@@ -154,7 +155,9 @@ def _applied(linear: nn.Module, classes: int | None) -> _Applied:
         and bool((factor_V != 0).all())
         and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
         # those of rows that are normalised depend on the weight, and are no factors of another one
-        and gives(hidden_PH.to(wide) @ weight_VH.to(wide).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0))
+        and gives(
+            hidden_PH.to(wide) @ weight_VH.to(wide).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
+        )
     ):
         return _Applied(factor_V=factor_V[:classes])
     return _Applied(matrix=matrix_VH[:classes].to(dtype).contiguous())
@@ -168,14 +171,14 @@ def output_layer(model: nn.Module) -> nn.Module:
     """
     name = type(model).__name__
     find = getattr(model, "get_output_embeddings", None)
-    linear = find() if find is not None else None
+    linear: nn.Module | None = find() if find is not None else None
     if linear is None:
         raise ModelError(f"{name}: no output embeddings; expected a causal LM with a linear head")
     weight = getattr(linear, "weight", None)
     if weight is None or weight.ndim != 2:
         raise ModelError(
-            f"{name}: its output embeddings are a {type(linear).__name__} without a (V, H) weight; expected a causal LM "
-            "with one linear head"
+            f"{name}: its output embeddings are a {type(linear).__name__} without a (V, H) weight; expected a causal "
+            "LM with one linear head"
         )
     return linear
 
@@ -200,8 +203,8 @@ def output_head(model: nn.Module) -> OutputHead:
         head = OutputHead(linear, scale, cap, classes)
         worst = float((head.link(given_V) - logits_V).abs().max())
         if worst <= allowed:
-            if weight.dtype in READABLE:
-                head.is_weight  # noqa: B018 - what cannot be read is refused now
+            if not head.is_plain and weight.dtype in READABLE:
+                head.matrix()  # what is not linear is refused now
             return head
         least = min(least, worst)
     raise ModelError(
