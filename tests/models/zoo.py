@@ -39,7 +39,9 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 4,
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 4),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    # windows, chunks and blocks that the rows are longer than
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "attention_chunk_size", "block_size", "local_attention"), 8),
+    **dict.fromkeys(("local_attention_window_len", "keep_window_size", "index_block_size", "rel_extent"), 8),
     **dict.fromkeys(("index_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD_WIDTH),
     "index_n_heads": 16,  # so many that no score is a tie: each is a sum of what is positive of products
     "index_topk": 4,
