@@ -27,6 +27,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 WIDEST = 64.0  # the scale and the cap are read from what the model makes of outputs of its layer up to this size
 PROBE = 1_024.0  # a power of two, so that a product with it is exact; large against a bias, so that it leaves digits
 PROBED_TOKENS = 6
+PROBED_ROUNDING = 4  # units in the last place: of a division, a tanh and a product
 
 
 @dataclass(frozen=True)
@@ -196,20 +197,20 @@ def output_head(model: nn.Module) -> OutputHead:
     weight = linear.get_parameter("weight")
     given_V, logits_V = _probe(model, linear, len(weight))
     classes = len(logits_V) if len(logits_V) < len(given_V) else None
-    given_V = given_V[: len(logits_V)]
-    allowed = TOLERANCE.get(weight.dtype, max(TOLERANCE.values())) * float(logits_V.std())
-    least = torch.inf
+    given_V = given_V[: len(logits_V)].double()
+    allowed_V = PROBED_ROUNDING * torch.finfo(logits_V.dtype).eps * logits_V.abs().double()
+    logits_V, least = logits_V.double(), torch.inf
     for scale, cap in _links(model.config, given_V, logits_V):
         head = OutputHead(linear, scale, cap, classes)
-        worst = float((head.link(given_V) - logits_V).abs().max())
-        if worst <= allowed:
+        difference_V = (head.link(given_V) - logits_V).abs()
+        if bool((difference_V <= allowed_V).all()):
             if not head.is_plain and weight.dtype in READABLE:
                 head.matrix()  # what is not linear is refused now
             return head
-        least = min(least, worst)
+        least = min(least, float(difference_V.max()))
     raise ModelError(
-        f"{name}: its logits are not those of its output layer, times a scale, with a soft cap: off by {least:.3g}, "
-        f"expected at most {allowed:.3g}; GRASP cannot read such an output head"
+        f"{name}: its logits are not those of its output layer, times a scale, with a soft cap of a known name "
+        f"({', '.join(CAPS)}): off by {least:.3g} of {WIDEST:.0f}; GRASP cannot read such an output head"
     )
 
 
@@ -238,7 +239,7 @@ def _probe(model: nn.Module, linear: nn.Module, vocab: int) -> tuple[Tensor, Ten
             f"{type(model).__name__}: its logits for {ids_1L.shape[1]} tokens have the shape {tuple(logits.shape)}, "
             "expected one distribution a token"
         )
-    return given[-1].double(), logits[0, -1].double()
+    return given[-1], logits[0, -1]
 
 
 def _links(config: Any, given_V: Tensor, logits_V: Tensor) -> Iterator[tuple[float, float | None]]:
