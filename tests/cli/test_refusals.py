@@ -36,7 +36,7 @@ REFUSALS = {
         (("--model", "small.gguf"), "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
         (("--model", "ids.jsonl"), "is a file; expected a directory, a GGUF file or the name"),
         (("--set", "model.tokenizer=/no/tok"), "model.tokenizer: `/no/tok`: no such file or directory; expected"),
-        (("--set", "model.tokenizer=large"), "the tokenizer has 320 tokens, the model's head 300; they do not belong"),
+        (("--set", "model.tokenizer=large"), "outside the model's vocabulary of 300"),
         (("--set", "model.device=gpu"), "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
         (("--set", "model.device=cuda:99"), "model.device: got `cuda:99`, but torch sees"),
         (("--max-length", "512"), "rows of 512 tokens, the model has 128 positions; set 128 or less"),

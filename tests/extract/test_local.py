@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
@@ -537,6 +537,29 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, 
     for name, array in expected.items():
         tolerance = (2e-3 if keep else 1e-5) * np.abs(array).max()
         np.testing.assert_allclose(grown[name], array, atol=tolerance, err_msg=name)
+
+
+def test_positions_of_a_capped_head_are_kept_with_what_top_k_cut_off(root, tmp_path):
+    settings = world(root)
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **tokens, final_logit_softcapping=2.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(settings.model.path).save_pretrained(tmp_path / "model")
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    of_model = {"model": settings.model.model_copy(update={"path": str(tmp_path / "model")}), "keep_features": True}
+    grown = build_artifact(settings.model_copy(update=of_model), tmp_path / "grown")
+    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
+    assert add_target(grown, more) == "kept features"
+    names = {"targets": settings.targets.model_copy(update={"names": (*settings.targets.names, *more.names)})}
+    joint = build_artifact(settings.model_copy(update=of_model | names), tmp_path / "joint")
+    for name, array in arrays(joint).items():
+        np.testing.assert_allclose(arrays(grown)[name], array, atol=2e-3 * np.abs(array).max(), err_msg=name)
 
 
 def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):

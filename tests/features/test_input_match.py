@@ -3,6 +3,8 @@
 On a model whose body is the identity that is the inner product of the exact gradients of the input embedding.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -154,14 +156,16 @@ def embedding_as_body(*, tied: bool, cap: float | None) -> ReferenceModel:
     """A causal LM without layers and norm: its hidden state is the embedding of the token."""
     torch.manual_seed(3)
     config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=0, num_attention_heads=1)
-    config.tie_word_embeddings, config.final_logit_softcapping = tied, cap
+    config.tie_word_embeddings = tied
     model = LlamaForCausalLM(config)
     model.model.norm = Identity()
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.randn(V, H))
         if not tied:
             model.lm_head.weight.copy_(torch.randn(V, H))
-    return ReferenceModel(model, tokenizer=None)
+    reference = ReferenceModel(model, tokenizer=None)
+    reference.head = replace(reference.head, cap=cap)  # a Llama has none of its own
+    return reference
 
 
 def embedding_gradients(model: ReferenceModel, sequences: list[np.ndarray]) -> np.ndarray:

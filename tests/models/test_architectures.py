@@ -6,15 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grasp.errors import ModelError
+from grasp.errors import ModelError, TargetError
 from grasp.features.extract import extract
 from grasp.features.moments import Whitener
 from grasp.features.token_match import prepare_targets, token_relevance
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import ModelSettings
+from grasp.targets.units import Unit, UnitSet
 from tests.rounding import rounding
 
 V, H = 60, 32
@@ -85,16 +86,6 @@ def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     torch.testing.assert_close(relevance, expected, rtol=0, atol=rounding(terms, expected))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("falcon_h1", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8})],
-)
-def test_logits_that_are_scaled_in_another_way_are_refused_by_name(name, changes, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, name, changes)
-    with pytest.raises(ModelError, match=r"FalconH1ForCausalLM: head\(hidden\) differs from the model's logits"):
-        model_of(name).check()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint")
@@ -154,10 +145,25 @@ def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_
         ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))
 
 
+def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
+    """Added tokens that no text has: an id beyond the vocabulary is named where a text or a unit has it."""
+    place = shutil.copytree(checkpoint, tmp_path / "model")
+    train_tokenizer(["water is wet"] * 3, vocab_size=300).save_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer.add_tokens([f"<extra {k}>" for k in range(400)])
+    tokenizer.save_pretrained(place)
+    found = ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))
+    assert len(found.tokenizer.tokenizer) > 300
+    assert found.tokenizer.vocab_size == 300
+    unit = Unit(target="t", unit_id="u", prompt="water is", completion=" <extra 399>")
+    with pytest.raises(TargetError, match=r"token id \d+ lies outside the model's vocabulary of 300"):
+        UnitSet((unit,)).tokenize(found.tokenizer, 32)
+
+
 def test_sizes_that_do_not_go_together_are_refused(checkpoint, tmp_path):
     config = AutoConfig.for_model("gptj", **{**SHAPE, "vocab_size": 300})  # rotates 64 dimensions of heads that have 8
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in checkpoint.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    with pytest.raises(ModelError, match=r"the model cannot read two rows of 6 tokens: .*size"):
+    with pytest.raises(ModelError, match=r"GPTJForCausalLM in float32 fails on rows of token ids alone: .*size"):
         ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))

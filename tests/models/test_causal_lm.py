@@ -39,13 +39,28 @@ def test_the_check_holds_in_half_precision(family, dtype):
 
 
 def test_a_head_that_does_more_is_refused():
-
     model = make_model("llama")
     forward = model.forward
 
     def shifted(**inputs):
         output = forward(**inputs)
         output.logits = output.logits + torch.arange(VOCAB)
+        return output
+
+    model.forward = shifted
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: its logits are not those of its output layer"):
+        ReferenceModel(model, tokenizer=None)
+
+
+def test_a_head_whose_logits_depend_on_more_than_its_layer_is_refused():
+    """Something that only real outputs show: the largest of a position is taken off them."""
+    model = make_model("llama")
+    forward = model.forward
+
+    def shifted(**inputs):
+        output = forward(**inputs)
+        logits = output.logits
+        output.logits = torch.where(logits[..., :1] == -64.0, logits, logits - logits.amax(dim=-1, keepdim=True))
         return output
 
     model.forward = shifted

@@ -5,7 +5,7 @@ Shape letters: N rows of the sample, P their positions, H hidden width, V vocabu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -116,7 +116,7 @@ def sample_features(
             place = np.full(len(shard.loss_N), -1, dtype=np.int32)
             place[here] = np.arange(len(here)) + done
             chosen = place[at.row_P] >= 0
-            some = {field.name: getattr(at, field.name)[chosen] for field in fields(Positions)}
+            some = {name: array[chosen] for name, array in at.arrays().items()}
             positions.append(some | {"row_P": place[some["row_P"]]})
         done += len(here)
     joined = {name: np.concatenate([part[name] for part in positions]) for name in positions[0]} if positions else {}

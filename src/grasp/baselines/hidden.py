@@ -13,7 +13,7 @@ from torch import Tensor
 from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
 from grasp.features.extract import position_mask
-from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.causal_lm import ReferenceModel, pad_rows
 
 First = int | Bool
 
@@ -72,7 +72,7 @@ def _passes(
     model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str
 ) -> Iterator[tuple[I64, Tensor, Tensor, Tensor]]:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    for index_B in batches(lengths, model.batch_tokens):
+    for index_B in model.batches(lengths):
         own_B = [first[i] for i in index_B]
         labels_B = [own if isinstance(own, np.ndarray) else own + 1 for own in own_B]
         ids_BL, labelled_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))

@@ -56,8 +56,9 @@ class PositionBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy on another device."""
-        parts = self.residual.index_PK, self.residual.value_PK, self.residual.loss_P
-        residual = SparseResidual(*(part.to(device) for part in parts))
+        kept = self.residual
+        rest_P = None if kept.rest_P is None else kept.rest_P.to(device)
+        residual = SparseResidual(kept.index_PK.to(device), kept.value_PK.to(device), kept.loss_P.to(device), rest_P)
         return replace(
             self,
             hidden_PH=self.hidden_PH.to(device),
@@ -166,6 +167,7 @@ class Positions:
     value_PK: NDArray[np.float16]
     row_P: NDArray[np.int32]
     input_P: NDArray[np.int32]
+    rest_P: NDArray[np.float16] | None = None
 
     @classmethod
     def from_batch(cls, batch: PositionBatch, index: NDArray[np.int64]) -> Self:
@@ -182,14 +184,19 @@ class Positions:
             value_PK=batch.residual.value_PK.half().cpu().numpy(),
             row_P=index[batch.row_P.cpu().numpy()].astype(np.int32),
             input_P=batch.input_P.int().cpu().numpy(),
+            rest_P=None if batch.residual.rest_P is None else batch.residual.rest_P.half().cpu().numpy(),
         )
 
     @classmethod
     def join(cls, parts: "Sequence[Positions]") -> Self:
         """Positions of all batches in order of row."""
         order = np.argsort(np.concatenate([part.row_P for part in parts]), kind="stable")
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names})
+        each = [part.arrays() for part in parts]
+        return cls(**{name: np.concatenate([arrays[name] for arrays in each])[order] for name in each[0]})
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Those that there are, by name."""
+        return {field.name: array for field in fields(self) if (array := getattr(self, field.name)) is not None}
 
     def batches(self, n_rows: int, device: torch.device) -> Iterator[PositionBatch]:
         """A few rows at a time."""
@@ -201,6 +208,7 @@ class Positions:
                 index_PK=torch.from_numpy(self.index_PK[low:high]).to(device).long(),
                 value_PK=value,
                 loss_P=value.new_zeros(high - low),
+                rest_P=None if self.rest_P is None else torch.from_numpy(self.rest_P[low:high]).to(device).float(),
             )
             hidden = torch.from_numpy(self.hidden_PH[low:high]).to(device).float()
             row = torch.from_numpy(self.row_P[low:high]).to(device).long() - first
@@ -233,7 +241,7 @@ class ShardForward:
         if self.gradients_NK is not None:
             arrays["gradient"] = self.gradients_NK
         if self.positions is not None:
-            arrays |= {f"position.{field.name}": getattr(self.positions, field.name) for field in fields(Positions)}
+            arrays |= {f"position.{name}": array for name, array in self.positions.arrays().items()}
         return arrays
 
     @classmethod
@@ -246,10 +254,12 @@ class ShardForward:
         built = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
         positions = None
         if "position.row_P" in arrays:
-            names = [field.name for field in fields(Positions)]
-            lacking = [name for name in names if f"position.{name}" not in arrays]
+            names = [field.name for field in fields(Positions) if f"position.{field.name}" in arrays]
+            lacking = {field.name for field in fields(Positions)} - {"rest_P"} - set(names)
             if lacking:
-                raise ArtifactError(f"features: kept by another version, without {lacking}; build the artifact again")
+                raise ArtifactError(
+                    f"features: kept by another version, without {sorted(lacking)}; build the artifact again"
+                )
             positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
         return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], built, positions, arrays.get("gradient"))
 

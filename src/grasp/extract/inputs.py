@@ -146,6 +146,12 @@ def prepare(
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
+        longest_row = max(int(store.lengths().max()), *(len(unit.input_ids) for unit in units))
+        if model.context is not None and longest_row > model.context:
+            raise ModelError(
+                f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
+                f"row or a question has {longest_row}: set --max-length and targets.max_length to {model.context}"
+            )
         if model.vocab_size < tokenizer.vocab_size:
             raise ModelError(
                 f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "

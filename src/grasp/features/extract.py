@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from grasp.arrays import I64
 from grasp.corpus.store import RowShard
 from grasp.features.residuals import SparseResidual, head_residual
-from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import OutputHead
 from grasp.targets.units import UnitTokens
 
@@ -101,12 +101,12 @@ def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...]
         yield from model.passes(items, len(specs), top_k)
         return
     if isinstance(items, RowShard):
-        for index in batches(np.diff(items.offsets), model.batch_tokens):
+        for index in model.batches(np.diff(items.offsets)):
             padded = pad_rows([items.ids(int(i)) for i in index], [items.mask(int(i)) for i in index])
             yield index, extract(model, *padded, specs, top_k)
         return
     assert isinstance(items, Sequence)
-    for index in batches(np.array([len(unit.input_ids) for unit in items], dtype=np.int64), model.batch_tokens):
+    for index in model.batches(np.array([len(unit.input_ids) for unit in items], dtype=np.int64)):
         padded = pad_rows([items[e].input_ids for e in index], [items[e].first for e in index])
         yield index, extract(model, *padded, specs, top_k)
 
@@ -136,7 +136,7 @@ def extract(
     label_P = ids_BL[row_P, t_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
     return BatchFeatures(
-        hidden_PH=hidden_PH.float(),
+        hidden_PH=hidden_PH.to(model.work),
         residual=residual,
         row_P=row_P,
         input_P=ids_BL[row_P, t_P],

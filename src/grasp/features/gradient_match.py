@@ -145,10 +145,10 @@ class SampledGradients:
             try:
                 engine = PerExample(model, layers_of(model, chosen))
             except UntakenLayerError as err:
-                untaken.append(err.layer)
-                before = len(chosen)
+                untaken += err.layers
+                before, prefixes = len(chosen), tuple(f"{layer}." for layer in err.layers)
                 for name, parameter in root.named_parameters(remove_duplicate=False):
-                    if f"{name}.".startswith(f"{err.layer}."):
+                    if f"{name}.".startswith(prefixes):
                         chosen.discard(names[id(parameter)])
                 if len(chosen) == before:
                     raise

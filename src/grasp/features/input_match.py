@@ -24,6 +24,7 @@ Shape letters: P row positions, S unit positions, E units, K kept per residual, 
 import torch
 from torch import Tensor
 
+from grasp.errors import ModelError
 from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
 from grasp.features.token_match import TokenTargets, token_relevance
@@ -34,15 +35,19 @@ GATHERED_ELEMENTS = 16 * 1024 * 1024
 
 
 def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
-    """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), float32.
+    """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), in the residual's dtype.
 
-    The residual carries the slope of a scaled or capped head; a bias does not matter. A whole residual adds up to 0, so
-    what is missing of that is what top-k cut off: it is taken to be spread evenly over the vocabulary. Without it, a
-    vector that all rows of W have in common would add as much as the mistake itself. A capped head's does not add up.
+    The residual carries the slope of a scaled or capped head; a bias does not matter. What top-k cut off is taken to be
+    spread evenly over the vocabulary. Without it, a vector that all rows of W have in common would add as much as the
+    mistake itself. A whole residual adds up to 0, so what is missing of that is what was cut off; where slopes differ
+    by logit the residual says how much it is.
+
+    Raises:
+        ModelError: the residuals of such a head were kept without it.
     """
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK
-    if weight_VH.dtype == torch.float32:
+    if weight_VH.dtype == value_PK.dtype:
         delta_PH = torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
     else:
         # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
@@ -50,9 +55,15 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
         delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
         for start in range(0, len(index_PK), count):
             block = slice(start, start + count)
-            gathered_PKH = weight_VH[index_PK[block]].float()
+            gathered_PKH = weight_VH[index_PK[block]].to(value_PK.dtype)
             delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
-    return delta_PH if head.cap is not None else delta_PH.sub_(torch.outer(value_PK.sum(dim=1), head.mean_H))
+    missing_P = value_PK.sum(dim=1) if residual.rest_P is None else -residual.rest_P
+    if residual.rest_P is None and (head.cap is not None or head.factor_V is not None):
+        raise ModelError(
+            "features: kept by another version, without what top-k cut off of a capped output head; build the artifact "
+            "again"
+        )
+    return delta_PH.sub_(torch.outer(missing_P, head.mean_H.to(value_PK.dtype)))
 
 
 def input_tokens(token_P: Tensor) -> SparseResidual:

@@ -27,8 +27,9 @@ class SparseResidual:
     """Residuals at P positions, K + 1 entries each; the last is the label's, 0 where the label is in the top K."""
 
     index_PK: Tensor  # int64, vocabulary coordinates
-    value_PK: Tensor  # float32, d loss / d z; unitless
-    loss_P: Tensor  # float32, nats
+    value_PK: Tensor  # d loss / d (W h), W the output layer's weight; float32 (float64 of a model in float64)
+    loss_P: Tensor  # the same dtype, nats
+    rest_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of those that are kept
 
     @property
     def label_P(self) -> Tensor:  # noqa: N802 - a shape suffix
@@ -37,7 +38,8 @@ class SparseResidual:
 
     def at(self, chosen_P: Tensor | slice) -> "SparseResidual":
         """Those at some of the positions, by mask, index or slice."""
-        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P])
+        rest_P = None if self.rest_P is None else self.rest_P[chosen_P]
+        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P], rest_P)
 
 
 def top_k(values_PV: Tensor, k: int) -> Tensor:
@@ -76,16 +78,16 @@ def sparse_residual(
     """Top-k + label residual from logits as the softmax sees them.
 
     Args:
-        logits_PV: float32.
+        logits_PV: float32, or float64 of a model in float64; the residual has the same dtype.
         label_P: int64, the true next token.
-        slope: d logits / d z where the architecture scales or caps its logits, so that h (x) xi stays the exact
-            gradient of the output layer.
-        scratch: (P, V) float32 that is overwritten; none: allocated here.
+        slope: d logits / d (W h) where the architecture scales or caps its logits, so that h (x) xi stays the exact
+            gradient of the output layer's weight W; a tensor has the shape of the logits, or (V,).
+        scratch: (P, V) in the logits' dtype, is overwritten; none: allocated here.
     Source: eq:token-residual. Deviation: with a scaled or capped head xi carries the slope; else none.
     """
     kept_PK = top_k(logits_PV, k)
     index_PK = torch.cat([kept_PK, label_P[:, None]], dim=1)
-    slope_PK = slope.gather(1, index_PK) if isinstance(slope, Tensor) else slope
+    slope_PK = slope.expand_as(logits_PV).gather(1, index_PK) if isinstance(slope, Tensor) else slope
     probability_PV = torch.softmax(logits_PV, dim=1, out=scratch)
     value_PK = probability_PV.gather(1, index_PK)
     logit_PK = logits_PV.gather(1, index_PK)
@@ -95,18 +97,24 @@ def sparse_residual(
     is_label_PK = kept_PK == label_P[:, None]
     value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
     value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
-    return SparseResidual(index_PK, value_PK * slope_PK, loss_P=log_norm_P - logit_PK[:, -1])
+    value_PK *= slope_PK
+    rest_P = None
+    if isinstance(slope, Tensor):  # with slopes of their own the values of all logits do not add up to 0
+        whole_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
+        rest_P = whole_P - value_PK.sum(dim=1)
+    return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], rest_P)
 
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
     """Apply the head to P hidden states, a bounded number of logits at a time, and keep the sparse residual."""
     count = min(max(1, LOGIT_ELEMENTS // vocab), len(hidden_PH))
     buffer = hidden_PH.new_empty(count, vocab)
-    scratch = hidden_PH.new_empty(count, vocab, dtype=torch.float32)
+    work = torch.promote_types(hidden_PH.dtype, torch.float32)
+    scratch = hidden_PH.new_empty(count, vocab, dtype=work)
     parts = []
     for start in range(0, len(hidden_PH), count):
         hidden, label = hidden_PH[start : start + count], label_P[start : start + count]
-        logits = head.link(head.linear_logits(hidden, out=buffer[: len(hidden)]).float())
+        logits = head.link(head.linear_logits(hidden, out=buffer[: len(hidden)]).to(work))
         parts.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
     return stack_residuals(parts)
 
@@ -119,6 +127,7 @@ def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
         index_PK=torch.cat([part.index_PK for part in parts]),
         value_PK=torch.cat([part.value_PK for part in parts]),
         loss_P=torch.cat([part.loss_P for part in parts]),
+        rest_P=torch.cat(rests) if (rests := [part.rest_P for part in parts if part.rest_P is not None]) else None,
     )
 
 

@@ -108,7 +108,7 @@ def load_checkpoint(
             f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
             f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
         )
-    return model.to(dtype)
+    return model
 
 
 def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
@@ -151,7 +151,7 @@ def text_config_of(settings: ModelSettings) -> Any:
     """Return the configuration of a causal LM's text model, without loading its weights."""
     name = _base_of(settings.path) or settings.path
     config = _loaded(AutoConfig, "model.path", "has no configuration", _source("model.path", name, settings))
-    config = config.get_text_config()
+    config = config.get_text_config(decoder=True)
     vocab_size = getattr(config, "vocab_size", None)
     if isinstance(vocab_size, int) and vocab_size < 1:
         raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; mend the config")

@@ -27,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I32, I64, Bool
 from grasp.errors import ModelError
-from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.head import TOLERANCE
 
 MAX_VECTOR = 1_000_000  # numbers in a module that is neither linear nor embedding: its gradients are held a row each
-FORWARD_TOLERANCE = 0.05  # of the output's standard deviation: room for bfloat16, none for another function
 TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
 CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
 CUDA_LOGITS = 1 << 28
@@ -41,11 +41,13 @@ Output = Literal["loss", "margin", "sampled"]
 
 
 class UntakenLayerError(ModelError):
-    """A layer has no gradient for each row of a batch; `layer` is its name."""
+    """Layers that have no gradient for each row of a batch: names of modules or of parameters."""
 
-    def __init__(self, layer: str, why: str) -> None:
-        super().__init__(f"layers: {why}; leave it out with !{layer}")
-        self.layer = layer
+    def __init__(self, why: str, *layers: str) -> None:
+        named = ", ".join(f"!{layer}" for layer in layers[:3])
+        more = f" and so on ({len(layers)} in all)" * (len(layers) > 3)
+        super().__init__(f"layers: {why}; leave {'it' if len(layers) == 1 else 'them'} out with {named}{more}")
+        self.why, self.layers = why, layers
 
 
 class SharedPositionsError(Exception):
@@ -113,11 +115,22 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     modules: list[tuple[nn.Module, int]] = []
     for names in together.values():
         users = owners[names[0]]
+        _refuse_part_of_head(model, names[0], [module for _, module in users])
         roles = {canonical[id(parameter)]: role for role, parameter in users[0][1].named_parameters(recurse=False)}
         modules += [(module, len(blocks)) for _, module in users]
         is_head = [module for _, module in users] == [model.head.linear]
         blocks.append(_block(tuple(names), users, roles, is_head))
     return LayerSet(tuple(blocks), tuple(modules), sum(parameter.numel() for parameter in root.parameters()))
+
+
+def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
+    """The output layer is not called in a forward pass here: its gradient is that by one matrix."""
+    linear, kind = model.head.linear, type(model.head.linear).__name__
+    if linear in users and not model.head.is_weight:
+        why = f"{name}: the logits are not those of all of this weight ({kind}), so it has no gradient by them here"
+        raise UntakenLayerError(why, name)
+    if any(user in list(linear.modules())[1:] for user in users):
+        raise UntakenLayerError(f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole", name)
 
 
 def _block(
@@ -135,23 +148,23 @@ def _block(
     )
     if "vector" in kinds:
         if len(users) > 1:
-            raise UntakenLayerError(names[0], f"{names[0]} is shared by {len(kinds)} modules that are no linear layers")
+            raise UntakenLayerError(f"{names[0]} is shared by {len(kinds)} modules that are no linear layers", *names)
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if total > MAX_VECTOR or list(module.children()):
-            raise UntakenLayerError(
-                name,
+            why = (
                 f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
-                "nor small, so it has no per-example form here",
+                "nor small, so they have no per-example form here"
             )
+            raise UntakenLayerError(why, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
         return Block(name, kinds, 1, size, weight=True, bias=False, parameters=names)
     for parameter in names:
         if roles[parameter] not in ("weight", "bias"):
-            raise UntakenLayerError(
-                parameter,
+            why = (
                 f"{parameter}: a {type(module).__name__} with another parameter than weight and bias has no "
-                "per-example form here",
+                "per-example form here"
             )
+            raise UntakenLayerError(why, parameter)
     has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
     is_transposed = isinstance(module, Conv1D)
     rows, columns = module.get_parameter("weight").shape  # (output, input), or (vocabulary, width) of an embedding
@@ -211,7 +224,7 @@ class PerExample:
         """
         self.model = model
         self.layers = layers
-        self.work = torch.float64 if model.dtype == torch.float64 else torch.float32
+        self.work = model.work
         self.narrow = model.dtype != self.work
         self._head_blocks = [number for module, number in layers.modules if module is model.head.linear]
         self._body: dict[nn.Module, list[int]] = {}
@@ -220,6 +233,7 @@ class PerExample:
                 self._body.setdefault(module, []).append(number)
         self.pass_positions = False  # whether the model is given the position of every token of every row
         self.probing = True
+        self._errors: list[UntakenLayerError] = []  # that probing met
         length = min(6, model.context or 6)
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
@@ -236,17 +250,22 @@ class PerExample:
             self.run([Example(row) for row in ids], count)
         self.probing = False
         self.calls = tuple(calls.count(number) for number in range(len(layers.blocks)))  # uses of each in one pass
+        failed = dict.fromkeys(layer for error in self._errors for layer in error.layers)
         idle = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
-        if idle:
-            more = f" ({len(idle)} in all)" * (len(idle) > 1)
-            raise UntakenLayerError(
-                idle[0], f"{', '.join(idle[:3])}{more} took no part in a row's loss: nothing can be attributed to it"
-            )
+        if idle := [name for name in idle if name not in failed]:
+            why = f"{', '.join(idle[:3])} took no part in a row's loss: nothing can be attributed to it"
+            self._errors.append(UntakenLayerError(why, *idle))
+        if self._errors:
+            raise UntakenLayerError(self._errors[0].why, *failed, *idle)
+
+    def note_untaken(self, error: UntakenLayerError) -> None:
+        """Remember a layer that has no gradient for each row until the probing pass is over."""
+        self._errors.append(error)
 
     def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[I64]:
         """Positions of the examples of each batch, alike in length; by default as many tokens as the model's own."""
         lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
-        return batches(lengths, batch_tokens or self.model.batch_tokens)
+        return self.model.batches(lengths, batch_tokens)
 
     def run(
         self,
@@ -298,12 +317,12 @@ class PerExample:
             where = {}
             if self.pass_positions:
                 where["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
-            hidden_BLH = self.model.body(input_ids=ids_BL, use_cache=False, **where).last_hidden_state
+            hidden_BLH = self.model.run_body(ids_BL, **where)
             loss_B, doubt_B, grad_BLH = self._through_head(
                 hidden_BLH.detach(), at_BS, label_BS, real_BS, scale_B, output, uniform_BS, consume
             )
             if hidden_BLH.requires_grad:
-                hidden_BLH.backward(grad_BLH)
+                torch.autograd.backward(hidden_BLH, grad_BLH)
         return Outcome(loss_B, doubt_B, hidden_BLH.detach())
 
     def _through_head(
@@ -353,8 +372,8 @@ class PerExample:
             losses.append(loss_BS.sum(dim=1) * scale)
             doubts.append(1.0 - torch.where(real, p_BS, 0.0).sum(dim=1) * scale)
             if self._body:
-                back = value_BSV / scale[:, None, None] if self.narrow else value_BSV
-                grad_BLH[rows].scatter_add_(1, index, back.to(model.dtype) @ head.matrix())
+                back, matrix_VH = value_BSV / scale[:, None, None] if self.narrow else value_BSV, head.matrix()
+                grad_BLH[rows].scatter_add_(1, index, (back.to(matrix_VH.dtype) @ matrix_VH).to(grad_BLH.dtype))
             for number in self._head_blocks:
                 right = _augmented(hidden_BSH.to(self.work), self.layers.blocks[number])
                 consume(number, Use(value_BSV, right), rows)
@@ -394,24 +413,40 @@ class _Hooks:
         output: Any,
     ) -> Tensor | None:
         """Keep what a module received until the gradient by its output is there."""
-        if self._quiet:
+        if self._quiet or not torch.is_grad_enabled():  # the model itself cuts the graph here
             return None
+        try:
+            return self._track(numbers, module, args, kwargs, output)
+        except UntakenLayerError as err:
+            if not self._engine.probing:
+                raise
+            self._engine.note_untaken(err)  # all layers are tried, so that one pass finds all that fail
+            return None
+
+    def _track(
+        self,
+        numbers: Sequence[int],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> Tensor:
         name = self._engine.layers.blocks[numbers[0]].name
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(tensors) != 1 or not isinstance(output, Tensor):
             why = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
-            raise UntakenLayerError(name, why)
+            raise UntakenLayerError(why, name)
         received = tensors[0].detach()
         if isinstance(module, nn.Embedding) and received.shape[0] == 1 < self._shape[0]:
             if self._engine.pass_positions:
-                raise UntakenLayerError(name, f"{name} is looked up once for a whole batch")
+                raise UntakenLayerError(f"{name} is looked up once for a whole batch", name)
             raise SharedPositionsError
         if tuple(received.shape[:2]) != self._shape:
-            raise UntakenLayerError(
-                name,
+            why = (
                 f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry a token, "
-                f"{self._shape}: what belongs to which row is lost",
+                f"{self._shape}: what belongs to which row is lost"
             )
+            raise UntakenLayerError(why, name)
         if self._engine.probing:
             _check_forward(module, name, received, output)
         tracked: Tensor = output
@@ -458,23 +493,26 @@ class _Hooks:
 
 def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tensor) -> None:
     """A subclass may do more than its name says: its factors would then be those of another function."""
-    if isinstance(module, nn.Embedding):
-        expected = functional.embedding(received, module.weight) * _embedding_scale(module)
-    elif isinstance(module, nn.Linear):
-        expected = functional.linear(received, module.weight, module.bias)
-    elif isinstance(module, Conv1D):
-        expected = received @ module.weight + module.bias
-    else:
-        return
-    expected, output = expected.detach().float(), output.detach().float()
-    spread = float(expected.std())
-    worst = float((expected - output).abs().max())
-    if not worst <= FORWARD_TOLERANCE * max(spread, 1e-6):
-        raise UntakenLayerError(
-            name,
+    try:
+        if isinstance(module, nn.Embedding):
+            expected = functional.embedding(received, module.weight) * _embedding_scale(module)
+        elif isinstance(module, nn.Linear):
+            expected = functional.linear(received, module.weight, module.bias)
+        elif isinstance(module, Conv1D):
+            expected = received @ module.weight + module.bias
+        else:
+            return
+        expected, output = expected.detach().float(), output.detach().float()
+        spread, worst = float(expected.std()), float((expected - output).abs().max())
+    except RuntimeError as err:  # of shapes
+        why = f"{name} ({type(module).__name__}) does not multiply its input with its weight as it is: {err}"
+        raise UntakenLayerError(why, name) from err
+    if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(spread, 1e-6):
+        why = (
             f"{name} ({type(module).__name__}) gives something else than its weight times its input (off by "
-            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here",
+            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here"
         )
+        raise UntakenLayerError(why, name)
 
 
 def _embedding_scale(module: nn.Embedding) -> float:

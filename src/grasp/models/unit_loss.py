@@ -3,16 +3,16 @@
 Shape letters: E units, B units of a batch, L tokens, P supervised positions, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64
 from grasp.errors import ModelError
-from grasp.models.causal_lm import pad_rows
+from grasp.models.causal_lm import batches, dynamic_ropes, length_class, pad_rows, reset_ropes
 from grasp.targets.units import UnitTokens
 
 
@@ -31,25 +31,16 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
     device = next(model.parameters()).device
     losses_E = np.full(len(unit_tokens), np.nan)
     with torch.inference_mode():
-        for index_B in length_batches([len(unit.input_ids) for unit in unit_tokens], batch_tokens):
+        lengths_E = np.array([len(unit.input_ids) for unit in unit_tokens], dtype=np.int64)
+        ropes = dynamic_ropes(model)
+        for index_B in batches(lengths_E, batch_tokens, length_class(model.config, lengths_E)):
             units = [unit_tokens[int(i)] for i in index_B]
             ids_BL, labelled_BL = padded(units)
+            reset_ropes(ropes)
             logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits
             losses_E[index_B] = mean_losses(supervised(logits_BLV, labelled_BL), ids_BL, labelled_BL)
     refuse_non_finite(losses_E)
     return losses_E
-
-
-def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[I64]:
-    """Positions of items, short ones first, in batches of at most `batch_tokens` padded tokens."""
-    batch: list[int] = []
-    for i in np.argsort(lengths, kind="stable"):
-        if batch and (len(batch) + 1) * lengths[i] > batch_tokens:
-            yield np.array(batch)
-            batch = []
-        batch.append(int(i))
-    if batch:
-        yield np.array(batch)
 
 
 def padded(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:

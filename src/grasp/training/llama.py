@@ -26,8 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.arrays import F64
 from grasp.errors import ModelError
+from grasp.models.causal_lm import batches
 from grasp.models.checkpoint import TRAIN
-from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
+from grasp.models.unit_loss import mean_losses, padded, refuse_non_finite, supervised
 from grasp.seeds import stream
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens
@@ -183,7 +184,8 @@ class StackedLlama:
             batch_tokens = max(1, batch_tokens // self.n_models)
         losses_KE = np.full((self.n_models, len(unit_tokens)), np.nan)
         with torch.inference_mode():
-            for index_B in length_batches([len(unit.input_ids) for unit in unit_tokens], batch_tokens):
+            lengths_E = np.array([len(unit.input_ids) for unit in unit_tokens], dtype=np.int64)
+            for index_B in batches(lengths_E, batch_tokens):
                 ids_BL, labelled_BL = padded([unit_tokens[int(i)] for i in index_B])
                 hidden_KBLH = self.hidden(ids_BL.to(self.device).expand(self.n_models, -1, -1))
                 hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]

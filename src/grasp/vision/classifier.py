@@ -26,9 +26,9 @@ from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.features.extract import BatchFeatures, Pass
 from grasp.features.residuals import head_residual
-from grasp.models.causal_lm import HEAD_TOLERANCE, weights_fingerprint
+from grasp.models.causal_lm import weights_fingerprint
 from grasp.models.checkpoint import device_of, dtype_of, load_beside, load_checkpoint
-from grasp.models.head import OutputHead
+from grasp.models.head import TOLERANCE, OutputHead
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
 from grasp.vision.factory import make_module, own_code
 from grasp.vision.fitted_head import FittedHead, linear_head
@@ -161,7 +161,7 @@ class ImageClassifier:
             ) from err
         ours = self.logits(hidden_BH)
         own = own.float()
-        allowed = HEAD_TOLERANCE[self.dtype] * max(float(ours.std()), 1e-6)
+        allowed = TOLERANCE[self.dtype] * max(float(ours.std()), 1e-6)
         if own.shape != ours.shape or not float((own - ours).abs().max()) <= allowed:
             raise ModelError(
                 f"model.classifier.head: `{self._name}` is not the last layer of {type(self.model).__name__}: its "
