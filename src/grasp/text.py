@@ -137,12 +137,6 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
     return lines
 
 
-def leak_text(rows: int, target: str) -> str:
-    """Return how many rows contain questions of a target, a sentence."""
-    few = {0: "no row contains a question", 1: "one row contains a question"}
-    return f"{few.get(rows, f'{rows:,} rows contain questions')} of {target}"
-
-
 def json_text(
     value: Any, indent: int | None = 1, *, only_ascii: bool = True, default: Callable[[Any], Any] | None = None
 ) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
+from grasp.extract import leaks
 from grasp.extract.build import add_targets
 from grasp.extract.leaks import GRAM, QuestionIndex, find_leaks, question_words
 from grasp.extract.local import build_artifact
@@ -27,6 +28,11 @@ WORDS = st.sampled_from(OTHER.lower().split())
 
 def unit(question, answer=" the leaf", target="t", unit_id="u"):
     return Unit(unit_id, target, f"Question: {question}?\nAnswer:", answer)
+
+
+def found_in(index, text):
+    """The units whose question a text contains."""
+    return sorted({e for e, _, _ in index.questions_in(text)})
 
 
 def slow(question, text):
@@ -53,7 +59,7 @@ def slow(question, text):
 def test_a_question_is_found_in_other_spelling_and_with_a_word_changed(text, expected):
     units = [unit(OTHER, unit_id="o"), unit(QUESTION)]
     index = QuestionIndex(units)
-    assert index.questions_in(text) == sorted([0] * (OTHER in text) + [1] * expected)
+    assert found_in(index, text) == [0] * (OTHER in text) + [1] * expected
 
 
 @settings(max_examples=200)
@@ -62,33 +68,69 @@ def test_what_is_there_to_the_letter_is_found(asked, around, place, put):
     text = " ".join([*around[:place], *(asked if put else []), *around[place:]])
     index = QuestionIndex([Unit("u", "t", " ".join(asked), " x")])
     if slow(" ".join(asked), text):
-        assert index.questions_in(text) == [0]
+        assert found_in(index, text) == [0]
     if not any(" ".join(asked[k : k + GRAM]) in text for k in range(len(asked) - GRAM + 1)):
         assert index.questions_in(text) == []
 
 
-def test_what_all_prompts_have_in_common_is_no_part_of_a_question():
-    shots = "Question: What is wet?\nAnswer: water\n\n"
-    units = [Unit(f"u{i}", "t", f"{shots}Question: {text}\nAnswer:", " x") for i, text in enumerate((QUESTION, OTHER))]
-    assert question_words(units) == [QUESTION.lower().replace(",", "").split(), OTHER.lower().split()]
-    alone = question_words([unit(OTHER)])
-    assert alone == [OTHER.lower().split()]
+SPLIT = tuple(QUESTION.lower().replace(",", "").split()), tuple(OTHER.lower().split())
+SHOTS = (
+    "Question: What is wet, says the child to the old man by the sea?\nAnswer: water\n\n",
+    "Question: What is hot, says the man to the young child by the fire?\nAnswer: coal\n\n",
+)
 
 
-def test_a_short_question_is_looked_for_with_its_answer_or_not_at_all():
-    units = [unit("Who is wet", " the sea is wet whatever they say of it"), unit("What is hot", " fire", unit_id="v")]
+@pytest.mark.parametrize("shots", [("", ""), (SHOTS[0], SHOTS[0]), SHOTS, (SHOTS[0], SHOTS[1] + SHOTS[0])])
+def test_examples_in_the_prompt_are_no_part_of_a_question(shots):
+    asked = zip(shots, (QUESTION, OTHER), strict=True)
+    units = [Unit(f"u{i}", "t", f"{shot}Question: {text}?\nAnswer:", " x") for i, (shot, text) in enumerate(asked)]
     index = QuestionIndex(units)
-    assert index.n_questions == 1
-    assert index.questions_in("who is wet? what is hot? fire") == []
-    assert index.questions_in("who is wet? the sea is wet whatever they say of it, what is hot? fire") == [0]
+    assert found_in(index, f"so: {QUESTION}") == [0]
+    assert found_in(index, f"so: {OTHER}") == [1]
+    assert found_in(index, "what is wet says the child to the old man by the sea") == []
+    for own, words in zip(question_words(units), SPLIT, strict=True):
+        assert words in own
+
+
+def test_a_question_after_its_passage_is_found_alone_but_not_where_many_ask_the_same():
+    story = "The ship lay still on the flat sea and the crew had nothing to drink but rain from the sails"
+    ask = "What can be said about the people in this passage"
+    units = [Unit("a", "t", f"{story}\n\n{QUESTION}?", " x"), Unit("b", "t", f"{story[::-1]} so\n\n{ask}?", " y")]
+    units.append(Unit("c", "t", f"Other words than those: {story.upper()} again\n\n{ask}?", " z"))
+    index = QuestionIndex(units)
+    assert found_in(index, f"- {QUESTION}") == [0]
+    assert found_in(index, ask) == []
+
+
+def test_a_short_question_is_looked_for_with_its_answer_to_the_letter_or_not_at_all():
+    units = [unit("Who is wet", " the sea"), unit("What", " fire", unit_id="v"), unit("How old", " 9", unit_id="w")]
+    index = QuestionIndex([unit(ask.prompt[10:-9], ask.completion, unit_id=ask.unit_id) for ask in units])
+    assert index.compared == {0, 2}
+    assert found_in(index, "Question: who is wet? fire") == []
+    assert found_in(index, "... Question: Who is wet? Answer: the sea. Yes") == [0]
+    assert found_in(index, "Question: who was wet? Answer: the sea") == []
+
+
+def test_scripts_without_spaces_are_compared_by_characters():
+    asked = "\u6c34\u306e\u6cb8\u70b9\u306f\u4f55\u5ea6\u3067\u3059\u304b"
+    index = QuestionIndex([Unit("u", "t", asked, " 100")])
+    assert found_in(index, f"\u554f\u984c: {asked} \u7b54\u3048") == [0]
+    assert found_in(index, asked[::-1]) == []
+
+
+def test_a_text_that_repeats_a_question_is_searched_in_linear_time():
+    index = QuestionIndex([unit(" ".join(["to be or not to be"] * 60)), unit(QUESTION, unit_id="v")])
+    text = "to be or not to be " * 3000 + QUESTION
+    assert found_in(index, text) == [0, 1]
+    assert len(index.questions_in(text)) < 200
 
 
 def test_of_a_conversation_what_the_user_said_last_is_the_question():
     turns = ({"role": "user", "content": "hi " * 20}, {"role": "assistant", "content": "hello"})
     asked = Conversation((*turns, {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "leaf"}))
     index = QuestionIndex([Unit("u", "t", "<|system|> You help. " * 9, "leaf", conversation=asked)])
-    assert index.questions_in(f"well: {QUESTION}") == [0]
-    assert index.questions_in("<|system|> You help. " * 9) == []
+    assert found_in(index, f"well: {QUESTION}") == [0]
+    assert found_in(index, "<|system|> You help. " * 9) == []
 
 
 def decoded(rows):
@@ -124,17 +166,19 @@ def test_rows_are_found_wherever_shards_begin(size):
     texts = ["none of it", QUESTION, OTHER, "nothing", f"{OTHER}? {QUESTION}?"]
     units = [unit(QUESTION), unit(OTHER, target="s", unit_id="o"), unit("x", " y", target="s", unit_id="short")]
     found = find_leaks(Shards(texts, size), units, decoded)
-    assert [rows.tolist() for rows in found] == [[1, 4], [2, 4], []]
+    assert {target: leaks.row_index.tolist() for target, leaks in found.items()} == {"t": [1, 4], "s": [2, 4]}
+    assert (found["s"].n_compared, found["s"].n_questions) == (1, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
-def test_a_question_across_a_cut_is_in_both_rows_of_its_document(size, monkeypatch):
-    cut = len(QUESTION) // 2
-    shards = Shards(["none", f"well: {QUESTION[:cut]}", f"{QUESTION[cut:]}?", "none"], size)
-    found = find_leaks(shards, [unit(QUESTION)], decoded)[0]
-    assert found.tolist() == []  # they are documents of their own
+@pytest.mark.parametrize("chars", [1, 60, 10_000])
+def test_a_question_across_cuts_is_in_all_rows_that_hold_some_of_it(size, chars, monkeypatch):
+    monkeypatch.setattr(leaks, "CHUNK_CHARS", chars)
     monkeypatch.setattr(Shards, "documents", "same")
-    assert find_leaks(shards, [unit(QUESTION)], decoded)[0].tolist() == [1, 2]
+    third = len(QUESTION) // 3
+    pieces = [f"well: {QUESTION[:third]}", QUESTION[third : 2 * third], f"{QUESTION[2 * third :]}?"]
+    shards = Shards(["none " * 40, *pieces, "none " * 50, "none"], size)
+    assert find_leaks(shards, [unit(QUESTION)], decoded)["t"].row_index.tolist() == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +200,7 @@ def leaky(tmp_path_factory):
 
 
 def leaked(artifact, target):
-    rows = artifact.rows(artifact.leaked_rows(target))
+    rows = artifact.rows(artifact.leaks(target).row_index)
     return {name.split("#")[0] for name in rows["row_id"].to_pylist()}
 
 
@@ -169,13 +213,13 @@ def test_build_notices_leaks_and_the_verbs_repeat_them(leaky):
             heard.append(line)
 
     build_artifact(settings, root / "art", progress=Notes())
-    assert "2 rows contain questions of facts" in heard
+    assert "facts: 2 rows contain questions" in heard  # it lies across the cut between two rows of row-2
     add_targets(root / "art", str(root / "more.jsonl"))
     artifact = grasp.open(root / "art")
     reader = ArtifactReader.open(root / "art")
     assert (leaked(reader, "facts"), leaked(reader, "more")) == ({"row-2"}, {"row-5"})
     for result in (artifact.predict(drop="n_tokens > 40"), artifact.select("50%", "facts")):
-        assert any("rows contain questions of facts" in note for note in result.notes)
+        assert any("facts: 2 rows contain questions" in note for note in result.notes)
     whole, clean = artifact.select("100%", "more"), artifact.select("90%", "more", drop_leaks=True)
     assert "row-5" in whole.row_ids
     assert "row-5" not in clean.row_ids

@@ -366,7 +366,7 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     notes, fewer, made = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
     columns, labels, rows, special, questions, leaks, which = notes.lines
-    assert leaks == "no row contains a question of facts"
+    assert leaks == "facts: no row contains a question"
     assert special.startswith("special tokens: texts begin without")
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"

@@ -32,7 +32,7 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
-LEAKED = "leaked_rows"  # of a unit: row_index of the rows that contain its question
+LEAKS = "leaks."  # of moments: by target the rows with its questions, and how many of these were looked for
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"

@@ -4,6 +4,7 @@ import io
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,7 +19,7 @@ from grasp.arrays import F32, I64, Integers
 from grasp.artifact.manifest import (
     BUILD,
     CHUNK,
-    LEAKED,
+    LEAKS,
     MANIFEST,
     MARKER,
     ROWS,
@@ -66,6 +67,41 @@ BIAS = np.float32(2.0**112)  # between the exponents of both
 WIDEST = 2.0**15  # scales up to it, times BIAS, are finite
 AT_ONCE = 1 << 16  # numbers that stay in the cache until they are done
 Columns = Integers | Sequence[int] | slice | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """Rows that contain questions of one target.
+
+    Attributes:
+        row_index: these rows, ascending.
+        n_compared: questions that were looked for, of `n_questions`; the others are too short.
+    """
+
+    row_index: I64
+    n_compared: int
+    n_questions: int
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], target: str) -> Self | None:
+        """Read what `arrays` gives; None: nothing of this target."""
+        rows, counts = f"{LEAKS}{target}.rows", f"{LEAKS}{target}.questions"
+        if rows not in arrays:
+            return None
+        return cls(np.asarray(arrays[rows], dtype=np.int64), *(int(count) for count in arrays[counts]))
+
+    def arrays(self, target: str) -> dict[str, I64]:
+        """Return it as named arrays, which stand among the moments of an artifact."""
+        counts = np.array([self.n_compared, self.n_questions])
+        return {f"{LEAKS}{target}.rows": self.row_index, f"{LEAKS}{target}.questions": counts}
+
+    def __str__(self) -> str:
+        few = {0: "no row contains a question", 1: "one row contains a question"}
+        n_rows, short = len(self.row_index), self.n_questions - self.n_compared
+        if not self.n_compared:
+            return "its questions are too short to be looked for in the rows"
+        found = few.get(n_rows, f"{n_rows:,} rows contain questions")
+        return found + f" ({short:,} of {self.n_questions:,} are too short to be looked for)" * bool(short)
 
 
 class ArtifactReader:
@@ -167,12 +203,9 @@ class ArtifactReader:
             )
         return units
 
-    def leaked_rows(self, target: str) -> I64:
-        """Return the rows that contain a question of `target`, row_index ascending; none where nobody looked."""
-        if LEAKED not in self.units.column_names:
-            return np.zeros(0, dtype=np.int64)
-        rows = self.units[LEAKED].take(pa.array(self.unit_columns(target)))
-        return np.unique(rows.combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int64))
+    def leaks(self, target: str) -> Leaks | None:
+        """Return which rows contain questions of `target`; None: an earlier version built it, and nobody looked."""
+        return Leaks.from_arrays(self.moments, target)
 
     @cached_property
     def moments(self) -> "MomentArrays":

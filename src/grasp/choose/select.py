@@ -40,6 +40,7 @@ from grasp.predict.rows import (
     SHORT,
     label_column,
     leak_notes,
+    leaked_rows,
     length_column,
     ranked,
     row_documents,
@@ -133,7 +134,7 @@ def select(
         unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
         said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
     if drop_leaks:
-        leaked = np.unique(np.concatenate([artifact.leaked_rows(name) for name in targets]))
+        leaked = leaked_rows(artifact, targets)
         allowed_N[leaked] = False
         said.append(f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}")
     else:

@@ -11,7 +11,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.extract.corpus_moments import unspool_moments, unspool_position_moments
 from grasp.extract.forward import PositionKernels, ShardForward, UnitFeatures, forward_shard
-from grasp.extract.inputs import identity, prepare, unit_table
+from grasp.extract.inputs import identity, leak_arrays, prepare, unit_table
 from grasp.extract.local import column_sums, relevance_specs
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import BuildSource
@@ -84,7 +84,7 @@ def add_target(
             extension.write_shard(k, arrays, None, column_sums(arrays))
             progress.advance(len(shard.loss_N), 0)
         added = "targets+" + "+".join(inputs.unit_set.targets)
-        extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}}, moments={})
+        extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}}, moments=leak_arrays(inputs))
         return "kept features" if kept else "pass"
 
 

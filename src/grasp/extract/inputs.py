@@ -4,17 +4,16 @@ import platform
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 import grasp
 from grasp.arrays import I64
-from grasp.artifact.manifest import LEAKED
+from grasp.artifact.reader import Leaks
 from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
@@ -32,7 +31,7 @@ from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.text import leak_text, skipped_lines
+from grasp.text import skipped_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Inputs:
     unit_set: UnitSet
     units: UnitFeatures
     model_fingerprint: str
-    leaks: Sequence[I64] = ()  # of each unit: row_index of the rows that contain its question
+    leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; of pictures there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def prepare(
     model = model or in_memory.model
     store: Store
     units: Units
-    leaks: Sequence[I64] = ()
+    leaks: Mapping[str, Leaks] = {}
     if settings.model.classifier is None and isinstance(model, ReferenceModel | None):
         if model is None:
             refuse_unreadable(settings.model.path)
@@ -139,10 +138,9 @@ def prepare(
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
         tell_rows(store, unit_set, tokenizer, context, progress)
-        leaks = find_leaks(store, unit_set.units, tokenizer.decode)
-        for target in unit_set.targets:
-            rows = [part for part, unit in zip(leaks, unit_set.units, strict=True) if unit.target == target]
-            progress.note(leak_text(len(np.unique(np.concatenate(rows))), target))
+        leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
+        for target, found in leaks.items():
+            progress.note(f"{target}: {found}")
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
@@ -276,6 +274,11 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
     }
 
 
+def leak_arrays(inputs: Inputs) -> dict[str, I64]:
+    """Return the rows that contain questions, as arrays that stand among the moments of an artifact."""
+    return {name: array for target, found in inputs.leaks.items() for name, array in found.arrays(target).items()}
+
+
 def unit_table(inputs: Inputs) -> pa.Table:
     """One row a unit, in the order of the columns of the relevance arrays."""
     units, examples = inputs.unit_set.units, inputs.units.examples
@@ -292,6 +295,5 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "completion": [unit.completion for unit in units],
         }
         | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
-        | ({LEAKED: pa.array(inputs.leaks, pa.list_(pa.int64()))} if inputs.leaks else {})
         | ({IDS_COLUMN: pa.array([unit.input_ids for unit in examples], pa.list_(pa.int32()))} if examples else {})
     )

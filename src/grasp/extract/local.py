@@ -43,6 +43,7 @@ from grasp.extract.inputs import (
     Inputs,
     describe_build,
     identity,
+    leak_arrays,
     prepare,
     unit_table,
 )
@@ -205,7 +206,7 @@ def write_artifact(
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     writer.finish(
         manifest=manifest,
-        moments=spool_moments(None if kernels is None else kernels.moments, pooled),
+        moments=spool_moments(None if kernels is None else kernels.moments, pooled) | leak_arrays(inputs),
         units=unit_table(inputs),
         gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
         rows_kept=settings.keep_tokens,

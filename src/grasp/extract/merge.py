@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 import grasp
 from grasp.arrays import F32, I64
-from grasp.artifact.manifest import LEAKED, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
+from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
@@ -84,13 +84,11 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         for one in (first, part)
     )
     found = list(differences(then, now))
-    for name in sorted({*first.moments, *part.moments}):
+    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith(LEAKS)):
         both = name in first.moments and name in part.moments
         if not both or not np.array_equal(first.moments[name], part.moments[name]):
             found.append(f"moments.{name}: other numbers")
     for name in dict.fromkeys([*first.units.column_names, *part.units.column_names]):
-        if name == LEAKED:  # of each part's own rows
-            continue
         values = [one.units[name].to_pylist() if name in one.units.column_names else None for one in (first, part)]
         if name != "loss" and values[0] != values[1]:  # another machine may round losses differently
             found.append(f"units.{name}: other values")
@@ -188,22 +186,20 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             table = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive").select(schema.names)
             writer.write_shard(k, {name: np.concatenate(pieces) for name, pieces in numbers.items()}, table, {})
             progress.advance(table.num_rows, 0)
-        units = _units_of_all(parts, begins)
-        writer.finish(manifest=given, moments=dict(parts[0].moments), units=units, sums=sums, gains=gains)
+        moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
+        moments |= _leaks_of_all(parts, begins)
+        writer.finish(manifest=given, moments=moments, units=parts[0].units, sums=sums, gains=gains)
 
 
-def _units_of_all(parts: Sequence[ArtifactReader], begins: I64) -> pa.Table:
-    """Return the units, with the rows of all parts that contain their questions."""
-    units = parts[0].units
-    if LEAKED not in units.column_names or any(LEAKED not in part.units.column_names for part in parts):
-        return units.drop_columns([LEAKED] if LEAKED in units.column_names else [])
-    rows_P = [part.units[LEAKED].to_pylist() for part in parts]
-    leaked = [
-        [int(begin) + row for rows, begin in zip(of_unit, begins[:-1], strict=True) for row in rows or ()]
-        for of_unit in zip(*rows_P, strict=True)
-    ]
-    place = units.column_names.index(LEAKED)
-    return units.set_column(place, LEAKED, pa.array(leaked, pa.list_(pa.int64())))
+def _leaks_of_all(parts: Sequence[ArtifactReader], begins: I64) -> dict[str, I64]:
+    """Return the rows of all parts that contain questions, of the targets for which every part has them."""
+    arrays: dict[str, I64] = {}
+    for target in parts[0].targets:
+        leaks = [found for part in parts if (found := part.leaks(target)) is not None]
+        if len(leaks) == len(parts):
+            rows = [begin + found.row_index for begin, found in zip(begins[:-1], leaks, strict=True)]
+            arrays |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
+    return arrays
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:

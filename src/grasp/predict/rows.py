@@ -21,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn, LabelTable
 from grasp.results import write_tables
-from grasp.text import did_you_mean, leak_text, listed
+from grasp.text import did_you_mean, listed
 
 T = TypeVar("T")
 
@@ -88,12 +88,27 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 
 def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
     """Return how many rows contain questions of some targets, a line each; nothing of targets without such rows."""
-    counts = {target: len(artifact.leaked_rows(target)) for target in targets}
+    leaks = {target: artifact.leaks(target) for target in targets}
     return [
-        f"{leak_text(count, target)}, and relevance there is too high; grasp select --drop-leaks leaves them out"
-        for target, count in counts.items()
-        if count
+        f"{target}: {found}, and relevance there is too high; grasp select --drop-leaks leaves them out"
+        for target, found in leaks.items()
+        if found is not None and len(found.row_index)
     ]
+
+
+def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
+    """Return the rows that contain questions of some targets, ascending.
+
+    Raises:
+        SettingsError: nobody looked for them.
+    """
+    leaks = {target: artifact.leaks(target) for target in targets}
+    if unknown := [target for target, found in leaks.items() if found is None]:
+        raise SettingsError(
+            f"drop_leaks: {artifact.where}: its rows were not compared with questions of {', '.join(unknown)}, since "
+            "an earlier version built it or its rows are images; build it again"
+        )
+    return np.unique(np.concatenate([found.row_index for found in leaks.values() if found is not None]))
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:

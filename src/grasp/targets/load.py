@@ -98,7 +98,7 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
     excluded = frozenset(settings.exclude_units)
     found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
     sizes = {target: len(pool) for target, pool in pools.items()}
-    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes)
+    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes, tuple(chain.from_iterable(pools.values())))
 
 
 def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: TargetSettings) -> list[T]:

@@ -58,6 +58,7 @@ class UnitSet:
     units: tuple[Unit, ...]
     excluded: tuple[str, ...] = ()  # unit_ids that were named in `exclude_units` and found
     drawn_from: Mapping[str, int] = field(default_factory=dict)  # units that there are of each target
+    pool: tuple[Unit, ...] = ()  # all units that there are, also those that were not drawn
 
     @property
     def targets(self) -> tuple[str, ...]:
