@@ -431,6 +431,14 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     assert ("only" in got.headline) == (used < 0.98 * amount)
 
 
+def test_whole_documents_are_not_chosen_row_by_row():
+    with pytest.raises(SettingsError, match="give any or half, or diversity 0"):
+        selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
+    got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
+    assert got.asked["items"] == "documents"
+    assert "next document" in repr(got)
+
+
 def test_a_budget_that_may_be_meant_as_a_share_is_told():
     source = World()
     assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)

@@ -48,7 +48,9 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
         assert value == pytest.approx(said[name], rel=1e-5, abs=1e-6)
     assert grasp.open(kept / "artifact").verify().ok
     art = grasp.open(kept / "artifact").files
-    assert BuildSource(art).settings.corpus.max_length == 48  # what explain, --add-target and --export read
+    settings = BuildSource(art).settings  # what explain, --add-target and --export read
+    assert settings.corpus.max_length == 48
+    assert settings.model.add_bos_token is (False if kept.name == "0.2.0" else None)  # that version added none
     assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
     assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
 

@@ -137,6 +137,13 @@ def test_conditions_that_are_not_known_differ_from_none(tmp_path, unknown):
         read(tmp_path)
 
 
+def test_a_version_is_the_same_as_number_and_as_text_and_null_fields_are_not_known(tmp_path):
+    fields = [{"versions": {"sciq": 1}}, {"versions": {"sciq": "1"}}, {"versions": {"sciq": "1.0"}, "n-shot": None}]
+    for run, named in zip(RUNS, fields, strict=True):
+        place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | named | {"n-samples": {"sciq": None}})
+    assert len(read(tmp_path)) == 3
+
+
 def test_models_of_one_run_are_named(tmp_path):
     for run, (hour, model) in itertools.product(RUNS, ((OLD, "step100"), (NEW, "step200"))):
         found = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}

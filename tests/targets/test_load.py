@@ -64,6 +64,11 @@ def test_questions_and_answers_of_a_file_are_a_target_named_after_it(tmp_path, m
     assert plain(load_units(TargetSettings(names=("exam.jsonl",)))) == expected
 
 
+@pytest.mark.parametrize("answer", ["2", 2, ["2", "two"], {"value": "2", "aliases": ["two"]}])
+def test_of_several_right_answers_the_first_is_scored(tmp_path, answer):
+    assert plain(load(tmp_path, {"question": "1+1?", "answer": answer}))["exam:0"][2] == " 2"
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [
@@ -126,6 +131,8 @@ REFUSED = [
     ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\)"),
     ({"doc": {}, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
     ({"request": {}, "doc_id": 0, "doc": {}, "idx": 0, "label": 0}, r"exam.jsonl:1: loglikelihood: no continuation"),
+    ({"question": "x", "answer": []}, r"exam.jsonl:1: answer: got \[\], expected a text or a list of texts"),
+    ({"question": "x", "answer": {"start": [3]}}, r"exam.jsonl:1: answer: got \{'start'"),
     ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' '"),
     ({"task": "t", "prompt": "p"}, r"exam.jsonl:1: completion: missing"),
     ({"task": "t", "prompt": 3}, r"exam.jsonl:1: prompt: .* got 3; completion: missing"),

@@ -241,6 +241,7 @@ REFUSED = [
     ({**generated(0, "4"), "arguments": {"x": ["Q", " a"]}}, "arguments: got"),
     ({**generated(0, "4"), "acc_mutual_info": 1, "arguments": [["", " a"], ["", " b"]]}, "acc_mutual_info"),
     (generated(0, None), "target: is missing"),
+    (generated(0, "None"), "target: is missing"),
     (generated(0, "[]"), "empty list of answers"),
     (generated(0, "['a' 'b']"), "looks like a list"),  # as numpy writes it: Python would read 'ab'
     (generated(0, '["a", "b"]'), "looks like a list"),

@@ -241,11 +241,11 @@ class Limits:
         ]
         wrong += [
             f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
-            + (f", closer than its longest row of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
+            + (f", closer than its longest {item} of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
             for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist()
         ]
         if (asked := int(floor_G.sum() + overshoot_G.sum())) > size:
-            longest = " with its longest row each" if unit == "tokens" else ""
+            longest = f" with its longest {item} each" if unit == "tokens" else ""
             wrong.append(f"together they take {asked:,} {unit}{longest}, the budget is {size:,}")
         if wrong:
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

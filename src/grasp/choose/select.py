@@ -123,6 +123,11 @@ def select(
     rule = as_protocol(protocol)
     if diversity is not None:
         rule = with_diversity(rule, diversity, artifact.array_names)
+    if documents == "all" and rule.searches:
+        raise SettingsError(
+            "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
+            "any or half, or diversity 0"
+        )
     allowed_N, said = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
     if exclude is not None:
         listed_N, note = excluded(artifact, exclude)
@@ -166,7 +171,7 @@ def select(
     # items that are chosen: rows, or whole documents, each worth the mean effect of its rows
     effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
     tokens_M, rows_M = aim.tokens_N, None
-    if amount is not None and (amount.unit == "documents" or (documents == "all" and not rule.searches)):
+    if amount is not None and (amount.unit == "documents" or documents == "all"):
         if rule.searches:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(artifact)
@@ -230,6 +235,7 @@ def select(
         "train_tokens": tokens,
         "by": by,
         "unit": limits.unit,
+        "items": items,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "exclude_where": exclude_where,

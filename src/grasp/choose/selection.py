@@ -105,7 +105,7 @@ class Selection(Choice):
         """All but the rows, as plain JSON."""
         return super().summary() | {
             "rows": len(self),
-            "documents": len(self.table["doc_id"].unique()) if self.asked["unit"] == "documents" else None,
+            "documents": len(self.table["doc_id"].unique()) if self.asked["items"] == "documents" else None,
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
             "bound": self.bound,
@@ -128,7 +128,7 @@ class Selection(Choice):
             )
             for k in sorted(places)
         ]
-        each = "document" if self.asked["unit"] == "documents" else "row"
+        each = "document" if self.asked["items"] == "documents" else "row"
         title = f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows"
         headings = ("rows", "share", "tokens", f"next {each}", "value")
         parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]

@@ -70,7 +70,7 @@ def select(
         selection = opened.select(**asked, progress=watch)
     print(selection)
     if out is not None:
-        first = "rows of the best documents" if selection.asked["unit"] == "documents" else "rows, best"
+        first = "rows of the best documents" if selection.asked["items"] == "documents" else "rows, best"
         print(f"{selection.save(out)}: {first} first; beside it {out.stem}.json, for grasp report --selection")
     if left_out is not None and dropped is None:
         print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")

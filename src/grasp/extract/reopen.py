@@ -50,8 +50,12 @@ class BuildSource:
         manifest = self.artifact.manifest
         where = str(self.artifact.path / "manifest.json")
         settings = build_settings(without_foreign_code(manifest.settings, where, self.own), where)
+        as_built: dict[str, Any] = {}
+        if "add_bos_token" not in manifest.settings.get("model", {}):  # of a version that added no BOS
+            as_built = {"add_bos_token": False}
         model = settings.model.model_copy(
-            update={
+            update=as_built
+            | {
                 "path": self._place("model.path", settings.model.path),
                 "tokenizer": settings.model.tokenizer and self._place("model.tokenizer", settings.model.tokenizer),
                 "dtype": manifest.made_by.get("dtype", "auto"),

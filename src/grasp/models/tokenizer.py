@@ -140,8 +140,8 @@ class HfTokenizer:
             for name in ("padding", "truncation"):  # which a call may have left in it
                 rules.pop(name, None)
             text = json.dumps(rules, sort_keys=True)
-        bos = "" if self.add_bos_token is None else f" {self.add_bos_token}"
-        return hashlib.blake2b(f"{self.eos_id}{bos} {text}".encode(), digest_size=16).hexdigest()
+        prefix = f" {self.prefix_ids}" if self.prefix_ids else ""
+        return hashlib.blake2b(f"{self.eos_id}{prefix} {text}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, no special tokens added, nothing cut."""

@@ -10,6 +10,7 @@ equally many questions: within a run the newest file decides, between runs a dif
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isnan
@@ -277,9 +278,9 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
                 values[name] = float(value)
         better = data.get("higher_is_better", {}).get(task) or {}
         conditions = {
-            "n-shot": data.get("n-shot", {}).get(task, config.get("num_fewshot")),
-            "version": data.get("versions", {}).get(task),
-            "questions": data.get("n-samples", {}).get(task, {}).get("effective"),
+            "n-shot": (data.get("n-shot") or {}).get(task, config.get("num_fewshot")),
+            "version": (data.get("versions") or {}).get(task),
+            "questions": ((data.get("n-samples") or {}).get(task) or {}).get("effective"),
         }
         yield TaskResults(
             task=task,
@@ -290,12 +291,22 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
                 for name in values
                 if better.get(metric := name.partition(",")[0]) is not None
             },
-            conditions={name: value for name, value in conditions.items() if value not in _UNKNOWN},
+            conditions=_known(conditions),
             date=re.sub(r"\D", "", when),
             model=data.get("model_name"),
             group=data.get("group_subtasks", {}).get(task, ()),
             texts=texts,
         )
+
+
+def _known(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the conditions that a file names; a number may be written as a text (`"version": "1"`)."""
+    known = {name: value for name, value in conditions.items() if value not in _UNKNOWN}
+    for name, value in known.items():
+        if isinstance(value, str):
+            with suppress(ValueError):
+                known[name] = float(value)
+    return known
 
 
 def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
@@ -321,7 +332,7 @@ def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
             file=file,
             values=values,
             directions={"primary_score": primary} if primary and "primary_score" in values else {},
-            conditions={name: value for name, value in conditions.items() if value not in _UNKNOWN},
+            conditions=_known(conditions),
             date=re.sub(r"\D", "", data.get("current_date", "")),
             model=(data.get("model_config") or {}).get("model"),
             alias=(config.get("metadata") or {}).get("alias"),

@@ -243,7 +243,7 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
         last = conversation.turns[conversation.answers[-1]]
         given |= {"prompt": conversation.content, "completion": last["content"] or str(last["tool_calls"])}
     elif {"question", "answer"} <= given.keys() and "prompt" not in given:
-        question, answer = given.pop("question"), given.pop("answer")
+        question, answer = given.pop("question"), _answer(given.pop("answer"), where)
         given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
     elif not {"prompt", "completion"} & given.keys():
         refuse_unscored(record, where)
@@ -260,6 +260,18 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
             f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
+
+
+def _answer(answer: Any, where: str) -> str:
+    """Return the text of an answer: of several that are right (Natural Questions, TriviaQA) the first."""
+    found = answer
+    if isinstance(found, Mapping):
+        found = found.get("value")
+    if isinstance(found, list) and found:
+        found = found[0]
+    if isinstance(found, bool) or not isinstance(found, str | int | float):
+        raise TargetError(f"{where}: answer: got {answer!r:.60}, expected a text or a list of texts")
+    return str(found)
 
 
 def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:

@@ -108,7 +108,7 @@ def _sample(
         turns = _turns(context)
         if turns is None and not isinstance(context, str):
             raise TargetError(f"{where}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
-        if target is None:
+        if target is None or (target == "None" and "None" not in _parts(doc, str)):  # str() of none
             raise TargetError(f"{where}: target: is missing; {_INSTEAD}")
         if reason := _why_no_answer(record, doc, str(target)):
             raise TargetError(f"{where}: target: got {target!r:.{_SHOWN}}, {reason}; {_INSTEAD}")
