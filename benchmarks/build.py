@@ -35,19 +35,19 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.corpus.store import RowStore
-from grasp.extract.backward import examples_of, square_sums
-from grasp.extract.forward import PositionBatch, PositionKernels, PositionSums, forward_units
-from grasp.extract.local import build_artifact
-from grasp.extract.progress import Silent
-from grasp.features.extract import extract, position_mask
-from grasp.features.gradient_match import GradientKernel
-from grasp.features.input_match import hidden_gradient, input_relevance
-from grasp.features.residuals import LOGIT_ELEMENTS
-from grasp.features.token_match import token_relevance
+from grasp.build.backward import examples_of, square_sums
+from grasp.build.pipeline import build_artifact
+from grasp.build.score_shard import PositionBatch, PositionKernels, PositionSums, forward_units
+from grasp.corpus.row_store import RowStore
+from grasp.kernels.embedding import hidden_gradient, input_relevance
+from grasp.kernels.gradient import GradientKernel
+from grasp.kernels.output_layer import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
-from grasp.models.gradients import Example
+from grasp.models.forward_pass import extract, position_mask
+from grasp.models.residuals import LOGIT_ELEMENTS
+from grasp.models.sampled_gradients import Example
 from grasp.models.tokenizer import train_tokenizer
+from grasp.progress import Silent
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens
 
@@ -297,16 +297,16 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
 PROFILED = {
     "body": ("models/causal_lm.py", "hidden"),
     "head, products": ("models/head.py", "linear_logits"),
-    "probabilities, the largest of them": ("features/residuals.py", "sparse_residual"),
-    "sums for moments": ("extract/forward.py", "_add"),
-    "gradients by hidden states": ("features/input_match.py", "hidden_gradient"),
-    "token and input kernels": ("features/token_match.py", "token_relevance"),
-    "shift kernel": ("features/input_match.py", "shift_relevance"),
-    "tilt kernel": ("features/tilt_match.py", "tilt_relevance"),
-    "neighbour kernel": ("features/neighbour_match.py", "neighbour_relevance"),
-    "product sketch": ("features/sketch.py", "apply"),
-    "pooling": ("features/residuals.py", "pool"),
-    "whitening": ("features/moments.py", "whiten"),
+    "probabilities, the largest of them": ("models/residuals.py", "sparse_residual"),
+    "sums for moments": ("build/score_shard.py", "_add"),
+    "gradients by hidden states": ("kernels/embedding.py", "hidden_gradient"),
+    "token and input kernels": ("kernels/output_layer.py", "token_relevance"),
+    "shift kernel": ("kernels/embedding.py", "shift_relevance"),
+    "tilt kernel": ("kernels/hidden_affine.py", "tilt_relevance"),
+    "neighbour kernel": ("kernels/knn.py", "neighbour_relevance"),
+    "product sketch": ("kernels/sketch.py", "apply"),
+    "pooling": ("models/residuals.py", "pool"),
+    "whitening": ("kernels/whitening.py", "whiten"),
     "writing": ("artifact/writer.py", "write_shard"),
 }
 

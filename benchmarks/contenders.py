@@ -183,7 +183,7 @@ def forward_backward(job: Job) -> None:
 
 def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
     def run(job: Job) -> int:
-        from grasp.extract.local import build_artifact  # noqa: PLC0415
+        from grasp.build.pipeline import build_artifact  # noqa: PLC0415
 
         return bytes_below(build_artifact(settings_of(job, match, train), job.out / "run"), but="tokens")
 
@@ -325,7 +325,7 @@ class Contender:
     needs_artifact: bool = False
 
 
-TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.extract.local", "transformers.models.llama")
+TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.build.pipeline", "transformers.models.llama")
 METHODS = ("grasp.methods.registry", "grasp.methods.contract", *OWN)
 CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),

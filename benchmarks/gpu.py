@@ -35,8 +35,8 @@ from retrain import finish, random_rows, seconds_a_step
 from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.store import RowStore
-from grasp.extract.local import build_artifact
+from grasp.build.pipeline import build_artifact
+from grasp.corpus.row_store import RowStore
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import BuildSettings, build_settings

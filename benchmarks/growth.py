@@ -27,19 +27,19 @@ import numpy as np
 import pyarrow as pa
 from memory import peak_bytes  # the file beside this one
 
+from grasp.api.predict import prediction_table
+from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_tokens
+from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
-from grasp.choose.mixture import mix
-from grasp.choose.select import select
 from grasp.predict.families import parse_family
-from grasp.predict.label_slices import label_slices, slice_effects
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol, protocol_from
-from grasp.predict.rows import row_tokens
-from grasp.report.verb import report
-from grasp.verbs.predict import prediction_table
-from grasp.verbs.score import score
+from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, protocol_from
+from grasp.predict.slices import label_slices, slice_effects
+from grasp.report.build_report import report
+from grasp.select.mix import mix
+from grasp.select.select import select
 
 SHARD_ROWS, LABELS = 16_384, 24
 SUBSET_ROWS = 1_000

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from grasp.api.evaluate import compare
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.environment import Environment
-from grasp.verbs.evaluate import compare
+from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.runs.retrained import Environment
 
 RELATIVE = 2.0**-11
 

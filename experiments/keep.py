@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from grasp.files import write_whole
-from grasp.runs.environment import INFO, REFERENCE, SUBSETS, UTILITIES, Environment
+from grasp.runs.retrained import INFO, REFERENCE, SUBSETS, UTILITIES, Environment
 
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 

@@ -1,6 +1,6 @@
 """Protocols out of plain settings, as a file of them is read: with interactions or without."""
 
-from grasp.predict.protocol import ScoringProtocol, protocol_from
+from grasp.predict.scoring_rule import ScoringProtocol, protocol_from
 
 
 def rule(**settings) -> ScoringProtocol:

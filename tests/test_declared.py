@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from grasp.declared import REQUIRED, declared
 from grasp.report.serve import LISTS, QUESTIONS
+from grasp.signatures import REQUIRED, declared
 
 VERBS = [
-    ("grasp.audit.detect", "detect"),
-    ("grasp.audit.explain", "explain"),
-    ("grasp.choose.alone", "mix_runs"),
-    ("grasp.choose.alone", "predict_runs"),
-    ("grasp.choose.alone", "propose_runs"),
-    ("grasp.choose.apply", "apply"),
-    ("grasp.choose.distil", "distil"),
-    ("grasp.choose.mixture", "mix"),
-    ("grasp.choose.select", "select"),
-    ("grasp.extract.build", "build"),
+    ("grasp.inspect.detect", "detect"),
+    ("grasp.inspect.explain", "explain"),
+    ("grasp.select.mixture_model", "mix_runs"),
+    ("grasp.select.mixture_model", "predict_runs"),
+    ("grasp.select.mixture_model", "propose_runs"),
+    ("grasp.distil.apply", "apply"),
+    ("grasp.distil.distil", "distil"),
+    ("grasp.select.mix", "mix"),
+    ("grasp.select.select", "select"),
+    ("grasp.build.build", "build"),
     ("grasp.report.serve", "serve"),
-    ("grasp.report.verb", "report"),
-    ("grasp.runs.readers", "import_runs"),
-    ("grasp.verbs.evaluate", "evaluate"),
-    ("grasp.verbs.predict", "predict"),
-    ("grasp.verbs.retrain", "retrain"),
-    ("grasp.verbs.score", "score"),
+    ("grasp.report.build_report", "report"),
+    ("grasp.runs.import_runs", "import_runs"),
+    ("grasp.api.evaluate", "evaluate"),
+    ("grasp.api.predict", "predict"),
+    ("grasp.api.retrain", "retrain"),
+    ("grasp.api.score", "score"),
 ]
 OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them
 
@@ -44,7 +44,7 @@ def test_a_verb_is_declared_as_python_sees_it(module, name):
 
 
 def test_kinds_are_those_that_can_be_written():
-    found = declared("grasp.verbs.predict", "predict").arguments
+    found = declared("grasp.api.predict", "predict").arguments
     kinds = {name: found[name].annotation for name in ("by", "weight", "subsets", "omitted", "count")}
     assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "omitted": bool, "count": int}
     assert [name for name, argument in found.items() if argument.in_commas] == ["target"]

@@ -12,8 +12,8 @@ from grasp.cli import app
 from grasp.cli.options import merged, names
 from grasp.demo import Demo, retrained, tell
 from grasp.errors import EnvironmentDataError
+from grasp.retraining.plan import fitted_lengths
 from grasp.settings import retrain_settings
-from grasp.training.plan import fitted_lengths
 from tests.cli.grasp_command import succeed
 from tests.report.world import write_artifact, write_environment
 

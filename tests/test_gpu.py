@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build_artifact
+from grasp.build.pipeline import build_artifact
 from grasp.models.unit_loss import evaluate_units
 from grasp.training.train import train, train_stacked
-from tests.extract.world import world
+from tests.build.world import world
 from tests.models.toy import RECIPE, corpus, units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

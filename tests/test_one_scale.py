@@ -5,19 +5,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.api.predict import predict
+from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explain import explain
-from grasp.choose.select import select
-from grasp.predict.label_slices import SliceFormula, label_slices
-from grasp.predict.labels import LabelTable
+from grasp.artifact.rows import row_tokens
+from grasp.artifact.where import LabelTable
+from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import default_protocol, save_protocol
-from grasp.predict.rows import row_tokens
+from grasp.predict.scoring_rule import default_protocol, save_protocol
+from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import findings
 from grasp.report.serve import Ask, answered
+from grasp.select.select import select
 from grasp.text import several
-from grasp.verbs.predict import predict
-from grasp.verbs.score import score
 from tests.cli.grasp_command import succeed
 from tests.rules import rule
 from tests.runs.environments import write_artifact, write_environment

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import rankdata, spearmanr
 
+from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build_artifact
+from grasp.build.pipeline import build_artifact
 from grasp.settings import BuildSettings, build_settings
-from grasp.verbs.score import score
 
 PAGES = Path(__file__).parents[2] / "shared" / "data" / "cc_weborganizer.parquet"
 DOCUMENTS = 200

@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 
 import grasp.cli
 from grasp.yaml_files import write_yaml
-from tests.extract.world import world
+from tests.build.world import world
 
 ROOT = Path(__file__).parents[1]
 HOUSE = str(ROOT / "src" / "grasp") + os.sep

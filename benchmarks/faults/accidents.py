@@ -39,11 +39,11 @@ import grasp
 from benchmarks.faults.bench import LONGEST, WRITERS, Bench, Child, FaultError, Limits, arrays_of, go_on, same
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.scorer import Scorer
-from grasp.corpus.store import RowStore
+from grasp.build.pipeline import build_artifact
+from grasp.corpus.row_store import RowStore
+from grasp.distil.scorer import Scorer
 from grasp.errors import ArtifactError, GraspError
-from grasp.extract.local import build_artifact
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 from grasp.runs.table import RunTable
 from grasp.settings import build_settings
 from grasp.yaml_files import read_yaml

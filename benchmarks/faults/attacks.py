@@ -29,7 +29,7 @@ from benchmarks.faults.bench import Bench, FaultError, contents
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.scorer import CARD, WEIGHTS, Scorer
+from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.runs.table import INFO, RESULTS, TRAINED

@@ -22,14 +22,14 @@ from transformers import AutoTokenizer
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import relevance_array, standardised_blocks
-from grasp.audit.detection import auroc
-from grasp.corpus.store import RowStore
-from grasp.extract.local import build_artifact
-from grasp.extract.progress import Silent
+from grasp.build.pipeline import build_artifact
+from grasp.corpus.row_store import RowStore
 from grasp.files import write_whole
+from grasp.inspect.detect import relevance_array, standardised_blocks
+from grasp.inspect.detection import auroc
 from grasp.methods.registry import MethodRows, configured_methods, method_rows
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.progress import Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units

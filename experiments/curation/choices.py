@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from experiments.curation.setting import World
 from grasp.arrays import I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.mixture import mix
-from grasp.choose.select import select
+from grasp.artifact.rows import row_tokens
+from grasp.artifact.where import LabelTable
 from grasp.files import temporary_path, write_whole
 from grasp.methods.registry import configured_methods, method_rows
-from grasp.predict.label_slices import label_slices
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import UnitSelection
-from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.rows import row_tokens
+from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.slices import label_slices
 from grasp.seeds import stream
+from grasp.select.mix import mix
+from grasp.select.select import select
 from grasp.store.locks import locked
 
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"

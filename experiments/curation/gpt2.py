@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from grasp.corpus.store import RowStore
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.subset_tables import read_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment
+from grasp.retraining.plan import row_names
+from grasp.retraining.worker import POLL_SECONDS, Worker
+from grasp.runs.retrained import Environment
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held
-from grasp.training.plan import row_names
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.retrain import POLL_SECONDS, Worker
 from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
 
 NAME = "gpt2"

@@ -24,13 +24,13 @@ from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
-from grasp.extract.local import build_artifact
 from grasp.files import write_whole
-from grasp.runs.environment import INFO, Environment
+from grasp.retraining.plan import fitted_lengths, resolved_recipe
+from grasp.retraining.worker import RetrainStatus, retrain
+from grasp.runs.retrained import INFO, Environment
 from grasp.settings import RetrainSettings, build_settings
-from grasp.training.plan import fitted_lengths, resolved_recipe
-from grasp.training.retrain import RetrainStatus, retrain
 
 
 class Experiment:

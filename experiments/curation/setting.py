@@ -15,12 +15,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.export import corpus_settings, kept_documents, kept_records, proven_rows, write_corpus
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.methods.contract import MethodInputs
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
 from grasp.seeds import stream
+from grasp.select.export import corpus_settings, kept_documents, kept_records, proven_rows, write_corpus
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import locked
 from grasp.targets import Unit, load_units

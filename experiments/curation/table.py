@@ -19,7 +19,7 @@ from scipy.stats import t as student
 from experiments.curation.choices import RANDOM, Choice
 from experiments.curation.setting import HELD_OUT, ScoredUnit, World, choice_id
 from grasp.arrays import F64
-from grasp.runs.environment import FULL, Environment
+from grasp.runs.retrained import FULL, Environment
 
 MEASURES = ("selected_loss", "fresh_loss", "accuracy", "held_out_loss")
 LEVEL = 0.95

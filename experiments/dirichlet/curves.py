@@ -15,12 +15,12 @@ import numpy as np
 
 from experiments.runs.curves import World, curve
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.labels import LabelTable
+from grasp.artifact.where import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
-from grasp.runs.learned import SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer
+from grasp.runs.calibration import SubsetFeaturizer
+from grasp.runs.gaussian_process import SubsetFeatures
+from grasp.runs.retrained import Environment
 
 KS = (8, 16, 24, 32)
 

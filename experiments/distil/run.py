@@ -22,12 +22,12 @@ from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Asked, Chooser,
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
-from grasp.choose.distil import distil
-from grasp.choose.scorer import Scorer
+from grasp.distil.distil import distil
+from grasp.distil.scorer import Scorer
 from grasp.files import write_whole
-from grasp.runs.environment import Environment
+from grasp.retraining.worker import retrain
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
-from grasp.training.retrain import retrain
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
 LEARNED = {DISTILLED: 0.1, "distilled from half": 0.5}  # share of the rows that a scorer learns from

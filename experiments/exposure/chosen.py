@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.mixture import mix
-from grasp.choose.select import select
 from grasp.geometry.scored import Scored
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.runs.environment import Environment
-from grasp.runs.learning import learn, measures
+from grasp.runs.calibration import learn, measures
+from grasp.runs.retrained import Environment
+from grasp.select.mix import mix
+from grasp.select.select import select
 
 BUDGETS = ("5%", "10%", "20%", "40%")
 

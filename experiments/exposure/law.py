@@ -22,8 +22,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
 from grasp.predict.predictor import ANY_TEXT, Predictor
-from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 
 DRAWS = 60

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.labels import LabelTable
+from grasp.artifact.where import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.seeds import stream

@@ -21,10 +21,10 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
-from grasp.geometry.calibration import Development
+from grasp.geometry.calibration_result import Development
 from grasp.predict.predictor import counted
-from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrained import Environment
 
 TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
     "as it is": lambda x: x,

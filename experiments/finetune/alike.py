@@ -19,7 +19,7 @@ from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name
 from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
 from grasp.files import write_whole
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 
 
 def report(name: Name, other: Name) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
-from grasp.runs.environment import Environment
-from grasp.runs.learned import Learned, SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer, measures
+from grasp.retraining.plan import row_names
+from grasp.runs.calibration import SubsetFeaturizer, measures
+from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrained import Environment
 from grasp.seeds import bootstrap_weights, stream
-from grasp.training.plan import row_names
 
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
 ALONE, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"

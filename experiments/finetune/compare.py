@@ -25,8 +25,8 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError
-from grasp.features.tilt_match import RIDGE
 from grasp.files import write_whole
+from grasp.kernels.hidden_affine import RIDGE
 
 SHIPS = "token + input + shift + tilt"
 RIDGE_ON_RUNS = "ridge on the other runs"

@@ -31,7 +31,7 @@ from experiments.finetune.setting import LENGTH, Name, open_corpus, target_setti
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
-from grasp.features.gradient_match import (
+from grasp.kernels.gradient import (
     CHUNK,
     CoordinateSample,
     SampledGradients,
@@ -40,8 +40,8 @@ from grasp.features.gradient_match import (
     gradient_preconditioner,
 )
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example, PerExample, Use
-from grasp.runs.environment import Environment
+from grasp.models.sampled_gradients import Example, PerExample, Use
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units

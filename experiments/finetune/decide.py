@@ -42,12 +42,12 @@ from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.select import select
-from grasp.extract.reopen import BuildSource
+from grasp.build.provenance import BuildSource
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.seeds import stream
+from grasp.select.select import select
 from grasp.targets import UnitSet, load_units
 
 CHATS = 1_000

@@ -30,10 +30,10 @@ from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
-from grasp.features.gradient_match import SampledGradients, by_member
+from grasp.kernels.gradient import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example, Output, Use
-from grasp.runs.environment import Environment
+from grasp.models.sampled_gradients import Example, Output, Use
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units

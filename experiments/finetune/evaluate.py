@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.predict.predictor import counted
-from grasp.runs.environment import Environment, Utilities
 from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrained import Environment, Utilities
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from experiments.finetune.training import padded
 from grasp.arrays import F32
-from grasp.features.residuals import SparseResidual, sparse_residual
 from grasp.models.causal_lm import batches
+from grasp.models.residuals import SparseResidual, sparse_residual
 
 TOP_K = 64
 BATCH_TOKENS = 1024

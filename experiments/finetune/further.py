@@ -30,8 +30,8 @@ from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
-from grasp.geometry.calibration import standard_errors
-from grasp.runs.environment import Environment
+from grasp.geometry.calibration_result import standard_errors
+from grasp.runs.retrained import Environment
 
 FORWARD = ("token", "input", "shift", "tilt")
 SHIPPED_BEFORE = "token + input + shift + tilt"

@@ -41,8 +41,8 @@ from experiments.finetune.setting import (
 from experiments.finetune.training import SHORT, Recipe, load_model, train
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.build import build
-from grasp.extract.reopen import BuildSource
+from grasp.build.build import build
+from grasp.build.provenance import BuildSource
 from grasp.methods.registry import configured_methods, method_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream

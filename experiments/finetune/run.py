@@ -38,10 +38,10 @@ from experiments.finetune.training import train, unit_losses
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment, EnvironmentInfo, Run, TargetInfo, run_bytes
+from grasp.retraining.plan import row_names
+from grasp.runs.retrained import Environment, EnvironmentInfo, Run, TargetInfo, run_bytes
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
-from grasp.training.plan import row_names
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1)

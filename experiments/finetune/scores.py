@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 
 from experiments.finetune.features import Features
 from grasp.arrays import F32, F64
-from grasp.features.input_match import input_tokens
-from grasp.features.moments import (
+from grasp.kernels.embedding import input_tokens
+from grasp.kernels.knn import neighbour_relevance, prepare_neighbours
+from grasp.kernels.output_layer import prepare_targets, token_relevance
+from grasp.kernels.pooled import pooled_relevance, prepare_units
+from grasp.kernels.whitening import (
     LabelledStates,
     MomentAccumulator,
     Moments,
@@ -30,10 +33,7 @@ from grasp.features.moments import (
     preconditioner,
     whitening_map,
 )
-from grasp.features.neighbour_match import neighbour_relevance, prepare_neighbours
-from grasp.features.pooled_match import pooled_relevance, prepare_units
-from grasp.features.residuals import PooledFeatures, SparseResidual, pool
-from grasp.features.token_match import prepare_targets, token_relevance
+from grasp.models.residuals import PooledFeatures, SparseResidual, pool
 
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32

@@ -28,7 +28,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 
 STARTS = ("adapter", "start", "warm-up")
 KERNELS = ("gradient", "token", "input")

@@ -35,11 +35,11 @@ from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, targe
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F32, F64
-from grasp.features.gradient_match import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.files import write_whole
+from grasp.kernels.gradient import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example
-from grasp.runs.environment import Environment
+from grasp.models.sampled_gradients import Example
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units

@@ -23,10 +23,10 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment, Utilities
+from grasp.retraining.plan import row_names
+from grasp.runs.retrained import Environment, Utilities
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
-from grasp.training.plan import row_names
 
 Rows = list[NDArray[np.int32]]
 MATRICES = ("token", "input", "pooled")  # what a build computes

@@ -24,9 +24,9 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.environment import Environment
+from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.metrics import spearman
+from grasp.runs.retrained import Environment
 
 
 def unit_leverage(values_BE: F64) -> F64:

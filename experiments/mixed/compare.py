@@ -26,15 +26,15 @@ from sklearn.linear_model import RidgeCV
 from experiments.exposure.repeated import STRENGTH
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.mixture import mix
+from grasp.artifact.rows import label_column, row_tokens
 from grasp.predict.families import dirichlet_shares, parse_family
-from grasp.predict.label_slices import label_slices
-from grasp.predict.rows import label_column, row_tokens
+from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.runs.environment import FULL, Environment, Run, TargetInfo
-from grasp.runs.joined import unit_fingerprints
+from grasp.runs.alignment import unit_fingerprints
+from grasp.runs.retrained import FULL, Environment, Run, TargetInfo
 from grasp.seeds import stream
+from grasp.select.mix import mix
 
 TARGETS = ("sciq", "openbookqa")  # said before anything was trained
 SIMULATED, AVERAGED = 100_000, 100  # mixtures that a regression is asked about, and the best of them that are averaged

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.sums import (
+from grasp.baselines.gradients.gradient_sums import (
     BlockParameters,
     EachGradient,
     InnerProducts,
@@ -27,9 +26,10 @@ from grasp.baselines.gradients.sums import (
     norm_of,
     run_over,
 )
-from grasp.features.sketch import CountSketch
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example, PerExample
+from grasp.models.sampled_gradients import Example, PerExample
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe

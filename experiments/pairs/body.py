@@ -34,9 +34,9 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment
+from grasp.retraining.plan import row_names
+from grasp.runs.retrained import Environment
 from grasp.targets import load_units
-from grasp.training.plan import row_names
 
 Sequences = Sequence[tuple[NDArray[np.int32], int]]  # token ids, and the first that carries loss
 AT_ONCE = 8  # sequences of one forward pass

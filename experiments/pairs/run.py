@@ -32,16 +32,16 @@ from torch import Tensor
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.corpus_moments import unspool_position_moments
-from grasp.extract.forward import forward_units
-from grasp.features.extract import forward_passes
-from grasp.features.moments import Whitener
+from grasp.build.moments import unspool_position_moments
+from grasp.build.score_shard import forward_units
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
+from grasp.kernels.whitening import Whitener
 from grasp.methods.contract import MethodInputs
-from grasp.predict.protocol import default_protocol
-from grasp.runs.environment import Environment
+from grasp.models.forward_pass import forward_passes
+from grasp.predict.scoring_rule import default_protocol
 from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 
 SIZES = (0.03, 0.1, 0.3, 1.0)  # nats: standard deviation over subsets of the first order, mean over units

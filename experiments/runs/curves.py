@@ -19,15 +19,15 @@ from scipy.stats import spearmanr
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.baselines.oracles import ridge_out
-from grasp.predict.label_slices import sensible_labels
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
+from grasp.predict.slices import sensible_labels
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
-from grasp.runs.learned import Learned, SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer
-from grasp.runs.readers import import_runs
+from grasp.runs.calibration import SubsetFeaturizer
+from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.import_runs import import_runs
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 
 Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]

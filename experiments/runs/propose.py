@@ -17,9 +17,9 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
-from grasp.choose.alone import most_telling
-from grasp.runs.learned import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.seeds import stream
+from grasp.select.mixture_model import most_telling
 
 FIRST, EACH = 8, 4
 UP_TO = 32

@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
 from grasp.arrays import F64
-from grasp.audit.detection import mean_ranks
 from grasp.files import write_whole
+from grasp.inspect.detection import mean_ranks
 from grasp.seeds import stream
 
 REPLACED = 0.5  # share of words that STRIP replaces

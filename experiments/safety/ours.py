@@ -11,11 +11,11 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import detect
-from grasp.extract.local import build_artifact
+from grasp.build.pipeline import build_artifact
+from grasp.inspect.detect import detect
 from grasp.methods.registry import configured_methods, method_rows
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, load_protocol, protocol_from
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, protocol_from
 from grasp.predict.weights import MissingRows, in_blocks
 from grasp.settings import build_settings
 

@@ -28,9 +28,9 @@ from experiments.safety.detectors import Onion, prediction_divergence, strip, un
 from experiments.safety.influence import ekfac
 from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question, Row, Size, backdoor, file_backdoor
 from experiments.safety.tuned import Base, Tuned
-from grasp.audit.detection import measure
 from grasp.errors import SettingsError
 from grasp.files import write_whole
+from grasp.inspect.detection import measure
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import ModelSettings

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from experiments.mistakes import in_one_line
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
-from grasp.runs.environment import SIGNED_INFO, Environment
+from grasp.runs.retrained import SIGNED_INFO, Environment
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")

@@ -19,9 +19,9 @@ from experiments.lds_main.explain import Compared, compared, write_json
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.protocol import default_protocol
-from grasp.runs.environment import Environment
+from grasp.predict.scoring_rule import default_protocol
 from grasp.runs.metrics import spearman
+from grasp.runs.retrained import Environment
 
 
 def run(artifact: ArtifactReader, environment: Environment) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
-from grasp.runs.learned import Learned, SubsetFeatures
-from grasp.runs.learning import SubsetFeaturizer
+from grasp.runs.calibration import SubsetFeaturizer
+from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 
 RESAMPLES = 1_000

@@ -19,11 +19,11 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
-from grasp.geometry.calibration import Development, choose_protocol
+from grasp.geometry.calibration_result import Development, choose_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.predict.protocol import default_protocol
-from grasp.runs.environment import Environment
-from grasp.runs.evaluate import evaluation_of
+from grasp.predict.scoring_rule import default_protocol
+from grasp.runs.evaluation import evaluation_of
+from grasp.runs.retrained import Environment
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 

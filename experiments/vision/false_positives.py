@@ -19,9 +19,9 @@ from experiments.contamination.run import unit_scores
 from experiments.vision.run import COMMAND, World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import relevance_array
-from grasp.audit.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.files import write_whole
+from grasp.inspect.detect import relevance_array
+from grasp.inspect.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.seeds import stream
 
 RATES, CHECKED = (0.01, 0.05), 200

@@ -22,7 +22,7 @@ from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
 from experiments.vision.methods import Head
 from grasp.arrays import F64
-from grasp.audit.detection import auroc
+from grasp.inspect.detection import auroc
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream
 from grasp.vision.fitted_head import fit_linear

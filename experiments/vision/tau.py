@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from experiments.vision.run import CLASSES, World
 from grasp.arrays import F64
-from grasp.audit.detection import auroc, mean_ranks
-from grasp.audit.neighbours import disagreement
-from grasp.features.moments import preconditioner, whitening_map
-from grasp.features.sketch import gaussian_projection
+from grasp.inspect.detection import auroc, mean_ranks
+from grasp.inspect.neighbours import disagreement
+from grasp.kernels.sketch import gaussian_projection
+from grasp.kernels.whitening import preconditioner, whitening_map
 from grasp.vision.fitted_head import fit_linear
 
 SEEDS = tuple(range(100, 105))

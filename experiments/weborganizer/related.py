@@ -23,9 +23,9 @@ from experiments.curation.setting import held_out_documents
 from experiments.mistakes import in_one_line
 from experiments.weborganizer.retrieval import Recall, retrieve
 from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
-from grasp.extract.local import build_artifact
 from grasp.files import temporary_path, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate

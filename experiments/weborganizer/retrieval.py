@@ -18,9 +18,9 @@ from scipy.stats import rankdata
 
 from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights

@@ -17,11 +17,11 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_tokens
+from grasp.artifact.where import LabelTable
 from grasp.extras import require
 from grasp.files import write_whole
-from grasp.predict.label_slices import label_slices
-from grasp.predict.labels import LabelTable
-from grasp.predict.rows import row_tokens
+from grasp.predict.slices import label_slices
 from grasp.report.trends import LabelTrend, label_trends
 
 SHOWN = 5  # of the categories that gain most and lose most

@@ -9,41 +9,44 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import grasp.build as _package  # noqa: F401 - so that the package does not take the place of the verb later
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import build, merge
-    from grasp.api import open as open  # noqa: A004 - found here, though not in __all__
-    from grasp.choose.apply import apply
-    from grasp.choose.scorer import Scorer
+    from grasp.api.artifact import Artifact
+    from grasp.api.evaluate import evaluate
+    from grasp.api.makers import build, merge
+    from grasp.api.makers import open as open  # noqa: A004 - found here, though not in __all__
+    from grasp.api.retrain import retrain
+    from grasp.distil.apply import apply
+    from grasp.distil.scorer import Scorer
     from grasp.geometry.calibrate import calibrate
-    from grasp.handle import Artifact
     from grasp.results import Result
-    from grasp.runs.environment import Environment
-    from grasp.runs.readers import import_runs
+    from grasp.runs.import_runs import import_runs
+    from grasp.runs.retrained import Environment
     from grasp.runs.table import open_runs
-    from grasp.verbs.evaluate import evaluate
-    from grasp.verbs.retrain import retrain
 
 __version__ = "0.2.0"
 
+del globals()["build"]  # the package
+
 _HOMES = {
-    "Artifact": "grasp.handle",
-    "Environment": "grasp.runs.environment",
+    "Artifact": "grasp.api.artifact",
+    "Environment": "grasp.runs.retrained",
     "Result": "grasp.results",
-    "Scorer": "grasp.choose.scorer",
-    "apply": "grasp.choose.apply",
-    "build": "grasp.api",
+    "Scorer": "grasp.distil.scorer",
+    "apply": "grasp.distil.apply",
+    "build": "grasp.api.makers",
     "calibrate": "grasp.geometry.calibrate",
-    "evaluate": "grasp.verbs.evaluate",
-    "import_runs": "grasp.runs.readers",
-    "merge": "grasp.api",
-    "mix_runs": "grasp.choose.alone",
-    "open": "grasp.api",
+    "evaluate": "grasp.api.evaluate",
+    "import_runs": "grasp.runs.import_runs",
+    "merge": "grasp.api.makers",
+    "mix_runs": "grasp.select.mixture_model",
+    "open": "grasp.api.makers",
     "open_runs": "grasp.runs.table",
-    "predict_runs": "grasp.choose.alone",
-    "propose_runs": "grasp.choose.alone",
-    "retrain": "grasp.verbs.retrain",
+    "predict_runs": "grasp.select.mixture_model",
+    "propose_runs": "grasp.select.mixture_model",
+    "retrain": "grasp.api.retrain",
 }
 __all__ = [
     "Artifact",

@@ -15,15 +15,15 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
+from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
-from grasp.extract.local import build_artifact
-from grasp.extract.progress import Progress, Silent
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.predict.protocol import default_protocol
-from grasp.runs.environment import Environment
-from grasp.runs.joined import artifact_targets
+from grasp.predict.scoring_rule import default_protocol
+from grasp.progress import Progress, Silent
+from grasp.runs.alignment import artifact_targets
+from grasp.runs.retrained import Environment
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table

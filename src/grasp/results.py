@@ -12,7 +12,7 @@ import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
 from grasp.files import TABLES, written_aside
-from grasp.store.sealed import SealedWriter, write_sealed
+from grasp.store.checksummed_parquet import SealedWriter, write_sealed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:

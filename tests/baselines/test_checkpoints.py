@@ -12,7 +12,7 @@ from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
 from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
-from tests.extract.world import write_checkpoint
+from tests.build.world import write_checkpoint
 
 
 def run_of(world):

@@ -11,7 +11,7 @@ from grasp import files
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
-from grasp.corpus.store import RowStore
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import method_named, scores

@@ -12,7 +12,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.methods.registry import method_predictions, scores
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, matrix

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.extract.local import build_artifact
+from grasp.build.pipeline import build_artifact
 from grasp.methods.contract import MethodInputs, MethodScores, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, methods, scores
 from grasp.models.tokenizer import train_tokenizer
-from grasp.runs.environment import Environment
-from grasp.runs.joined import Joined
+from grasp.retraining.worker import retrain
+from grasp.runs.alignment import Joined
+from grasp.runs.retrained import Environment
 from grasp.settings import build_settings, retrain_settings
-from grasp.training.retrain import retrain
-from tests.extract.world import TOPICS, texts, write_targets
+from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
 
 METHODS = [name for name, entry in methods().items() if entry.package == "grasp-attribution"]

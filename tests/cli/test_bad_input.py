@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from grasp.artifact.writer import lock_artifact
 from grasp.cli.console import program
+from tests.build.world import write_corpus
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
-from tests.extract.world import write_corpus
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_disk_that_is_full(kilobytes, wide, said, root, art, tmp_path, small_d
 @pytest.mark.parametrize(
     ("asked", "place", "left"),
     [
-        ("build --out new --model m", "grasp.extract.build.build", "what was finished is kept; the same command goes"),
+        ("build --out new --model m", "grasp.build.build.build", "what was finished is kept; the same command goes"),
         ("score art", "grasp.open", "a result is written when it is whole, so this one was not"),
     ],
 )

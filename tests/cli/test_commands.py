@@ -10,20 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from grasp.api.predict import prediction_table
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArtifactWriter
-from grasp.geometry.protocol import CalibrationSettings
+from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.terms import CalibrationFamily
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.store import remote
-from grasp.verbs.predict import prediction_table
 from grasp.yaml_files import write_yaml
+from tests.build.world import write_targets
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
-from tests.extract.world import write_targets
 
 GEOMETRY = {
     "name": "with geometry",

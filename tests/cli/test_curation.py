@@ -11,10 +11,10 @@ import pytest
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
+from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.cli.grasp_command import cells, refused, succeed

@@ -23,8 +23,8 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
-from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
-from grasp.runs.environment import Environment
+from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
+from grasp.runs.retrained import Environment
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
 

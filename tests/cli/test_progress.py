@@ -1,10 +1,10 @@
 """What a long run says while it works, and tables as they are printed."""
 
-from grasp.cli import progress
+from grasp.cli import progress_display as progress
 from grasp.cli.console import show
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
+from grasp.retraining.worker import RetrainStatus
 from grasp.text import LONGEST_CELL
-from grasp.training.retrain import RetrainStatus
 
 
 def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys):

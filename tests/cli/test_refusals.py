@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.models.tokenizer import train_tokenizer
+from tests.build.world import texts
 from tests.cli.grasp_command import refused
-from tests.extract.world import texts
 
 FILES = {
     "empty.yaml": "{}",

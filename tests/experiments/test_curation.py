@@ -17,16 +17,16 @@ from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, with_choices
 from experiments.curation.table import estimate
+from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
-from grasp.extract.local import build_artifact
 from grasp.predict.predictor import UnitSelection
-from grasp.predict.protocol import default_protocol, save_protocol
-from grasp.runs.environment import Environment
+from grasp.predict.scoring_rule import default_protocol, save_protocol
+from grasp.runs.retrained import Environment
 from grasp.settings import build_settings
 from grasp.targets import Unit
 from grasp.training.llama import LlamaShape
 from grasp.training.recipe import named_recipe
-from tests.extract.world import WORDS, write_checkpoint, write_corpus
+from tests.build.world import WORDS, write_checkpoint, write_corpus
 from tests.models.toy import InMemoryRows
 from tests.rules import rule
 
@@ -185,7 +185,7 @@ def test_the_table_is_what_the_environment_holds(experiment):
 
 def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
     first = experiment.out.read_bytes()
-    monkeypatch.setattr("grasp.training.retrain.train_stacked", None)
+    monkeypatch.setattr("grasp.retraining.worker.train_stacked", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
     monkeypatch.setattr("experiments.curation.choices.select", None)
     Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.exposure.chosen import told
 from experiments.exposure.repeated import drawn
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TRAINED = {

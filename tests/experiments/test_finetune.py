@@ -29,12 +29,12 @@ from experiments.finetune.training import (
     train,
     with_adapter,
 )
+from grasp.artifact.where import LabelColumn
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.features.gradient_match import SampledGradients
-from grasp.predict.labels import LabelColumn
-from grasp.runs.environment import Environment
-from grasp.runs.learned import SubsetFeatures
+from grasp.kernels.gradient import SampledGradients
+from grasp.runs.gaussian_process import SubsetFeatures
+from grasp.runs.retrained import Environment
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 

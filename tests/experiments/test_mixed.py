@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -14,13 +14,13 @@ from experiments.one_step.measure import Kept, spearman_columns
 from experiments.one_step.setting import Case, Settings, World, fixed_subsets
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError
-from grasp.features.sketch import CountSketch
+from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import LlamaShape, StackedLlama
 from grasp.training.recipe import named_recipe
 from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
-from tests.extract.world import texts, write_targets
+from tests.build.world import texts, write_targets
 
 SHAPE = LlamaShape(vocab_size=97, hidden=16, intermediate=24, layers=2, heads=2, context=32)
 RECIPE = named_recipe("tiny").model_copy(update={"shape": SHAPE})

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 import grasp
-from grasp.choose.scorer import Scorer
-from grasp.extract.local import build_artifact
-from grasp.runs.environment import Environment
-from tests.extract.world import texts, world
+from grasp.build.pipeline import build_artifact
+from grasp.distil.scorer import Scorer
+from grasp.runs.retrained import Environment
+from tests.build.world import texts, world
 from tests.runs.environments import write_artifact, write_environment
 
 ASKED = texts(4, seed=9)

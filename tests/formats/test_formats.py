@@ -7,10 +7,10 @@ import pytest
 
 import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
-from grasp.extract.reopen import BuildSource
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
+from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from tests.formats.make import numbers, unpacked
 
 KEPT = sorted(path for path in Path(__file__).parent.iterdir() if (path / "numbers.json").exists())

@@ -27,22 +27,22 @@ import grasp
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.scorer import CARD, WEIGHTS, Scorer
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.artifact.where import LabelTable
 from grasp.corpus import read_documents
+from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.predict.labels import LabelTable
-from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.environment import Environment
 from grasp.runs.predictions import read_predictions
+from grasp.runs.retrained import Environment
 from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
+from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
 from grasp.yaml_files import read_yaml
-from tests.choose.scorers import silent_scorer
 from tests.runs.environments import TOPICS, write_artifact, write_environment
+from tests.select.scorers import silent_scorer
 
 # a stranger's numbers may be too large to scale: they are theirs, and numpy says so
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
-from grasp.geometry.calibration import (
+from grasp.geometry.calibration_result import (
     Development,
     choice_provenance,
     choose_protocol,
@@ -28,14 +28,14 @@ from grasp.geometry.candidates import (
     default_family,
     load_family,
 )
-from grasp.geometry.protocol import CalibrationSettings
+from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.scored import Scored
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import evaluation_of
+from grasp.runs.evaluation import evaluation_of
+from grasp.runs.retrained import Environment, FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
 from tests.runs.worlds import info

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.choose.limits import Amount, Limits, parse_bounds, parse_budget
-from grasp.choose.select import select
+from grasp.artifact.where import LabelColumn
 from grasp.geometry import greedy
 from grasp.geometry.greedy import choose
-from grasp.geometry.objective import Objective, best_rows
-from grasp.predict.labels import LabelColumn
-from tests.choose.world import World, planted, predictor_of, protocol
+from grasp.geometry.set_objective import Objective, best_rows
+from grasp.select.budget import Amount, Limits, parse_bounds, parse_budget
+from grasp.select.select import select
+from tests.select.world import World, planted, predictor_of, protocol
 
 PENALTY = {"product.raw": -0.5}
 

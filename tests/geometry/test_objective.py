@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grasp.geometry.objective import Objective
-from tests.choose.world import World, changes, predictor_of, protocol
+from grasp.geometry.set_objective import Objective
+from tests.select.world import World, changes, predictor_of, protocol
 
 EVERY = {
     "joint.pair": -0.25,

@@ -19,7 +19,7 @@ from grasp.geometry.standardize import (
     sampled_moments,
     self_moments,
 )
-from grasp.geometry.sums import subset_relevance
+from grasp.geometry.subset_sums import subset_relevance
 from grasp.predict.families import Family, parse_family
 from tests.predict.reference import components, summed
 

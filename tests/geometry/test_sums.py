@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
-from grasp.features.sketch import CountSketch, gaussian_projection
-from grasp.geometry import sums as geo
-from grasp.geometry.sums import SubsetMass, subset_relevance
+from grasp.geometry import subset_sums as geo
+from grasp.geometry.subset_sums import SubsetMass, subset_relevance
+from grasp.kernels.sketch import CountSketch, gaussian_projection
 from grasp.predict.weights import Weights, sums_over
 from tests.predict import reference
 from tests.predict.reference import additive, components, interaction_surrogate

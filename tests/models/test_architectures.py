@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grasp.errors import ModelError, TargetError
-from grasp.features.extract import extract
-from grasp.features.moments import Whitener
-from grasp.features.token_match import prepare_targets, token_relevance
+from grasp.kernels.output_layer import prepare_targets, token_relevance
+from grasp.kernels.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.forward_pass import extract
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import ModelSettings
 from grasp.targets.units import Unit, UnitSet

@@ -6,8 +6,8 @@ import torch
 from transformers import BertGenerationConfig, BertGenerationDecoder
 
 from grasp.errors import ModelError
-from grasp.features.extract import extract
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
+from grasp.models.forward_pass import extract
 from tests.conftest import VOCAB, make_model
 from tests.rounding import rounding
 

@@ -17,15 +17,15 @@ import torch
 import transformers
 from torch import nn
 
-from grasp.corpus.store import RowShard
+from grasp.build.backward import backward_passes
+from grasp.corpus.row_store import RowShard
 from grasp.errors import ModelError
-from grasp.extract.backward import backward_passes
-from grasp.features.extract import BatchFeatures, forward_passes
-from grasp.features.gradient_match import SampledGradients
-from grasp.features.input_match import hidden_gradient
+from grasp.kernels.embedding import hidden_gradient
+from grasp.kernels.gradient import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Block, LayerSet
+from grasp.models.forward_pass import BatchFeatures, forward_passes
 from grasp.models.head import output_layer
+from grasp.models.sampled_gradients import Block, LayerSet
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import FeatureSettings, ModelSettings
 from tests.models.zoo import LAYERS, NOT_BUILT, POSITIONS, TYPES, VOCAB, WIDTH, tiny_model

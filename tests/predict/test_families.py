@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.where import LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict import families
 from grasp.predict.families import Family, parse_family
-from grasp.predict.labels import LabelColumn
 
 PINNED = [[20, 21, 26, 35], [0, 3, 6, 7, 10, 13, 14, 17, 20, 21, 25, 27, 28, 31, 34], [6, 9, 14, 16, 17, 20, 23, 38]]
 SPELLINGS = ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic", "dirichlet:topic"]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.where import LabelTable, equals, identifier, none_of
 from grasp.errors import SubsetError
-from grasp.predict.labels import LabelTable, equals, identifier, none_of
 
 HOSTILE = ["it's", '"', "a;b", "'; DROP TABLE x; --", "\x1b[2J", "a\nb", "\u202egnp", "{{ 1 }}", "", " ", "x" * 99]
 TEXTS = st.one_of(st.none(), st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8"), max_size=6))
@@ -145,7 +145,7 @@ def test_anything_but_a_condition_is_refused(table, expression):
 def test_the_second_wall_stands_without_the_first(table, monkeypatch):
     """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or a variable."""
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.predict.labels._checked", lambda db, expression, columns: {})
+    monkeypatch.setattr("grasp.artifact.where._checked", lambda db, expression, columns: {})
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled by configuration"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
+from grasp.artifact.where import LabelColumn
 from grasp.errors import ProtocolError, SubsetError
-from grasp.geometry.protocol import InteractionProtocol
-from grasp.geometry.sums import SubsetMass, subset_relevance
+from grasp.geometry.geometry_rule import InteractionProtocol
+from grasp.geometry.subset_sums import SubsetMass, subset_relevance
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import ANY_TEXT, EFFECT_SIZE, Exposure, Predictor
-from grasp.predict.protocol import default_protocol
+from grasp.predict.scoring_rule import default_protocol
 from grasp.predict.weights import Weights
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components

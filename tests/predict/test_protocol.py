@@ -5,9 +5,9 @@ from importlib.resources import files
 
 import pytest
 
+from grasp.api.evaluate import additive_methods
 from grasp.errors import ProtocolError
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
-from grasp.verbs.evaluate import additive_methods
+from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol, save_protocol
 from tests.predict.source import FakeSource
 from tests.rules import rule
 from tests.says import says

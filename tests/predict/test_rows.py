@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from grasp.predict import rows
+from grasp.artifact import rows
 
 
 @pytest.mark.parametrize("levels", [1, 7, 10_000])

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.where import LabelColumn
 from grasp.errors import SubsetError
-from grasp.predict.label_slices import (
+from grasp.predict.predictor import Predictor
+from grasp.predict.slices import (
     LabelSlices,
     Slice,
     cosines,
@@ -16,8 +18,6 @@ from grasp.predict.label_slices import (
     sensible_labels,
     slice_effects,
 )
-from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import Predictor
 from tests.predict.source import FakeSource, counted
 from tests.rules import rule
 

@@ -5,15 +5,15 @@ import pyarrow as pa
 import pytest
 from scipy.sparse import csr_array
 
+from grasp.api.predict import prediction_table
+from grasp.api.score import score
+from grasp.artifact.where import LabelTable
 from grasp.errors import ShapeError
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock, Weights
 from grasp.targets import Unit
-from grasp.verbs.predict import prediction_table
-from grasp.verbs.score import score
 from tests.predict.source import FakeSource
 from tests.rules import rule
 from tests.runs.environments import write_arrays

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.verbs.score import score
+from grasp.api.score import score
 from tests.cli.grasp_command import succeed
 from tests.report.world import HOSTILE, write_artifact
 

@@ -18,21 +18,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.api.predict import predict
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explain import explain
-from grasp.extract.local import build_artifact
+from grasp.artifact.rows import SHORT
+from grasp.build.pipeline import build_artifact
+from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import default_protocol
-from grasp.predict.rows import SHORT
+from grasp.predict.scoring_rule import default_protocol
 from grasp.report import payload
 from grasp.report.findings import findings
 from grasp.report.page import render
-from grasp.runs.environment import Environment
-from grasp.runs.learning import learn, measures
-from grasp.verbs.predict import predict
+from grasp.runs.calibration import learn, measures
+from grasp.runs.retrained import Environment
 from grasp.yaml_files import write_yaml
+from tests.build import world as extract_world
 from tests.cli.grasp_command import refused, succeed
-from tests.extract import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 from tests.rules import rule
 from tests.says import says

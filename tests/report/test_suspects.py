@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.audit.detect import RECORD, SHOWN, detect, read_suspects
 from grasp.errors import GraspError
+from grasp.inspect.detect import RECORD, SHOWN, detect, read_suspects
 from grasp.report.views import suspects as suspects_view
 from tests.cli.grasp_command import succeed
 from tests.report.test_page import Page

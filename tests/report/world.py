@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 from grasp.targets import Unit
 from tests.runs.environments import begin_environment, write_arrays
 

@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.retrained import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.targets import Unit
 from grasp.targets.units import UnitSet
 

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.keep import keep
+from grasp.artifact.where import LabelColumn
 from grasp.errors import EnvironmentDataError
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelColumn
-from grasp.predict.protocol import default_protocol
+from grasp.predict.scoring_rule import default_protocol
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment, Run
+from grasp.runs.retrained import Environment, Run
 from tests.faults import Killed, raising
 from tests.runs.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 

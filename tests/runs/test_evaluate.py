@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.environment import Environment
-from grasp.runs.evaluate import evaluation_of
-from grasp.runs.joined import artifact_targets
+from grasp.runs.alignment import artifact_targets
+from grasp.runs.evaluation import evaluation_of
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
+from grasp.runs.retrained import Environment
 from grasp.targets.units import Unit, UnitSet
 from tests.runs.worlds import ROWS, create, filled, result
 

@@ -8,7 +8,7 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.learned import WITHIN_SD, FeatureScales, Learned, SubsetFeatures, _Data, _Evidence
+from grasp.runs.gaussian_process import WITHIN_SD, FeatureScales, Learned, SubsetFeatures, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
 

@@ -9,20 +9,20 @@ import pytest
 from scipy.sparse import csr_array
 
 import grasp
-from grasp.choose.mixture import mix
-from grasp.choose.select import SLOW, select
+from grasp.api.predict import predict
+from grasp.artifact.where import LabelTable
 from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
 from grasp.predict.families import parse_family
-from grasp.predict.labels import LabelTable
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
-from grasp.runs.joined import Joined, row_weights, runs_beside
-from grasp.runs.learned import WITHIN
-from grasp.runs.learning import SubsetFeaturizer, learn, learning_curve
+from grasp.runs.alignment import Joined, row_weights, runs_beside
+from grasp.runs.calibration import SubsetFeaturizer, learn, learning_curve
+from grasp.runs.gaussian_process import WITHIN
 from grasp.runs.table import RunTable
-from grasp.verbs.predict import predict
+from grasp.select.mix import mix
+from grasp.select.select import SLOW, select
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")

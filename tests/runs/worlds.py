@@ -4,7 +4,7 @@ import numpy as np
 
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.retrained import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
 
 ROWS = RowIndex.from_ids([f"row-{i}" for i in range(30)])
 FAMILY = FamilyInfo(spec="uniform:0.5", seed=3, purpose="evaluation")

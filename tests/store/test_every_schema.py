@@ -21,21 +21,21 @@ import pytest
 from grasp.artifact.manifest import SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer
-from grasp.choose.apply import MARKER, apply
-from grasp.choose.scorer import SIGNED_CARD, Scorer
 from grasp.corpus import RowStore
+from grasp.distil.apply import MARKER, apply
+from grasp.distil.scorer import SIGNED_CARD, Scorer
 from grasp.errors import GraspError
 from grasp.methods.contract import Account, NoSettings
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.environment import Environment
+from grasp.runs.retrained import Environment
 from grasp.runs.table import SIGNED_INFO as SIGNED_RUNS
 from grasp.runs.table import RunsInfo, RunTable
 from grasp.store.remote import publish
 from tests.artifact.artifact_world import World
-from tests.choose.scorers import silent_scorer
 from tests.corpus.world import Words, settings_for, write_jsonl
 from tests.faults import Killed, raising
 from tests.runs.environments import write_artifact, write_environment
+from tests.select.scorers import silent_scorer
 
 
 @dataclass(frozen=True)

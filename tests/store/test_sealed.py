@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grasp
-from grasp.audit.detect import read_suspects
+from grasp.api.predict import read_subsets
 from grasp.errors import GraspError
+from grasp.inspect.detect import read_suspects
 from grasp.predict.subset_tables import RowIndex
-from grasp.store.sealed import SEAL, NotAsWrittenError, SealedWriter, read_sealed, sealed_batches, write_sealed
-from grasp.verbs.predict import read_subsets
+from grasp.store.checksummed_parquet import (
+    SEAL,
+    NotAsWrittenError,
+    SealedWriter,
+    read_sealed,
+    sealed_batches,
+    write_sealed,
+)
 from tests.report.world import write_artifact
 
 COLUMNS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grasp.corpus.store import RowStore
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units

@@ -15,18 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
-from grasp.extract.cluster import ClusterSpec
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.environment import Environment, Run
+from grasp.retraining import worker as module
+from grasp.retraining.plan import resolved_recipe, row_names
+from grasp.retraining.worker import Worker, retrain
+from grasp.runs.retrained import Environment, Run
 from grasp.settings import retrain_settings
-from grasp.training import retrain as module
-from grasp.training.plan import resolved_recipe, row_names
-from grasp.training.retrain import Worker, retrain
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import put_all, read_yaml
-from tests.extract.test_chat_build import chat_settings
+from tests.build.test_chat_build import chat_settings
 from tests.faults import Killed
 
 TOPICS = {
@@ -45,7 +45,7 @@ UNITS = [
 CHILD = """
 import sys
 from pathlib import Path
-from grasp.training.retrain import retrain
+from grasp.retraining.worker import retrain
 from grasp.settings import retrain_settings
 from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
@@ -308,7 +308,7 @@ def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
 def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole, tmp_path):
     plain, out = settings(inputs, lease_seconds=0.5), tmp_path / "env"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["grasp.training.retrain"])
+    context.set_forkserver_preload(["grasp.retraining.worker"])
     rng = np.random.default_rng(0)
     killed = 0
     while killed < 20:

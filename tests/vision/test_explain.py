@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import grasp
+from grasp.api.score import score
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
 from grasp.errors import ProtocolError, SettingsError
-from grasp.extract.local import build_artifact
 from grasp.files import UNSIGNED, with_checksum
 from grasp.report.serve import Ask
 from grasp.settings import build_settings
-from grasp.verbs.score import score
 from grasp.vision.images import decode_image
 from tests.cli.grasp_command import refused, succeed
 from tests.vision.images_world import pictures, settings

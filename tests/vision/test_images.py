@@ -10,8 +10,8 @@ import pytest
 
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import CorpusSettings, TargetSettings
+from grasp.vision.image_units import load_image_units
 from grasp.vision.images import ImageStore, decode_image, pixel_hash
-from grasp.vision.targets import load_image_units
 from tests.vision.images_world import COLOURS, encoded, picture, pictures, write_parquet
 
 

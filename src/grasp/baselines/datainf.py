@@ -19,6 +19,7 @@ from grasp.arrays import F64
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.gradients.factors import squared_norm
 from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.method_settings import UNPROJECTED, LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
 from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
@@ -32,14 +33,13 @@ from grasp.baselines.gradients.session import (
     typical_tokens,
     unit_examples,
 )
-from grasp.baselines.gradients.settings import UNPROJECTED, LayerSettings
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink, everything
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients import Example, LayerSet, PerExample, Use
+from grasp.models.sampled_gradients import Example, LayerSet, PerExample, Use
 from grasp.settings import refuse_idle
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from grasp.artifact.rows import label_column
 from grasp.baselines.oracles import (
     FOLDS,
     OracleFeatures,
@@ -17,7 +18,6 @@ from grasp.baselines.oracles import (
 from grasp.errors import EnvironmentDataError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, SubsetMethod
-from grasp.predict.rows import label_column
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings

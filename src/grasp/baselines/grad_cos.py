@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
-from grasp.baselines.gradients.settings import LayerSettings, Patterns
+from grasp.baselines.gradients.method_settings import LayerSettings, Patterns
 from grasp.methods.contract import MethodInputs
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
-from grasp.features.extract import position_mask
 from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.forward_pass import position_mask
 
 First = int | Bool
 

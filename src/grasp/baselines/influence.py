@@ -23,6 +23,7 @@ from grasp.baselines.gradients.curvature import (
     second_moments,
 )
 from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.method_settings import LayerSettings, Patterns
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import ExactScorer, exact_note
 from grasp.baselines.gradients.session import (
@@ -34,11 +35,10 @@ from grasp.baselines.gradients.session import (
     typical_tokens,
     unit_examples,
 )
-from grasp.baselines.gradients.settings import LayerSettings, Patterns
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients import PerExample
+from grasp.models.sampled_gradients import PerExample
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 

@@ -17,14 +17,14 @@ from pydantic import Field, model_validator
 
 from grasp.arrays import F32, F64, I64
 from grasp.baselines.gradients.layers import described
-from grasp.baselines.gradients.settings import Patterns
+from grasp.baselines.gradients.method_settings import Patterns
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example
+from grasp.models.sampled_gradients import Example
 from grasp.seeds import stream
 from grasp.settings import Settings
 

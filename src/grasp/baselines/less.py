@@ -11,13 +11,13 @@ from torch import Tensor
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.layers import as_matrix
+from grasp.baselines.gradients.method_settings import WeightedSettings
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.session import chosen_checkpoints
-from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import MethodInputs
-from grasp.models.gradients import PerExample
+from grasp.models.sampled_gradients import PerExample
 from grasp.settings import refuse_idle
 from grasp.training.train import RECORD
 

@@ -16,7 +16,7 @@ from scipy.sparse import coo_array, csr_array
 from grasp.arrays import F64, I64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.corpus.store import RowShard
+from grasp.corpus.row_store import RowShard
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens

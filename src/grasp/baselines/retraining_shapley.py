@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from grasp.arrays import F64, I64, Bool
+from grasp.artifact.rows import label_column
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -22,7 +23,6 @@ from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.rows import label_column
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe

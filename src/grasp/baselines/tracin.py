@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
-from grasp.baselines.gradients.settings import WeightedSettings
+from grasp.baselines.gradients.method_settings import WeightedSettings
 from grasp.methods.contract import MethodInputs
 
 

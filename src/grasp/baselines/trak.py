@@ -15,15 +15,15 @@ from pydantic import Field
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.method_settings import ProjectedSettings
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
-from grasp.baselines.gradients.settings import ProjectedSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import LayerSet
+from grasp.models.sampled_gradients import LayerSet
 
 SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
 MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB

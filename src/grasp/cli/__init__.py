@@ -14,7 +14,10 @@ from grasp.errors import GraspError
 from grasp.files import FULL
 from grasp.text import plain
 
-BESIDE = ("grasp.geometry.command", "grasp.vision.command")  # commands of rooms that nothing here imports
+BESIDE = (
+    "grasp.geometry.calibrate_command",
+    "grasp.vision.fit_head_command",
+)  # commands of rooms that nothing here imports
 for _room in BESIDE:
     import_module(_room)
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import grasp
-from grasp.declared import REQUIRED, Declaration, declared, signed
+from grasp.signatures import REQUIRED, Declaration, declared, signed
 
 GROUPS = {
     "Start": ("demo", "build", "merge", "info", "verify", "fit-head"),

@@ -10,7 +10,7 @@ import grasp
 from grasp.cli.app import command, option
 from grasp.cli.console import PlainStream, check_outputs, in_colour, reads, tell
 from grasp.cli.options import Art, JsonFile, OwnSettings, Quiet, ResultFile, merged, names
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.text import json_text, size_text
@@ -23,7 +23,7 @@ TOP = 10
     "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
     "grasp score art --target sciq --out rows.parquet",
     "grasp score art --target sciq --method bm25",
-    verb="grasp.verbs.score",
+    verb="grasp.api.score",
     more="protocol unit match method method_settings checkpoints runs cache",
 )
 def score(
@@ -51,7 +51,7 @@ ENDS = 5  # rows shown of either end
     "grasp explain art --target sciq --row doc-17",
     "grasp explain art --target sciq --unit sciq:152",
     "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
-    verb="grasp.audit.explain",
+    verb="grasp.inspect.explain",
     more="match protocol",
 )
 def explain(
@@ -63,7 +63,7 @@ def explain(
     assignments: OwnSettings = [],
     **asked: Any,
 ) -> None:
-    from grasp.audit.explanation import Explanation
+    from grasp.inspect.explanation import Explanation
 
     artifact = grasp.open(art)
     page = row is not None and out is not None and out.suffix == ".html"
@@ -99,7 +99,7 @@ def explain(
     "grasp report art --detect suspects.parquet --out report.html",
     "grasp report art --atlas map",
     "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
-    verb="grasp.report.verb",
+    verb="grasp.report.build_report",
     more="protocol explain partial previous",
 )
 def report(
@@ -113,7 +113,7 @@ def report(
         raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
     check_outputs({"--out": out}, artifact.files.reads | reads(asked))
     if atlas is not None:
-        from grasp.predict.protocol import as_protocol
+        from grasp.predict.scoring_rule import as_protocol
         from grasp.report.atlas import write_atlas
 
         opens = write_atlas(
@@ -165,11 +165,11 @@ def _tell(address: str) -> None:
     "grasp predict art --weight \"topic = 'Games': 0.3\" --weight \"topic = 'Health': 2\"",
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
     "grasp predict art --by topic --runs dev",
-    verb="grasp.verbs.predict",
+    verb="grasp.api.predict",
     more="protocol omitted family count seed units components",
 )
 def predict(art: Art, out: ResultFile = None, **asked: Any) -> None:
-    from grasp.verbs.predict import parse_weights
+    from grasp.api.predict import parse_weights
 
     asked["weight"] = parse_weights(asked["weight"], "--weight")
     artifact = grasp.open(art)

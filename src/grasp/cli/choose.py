@@ -10,7 +10,7 @@ import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads
 from grasp.cli.options import Art, Quiet, beside
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_place
 from grasp.text import plain
@@ -22,7 +22,7 @@ from grasp.text import plain
     "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
     "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
-    verb="grasp.choose.select",
+    verb="grasp.select.select",
     more="exclude exclude_where drop_leaks documents protocol diversity cautious",
 )
 def select(
@@ -46,7 +46,7 @@ def select(
     quiet: Quiet = False,
     **asked: Any,
 ) -> None:
-    from grasp.choose.export import Exporter
+    from grasp.select.export import Exporter
 
     opened = grasp.open(art)
     artifact = opened.files
@@ -84,7 +84,7 @@ def select(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
-    verb="grasp.choose.mixture",
+    verb="grasp.select.mix",
     more="distance protocol diversity cautious",
 )
 def mix(
@@ -109,7 +109,7 @@ def mix(
 @command(
     "grasp distil art --target sciq --out scorer",
     "grasp info scorer",
-    verb="grasp.choose.distil",
+    verb="grasp.distil.distil",
     more="protocol seed",
 )
 def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
@@ -121,7 +121,7 @@ def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
 @command(
     "grasp apply scorer --corpus crawl.parquet --out scored",
     "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
-    verb="grasp.choose.apply",
+    verb="grasp.distil.apply",
 )
 def apply(
     scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),

@@ -6,16 +6,16 @@ import grasp
 from grasp.cli.app import command
 from grasp.cli.console import check_outputs, show
 from grasp.cli.options import Art, Quiet, ResultFile
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
 
 if TYPE_CHECKING:
-    from grasp.audit.detect import Suspects
+    from grasp.inspect.detect import Suspects
 
 
 @command(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
-    verb="grasp.audit.detect",
+    verb="grasp.inspect.detect",
     more="k neighbours match",
 )
 def detect(art: Art, out: ResultFile = None, quiet: Quiet = False, **asked: Any) -> None:

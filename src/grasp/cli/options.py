@@ -11,7 +11,7 @@ from grasp.text import listed
 from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
 
 if TYPE_CHECKING:
-    from grasp.extract.cluster import ClusterSpec
+    from grasp.build.ray_cluster import ClusterSpec
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
@@ -78,7 +78,7 @@ def cluster(engine: str, workers: int | None, address: str | None, threads: int 
         if address is not None:
             raise SettingsError(f"--address: got {address!r}, which has no meaning without --engine ray; leave it out")
         return None
-    from grasp.extract.cluster import ClusterSpec
+    from grasp.build.ray_cluster import ClusterSpec
 
     return ClusterSpec(address, workers, threads or 1)
 

@@ -27,7 +27,7 @@ def root() -> None:
     "grasp predict art --by source --runs runs",
     name="import",
     group=runs,
-    verb="grasp.runs.readers",
+    verb="grasp.runs.import_runs",
     more="higher lower size skip_failed",
 )
 def import_runs(
@@ -53,7 +53,7 @@ RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported ru
     "grasp runs predict runs mixtures.csv --metric sciq/loss",
     name="predict",
     group=runs,
-    verb="grasp.choose.alone",
+    verb="grasp.select.mixture_model",
 )
 def predict_runs(
     runs: RunsDirectory,
@@ -70,7 +70,7 @@ def predict_runs(
     "grasp runs mix runs --cautious 1 --out best.csv",
     name="mix",
     group=runs,
-    verb="grasp.choose.alone",
+    verb="grasp.select.mixture_model",
 )
 def mix_runs(runs: RunsDirectory, out: ResultFile = None, **asked: Any) -> None:
     check_outputs({"--out": out}, {"holds the runs": runs}, tables=["--out"])
@@ -82,7 +82,7 @@ def mix_runs(runs: RunsDirectory, out: ResultFile = None, **asked: Any) -> None:
     "grasp runs propose runs --art art --subsets next.parquet",
     name="propose",
     group=runs,
-    verb="grasp.choose.alone",
+    verb="grasp.select.mixture_model",
 )
 def propose_runs(
     runs: RunsDirectory,

@@ -11,7 +11,7 @@ import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program, show
 from grasp.cli.options import Address, Assignments, ConfigFile, OwnSettings, Quiet, cluster, merged
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.text import json_text, size_text, skipped_text
 from grasp.yaml_files import leaf
@@ -52,7 +52,7 @@ def demo(
     "grasp build --config art/run.yaml --out s3://bucket/art",
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
-    verb="grasp.extract.build",
+    verb="grasp.build.build",
     more="resume untrained tokenizer keep_features like match dtype",
 )
 def build(
@@ -77,8 +77,8 @@ def build(
     quiet: Quiet = False,
     **asked: Any,
 ) -> None:
-    from grasp.extract.build import NAMED, SETTINGS, add_targets, split_names
-    from grasp.extract.build import build as run
+    from grasp.build.build import NAMED, SETTINGS, add_targets, split_names
+    from grasp.build.build import build as run
 
     resume, untrained = asked.pop("resume"), asked.pop("untrained")
     flags = {(NAMED | SETTINGS)[name]: value for name, value in asked.items()}
@@ -99,7 +99,7 @@ def build(
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
-        from grasp.extract.forecast import foretell
+        from grasp.build.forecast import foretell
 
         with Watch(quiet=quiet) as watch:
             told = foretell(out, data, untrained=untrained, progress=watch)
@@ -173,7 +173,7 @@ def info(
     are computed again with the model, where it is still there.
     """
     from grasp.artifact.inspection import info as describe
-    from grasp.choose.scorer import SIGNED_CARD, is_scorer
+    from grasp.distil.scorer import SIGNED_CARD, is_scorer
     from grasp.errors import ArtifactError
     from grasp.files import kind_of
     from grasp.store.remote import remote_url
@@ -231,7 +231,7 @@ def verify(
     Exit code 1 if anything is broken; every broken file is named.
     """
     from grasp.artifact.inspection import verify as check
-    from grasp.choose.scorer import Scorer, is_scorer
+    from grasp.distil.scorer import Scorer, is_scorer
     from grasp.errors import ArtifactError
 
     if is_scorer(path):

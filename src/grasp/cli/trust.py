@@ -10,7 +10,7 @@ import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, reads, show, tell
 from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
-from grasp.cli.progress import Watch
+from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
 from grasp.files import STREAMS, write_whole
@@ -61,7 +61,7 @@ def methods(
     "grasp retrain --out env --resume -B 64",
     "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
-    verb="grasp.verbs.retrain",
+    verb="grasp.api.retrain",
     more="text_column id_column workers train_command stack",
 )
 def retrain(
@@ -96,7 +96,7 @@ def retrain(
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
-    verb="grasp.verbs.evaluate",
+    verb="grasp.api.evaluate",
     more="partial controls development family method_settings checkpoints cache oracles resamples",
 )
 def evaluate(

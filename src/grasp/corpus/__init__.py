@@ -9,7 +9,7 @@ from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
 from grasp.corpus.passages import PassageCounts, normalised, read_passages, write_passages
-from grasp.corpus.store import RowShard, RowStore
+from grasp.corpus.row_store import RowShard, RowStore
 
 __all__ = [
     "Document",

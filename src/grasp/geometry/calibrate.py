@@ -7,8 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from grasp.api.retrain import Opened, Place, Runs
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.calibration import (
+from grasp.geometry.calibration_result import (
     ProtocolChoice,
     choice_provenance,
     choose_protocol,
@@ -18,13 +19,12 @@ from grasp.geometry.calibration import (
     write_provenance,
 )
 from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
-from grasp.predict.protocol import ScoringProtocol, save_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
-from grasp.runs.environment import Environment
-from grasp.runs.joined import runs_beside
+from grasp.runs.alignment import runs_beside
 from grasp.runs.metrics import RESAMPLES
+from grasp.runs.retrained import Environment
 from grasp.text import listed
-from grasp.verbs.retrain import Opened, Place, Runs
 
 SHOWN = 10  # protocols of a calibration
 

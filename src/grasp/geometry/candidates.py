@@ -19,9 +19,9 @@ from scipy.special import ndtri
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
-from grasp.geometry.protocol import COMPONENT, InteractionProtocol, Standardize
-from grasp.geometry.sums import Half, Kind, halves_needed
-from grasp.predict.protocol import Match, Requirements, ScoringProtocol
+from grasp.geometry.geometry_rule import COMPONENT, InteractionProtocol, Standardize
+from grasp.geometry.subset_sums import Half, Kind, halves_needed
+from grasp.predict.scoring_rule import Match, Requirements, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings

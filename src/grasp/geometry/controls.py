@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
+from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.geometry.calibrate import environments_of
-from grasp.geometry.calibration import Development, choose_protocol, developments_of
+from grasp.geometry.calibration_result import Development, choose_protocol, developments_of
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
 from grasp.predict.weights import Side
-from grasp.runs.environment import Environment
 from grasp.runs.metrics import RESAMPLES
-from grasp.verbs.retrain import Place, Runs
+from grasp.runs.retrained import Environment
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F64, I64
-from grasp.choose.limits import OPTIMAL, BestRows, Ledger, Limits
-from grasp.extract.progress import Progress
-from grasp.geometry.objective import Objective, best_rows, is_aligned, upper_bound
-from grasp.geometry.predictor import InteractionPredictor
+from grasp.geometry.geometry_predictor import InteractionPredictor
+from grasp.geometry.set_objective import Objective, best_rows, is_aligned, upper_bound
 from grasp.predict.predictor import Predictor
+from grasp.progress import Progress
+from grasp.select.budget import OPTIMAL, BestRows, Ledger, Limits
 
 SIZES_TRIED = 4  # a budget in tokens is a number of rows only once rows are chosen
 SIZE_SHARE = 0.005

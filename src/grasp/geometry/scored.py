@@ -15,17 +15,17 @@ from grasp.arrays import F32, F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
 from grasp.geometry.candidates import Binding, Candidate, candidate_of, needed_arrays
-from grasp.geometry.predictor import InteractionLevel
-from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
+from grasp.geometry.geometry_predictor import InteractionLevel
+from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import has_closed_form, relevance_moments, sampled_moments
-from grasp.geometry.sums import SubsetMass, halves_needed
+from grasp.geometry.subset_sums import SubsetMass, halves_needed
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
 from grasp.predict.predictor import Predictor, RowMoments
-from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
-from grasp.runs.environment import Environment
-from grasp.runs.joined import Joined, cost_of
+from grasp.runs.alignment import Joined, cost_of
 from grasp.runs.predictions import Predictions, Weighting
+from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"

@@ -15,14 +15,14 @@ from scipy.sparse import csr_array, diags_array
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.measures import Check, judged, missing, rank_agreement
-from grasp.audit.sample import SampleFeatures
-from grasp.extract.corpus_moments import unspool_moments
-from grasp.features.moments import Moments, Whitener
-from grasp.features.pooled_match import PooledKernel
-from grasp.features.residuals import PooledFeatures
-from grasp.features.sketch import ProductSketch
-from grasp.geometry import measures
+from grasp.build.moments import unspool_moments
+from grasp.geometry import sketch_measures as measures
+from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.rescoring import SampleFeatures
+from grasp.kernels.pooled import PooledKernel
+from grasp.kernels.sketch import ProductSketch
+from grasp.kernels.whitening import Moments, Whitener
+from grasp.models.residuals import PooledFeatures
 from grasp.settings import FeatureSettings
 
 Half = Literal["hidden", "residual", "product"]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.errors import SubsetError
-from grasp.geometry.sums import Kind
+from grasp.geometry.subset_sums import Kind
 from grasp.predict.families import Family
 from grasp.predict.predictor import ColumnSpread, RowMoments
 from grasp.predict.weights import Side

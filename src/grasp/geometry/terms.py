@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, Blocks
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
+from grasp.artifact.rows import cached, label_column
+from grasp.artifact.where import LabelColumn
+from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import (
     PairSums,
     has_closed_form,
@@ -27,7 +29,7 @@ from grasp.geometry.standardize import (
     sampled_moments,
     self_moments,
 )
-from grasp.geometry.sums import (
+from grasp.geometry.subset_sums import (
     JOINT,
     Geometry,
     Half,
@@ -41,9 +43,7 @@ from grasp.geometry.sums import (
     subset_relevance,
 )
 from grasp.predict.families import Family
-from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import ColumnSpread, Kernel, RowMoments
-from grasp.predict.rows import cached, label_column
 from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
 
 BLOCK_ROWS = 8_192

@@ -23,14 +23,14 @@ from numpy.typing import ArrayLike
 
 from grasp.arrays import F64, I64, Floats
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.store import RowShard, RowStore
+from grasp.build.provenance import BuildSource
+from grasp.corpus.row_store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
-from grasp.extract.progress import Progress, Silent
-from grasp.extract.reopen import BuildSource
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment, Utilities
-from grasp.runs.joined import Joined
+from grasp.progress import Progress, Silent
+from grasp.runs.alignment import Joined
 from grasp.runs.predictions import Predictions
+from grasp.runs.retrained import Environment, Utilities
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 

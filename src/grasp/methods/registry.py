@@ -26,13 +26,13 @@ from pydantic import ConfigDict, Field, ValidationError
 from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
 from grasp.methods.contract import Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.environment import Environment
-from grasp.runs.joined import Joined
+from grasp.progress import Progress, Silent
+from grasp.runs.alignment import Joined
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
+from grasp.runs.retrained import Environment
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml

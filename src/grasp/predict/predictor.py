@@ -34,15 +34,15 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import cached, checked_targets
 from grasp.errors import ProtocolError
-from grasp.predict.protocol import (
+from grasp.predict.scoring_rule import (
     ScoringProtocol,
     as_protocol,
     geometry,
     kernel_weights,
     protocol_from,
 )
-from grasp.predict.rows import cached, checked_targets
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"

@@ -29,8 +29,8 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
+from grasp.store.checksummed_parquet import SealedWriter, sealed_batches
 from grasp.store.contents import readable, readable_table
-from grasp.store.sealed import SealedWriter, sealed_batches
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
 CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write

@@ -18,8 +18,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import own_directory, written_aside
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
-from grasp.runs.learning import measures
+from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.runs.calibration import measures
 
 
 def write_atlas(

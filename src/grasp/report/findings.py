@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.api.evaluate import Agreement, agreement
 from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import ShownSuspects, read_suspects
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.label_slices import (
+from grasp.inspect.detect import ShownSuspects, read_suspects
+from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.slices import (
     LabelSlices,
     SliceFormula,
     cosines,
@@ -29,16 +32,13 @@ from grasp.predict.label_slices import (
     sensible_labels,
     slice_effects,
 )
-from grasp.predict.predictor import EFFECT_SIZE, Predictor
-from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.report.rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
+from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
-from grasp.runs.environment import Environment
-from grasp.runs.learning import LearningCurve, OutcomePredictor, learn, learning_curve, measures
+from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve, measures
+from grasp.runs.retrained import Environment
+from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
-from grasp.verbs.evaluate import Agreement, agreement
 from grasp.yaml_files import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth

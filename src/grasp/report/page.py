@@ -9,16 +9,16 @@ from importlib.resources import files
 from typing import Any
 
 import grasp
+from grasp.api.predict import few_units
 from grasp.artifact.manifest import LOSS_TOKENS
+from grasp.artifact.rows import SHORT, short_of
 from grasp.extras import require
-from grasp.predict.rows import SHORT, short_of
 from grasp.report import views
 from grasp.report.findings import Findings, Missing
 from grasp.report.payload import payload
 from grasp.report.views import View
-from grasp.runs.learning import COVERAGE
+from grasp.runs.calibration import COVERAGE
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, skipped_text
-from grasp.verbs.predict import few_units
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from grasp.predict.label_slices import SliceFormula
 from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
+from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, ValidationError, validate_call
 
 import grasp
+from grasp.api.predict import predict
+from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explain import Explainer
-from grasp.choose.select import select
-from grasp.declared import declared, signed
+from grasp.build.modality import Pictured
 from grasp.errors import GraspError, SettingsError
-from grasp.extract.pictures import Pictured
 from grasp.extras import require
-from grasp.predict.protocol import default_protocol
+from grasp.inspect.explain import Explainer
+from grasp.predict.scoring_rule import default_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.results import Result
-from grasp.runs.environment import Environment
-from grasp.runs.joined import runs_beside
+from grasp.runs.alignment import runs_beside
+from grasp.runs.retrained import Environment
 from grasp.runs.table import RunTable
+from grasp.select.select import select
+from grasp.signatures import declared, signed
 from grasp.text import json_text, plain, printable
-from grasp.verbs.predict import predict
-from grasp.verbs.score import score
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -50,11 +50,11 @@ Count = Annotated[int, Field(ge=0, le=MOST_LINES)]
 LISTS = ("weight", "floor", "cap")  # arguments that may be given several times
 TOP = 10  # rows of `score`, if nothing is said
 QUESTIONS = {  # verbs, where they are declared, and what may be given: nothing that names a file
-    "predict": ("grasp.verbs.predict", ("drop", "keep", "by", "weight", "target")),
-    "score": ("grasp.verbs.score", ("target", "unit", "where", "top", "bottom")),
-    "explain": ("grasp.audit.explain", ("row", "target", "unit")),
+    "predict": ("grasp.api.predict", ("drop", "keep", "by", "weight", "target")),
+    "score": ("grasp.api.score", ("target", "unit", "where", "top", "bottom")),
+    "explain": ("grasp.inspect.explain", ("row", "target", "unit")),
     "select": (
-        "grasp.choose.select",
+        "grasp.select.select",
         ("budget", "target", "by", "floor", "cap", "exclude_where", "train_tokens"),
     ),
 }

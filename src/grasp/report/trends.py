@@ -12,8 +12,8 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
-from grasp.predict.label_slices import LabelSlices
 from grasp.predict.predictor import Kernel, UnitSelection
+from grasp.predict.slices import LabelSlices
 
 
 @dataclass(frozen=True, slots=True)

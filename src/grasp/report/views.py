@@ -11,15 +11,15 @@ import numpy as np
 
 from grasp import text
 from grasp.arrays import F64, Integers
-from grasp.audit.detect import ShownSuspects
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
-from grasp.extract.pictures import vision
+from grasp.build.modality import vision
+from grasp.inspect.detect import ShownSuspects
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.trends import LabelTrend
-from grasp.runs.evaluate import Evaluation, MethodResult
-from grasp.runs.learning import DRAWS, OUTSIDE
+from grasp.runs.calibration import DRAWS, OUTSIDE
+from grasp.runs.evaluation import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
+from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.text import LONGEST_CELL, different, name, plain
 
 View = dict[str, Any]

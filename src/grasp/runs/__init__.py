@@ -1,7 +1,7 @@
 """Runs: models trained on parts of a corpus, how well each did, and what that says of predictions.
 
 In: runs that were retrained here, or imported. Out: agreement of predictions with runs, and predictions with intervals.
-To be read in this order (the verb evaluate is in `grasp.verbs`; `grasp.training` makes runs):
+To be read in this order (the verb evaluate is in `grasp.api`; `grasp.training` makes runs):
 
     environment  retrained runs on disk: what was trained on what, and what came of it
     table        runs that somebody else made, as readers find them

@@ -26,8 +26,8 @@ from grasp.errors import EnvironmentDataError
 from grasp.predict.predictor import counted, inverse
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, sums_over
+from grasp.store.checksummed_parquet import read_sealed
 from grasp.store.contents import readable_table
-from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
 Unit = tuple[str, str]

@@ -1,4 +1,4 @@
-"""Runs that somebody has made: what each was trained on, and what came out. Made by `grasp.runs.readers`.
+"""Runs that somebody has made: what each was trained on, and what came out. Made by `grasp.runs.import_runs`.
 
     runs.json         what the weights mean, of each metric whether more of it is better, and checksums of the others
     trained.parquet   run, name, weight: `name` is a label's value, a row's id, or an expression
@@ -23,8 +23,8 @@ from grasp.arrays import F64, I64
 from grasp.errors import EnvironmentDataError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
-from grasp.runs.environment import LARGEST, Environment
 from grasp.runs.metrics import mean_defined, spearman
+from grasp.runs.retrained import LARGEST, Environment
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once

@@ -33,7 +33,7 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F32, F64, I64, Bool
-from grasp.corpus.store import RowStore
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer

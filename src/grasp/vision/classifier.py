@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.features.extract import BatchFeatures, Pass
-from grasp.features.residuals import head_residual
 from grasp.models.causal_lm import weights_fingerprint
 from grasp.models.checkpoint import device_of, dtype_of, load_beside, load_checkpoint
+from grasp.models.forward_pass import BatchFeatures, Pass
 from grasp.models.head import TOLERANCE, OutputHead
+from grasp.models.residuals import head_residual
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
 from grasp.vision.factory import make_module, own_code
 from grasp.vision.fitted_head import FittedHead, linear_head

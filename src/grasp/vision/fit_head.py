@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
 from grasp.errors import CorpusError, SettingsError
-from grasp.extract.progress import Progress, Silent
+from grasp.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.fitted_head import FittedHead, fit_linear

@@ -2,7 +2,7 @@
 
 Images come from Parquet or a `datasets` table (bytes, or paths, or the struct of both that `datasets` writes), from
 JSONL with paths, or from a directory with one folder a class. Each has encoded bytes, a class, a stable name, and
-labels; a store keeps them shard by shard, see `grasp.corpus.store`.
+labels; a store keeps them shard by shard, see `grasp.corpus.row_store`.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from grasp.corpus.documents import read_records
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL, Label, is_text
 from grasp.corpus.packing import Cursor, Skipped, StoredRow
+from grasp.corpus.row_store import ShardStore, StoreSummary, summary_of
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
-from grasp.corpus.store import ShardStore, StoreSummary, summary_of
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings

@@ -14,6 +14,7 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import (
@@ -35,7 +36,6 @@ from grasp.baselines.gradients.session import (
     typical_tokens,
     unit_examples,
 )
-from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea

@@ -1,5 +1,5 @@
 // Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
-// grasp.predict.label_slices.SliceFormula, f weights of the slices, n their rows:
+// grasp.predict.slices.SliceFormula, f weights of the slices, n their rows:
 // sum_g x_g (effect_g + b n_g) / N - b, x the exposures, N the rows kept.
 (() => {
   const root = $("whatif-app");

@@ -1,0 +1,151 @@
+"""An artifact in the hand: what it holds, and the verbs that ask it.
+
+Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported inside verbs.
+"""
+
+from collections.abc import Callable
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from grasp.text import plain, size_text, text_table
+
+if TYPE_CHECKING:
+    from grasp.api.predict import predict as _predict
+    from grasp.api.score import score as _score
+    from grasp.artifact.inspection import ArtifactInfo, VerifyReport
+    from grasp.artifact.reader import ArtifactReader
+    from grasp.distil.distil import distil as _distil
+    from grasp.inspect.detect import detect as _detect
+    from grasp.inspect.explain import explain as _explain
+    from grasp.inspect.health import check as _check
+    from grasp.report.build_report import report as _report
+    from grasp.report.serve import serve as _serve
+    from grasp.results import Result
+    from grasp.select.mix import mix as _mix
+    from grasp.select.select import select as _select
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+
+    def _typed(verb: Callable[Concatenate[ArtifactReader, P], R]) -> "Callable[Concatenate[Artifact, P], R]": ...
+
+
+class _Verb:
+    """A function of a room as a method with its documentation; the room is loaded when the method is looked at."""
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, artifact: "Artifact | None", owner: type) -> Any:
+        function = getattr(import_module(self._room), self._name)
+        return function if artifact is None else MethodType(function, artifact.files)
+
+
+class Artifact:
+    """What one forward pass over a corpus gave: its rows, and what each should teach of every target.
+
+    Made by `grasp.build` or `grasp.open`. All verbs but `verify` leave it as it is.
+    """
+
+    def __init__(self, files: "ArtifactReader") -> None:
+        self.files = files
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open a directory, or a URL whose files are fetched as they are needed.
+
+        Raises:
+            ArtifactError: nothing there, not finished, or damaged.
+        """
+        from grasp.artifact.reader import ArtifactReader
+
+        return cls(ArtifactReader.open(path))
+
+    @property
+    def path(self) -> str:
+        """Directory or URL."""
+        return self.files.where
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Number of units of every target."""
+        return dict(self.files.manifest.targets)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns of the corpus that rows can be chosen and grouped by."""
+        return tuple(self.files.manifest.details.get("labels", ()))
+
+    @property
+    def rows(self) -> "Result":
+        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of their text."""
+        import pyarrow.parquet as pq
+
+        from grasp.results import Result
+
+        table = pq.read_table(self.files.rows_path)
+        return Result(table.drop_columns(["row_index"]), f"{len(self):,} rows of {self.path}")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.files.n_rows
+
+    def __repr__(self) -> str:
+        return "\n".join([plain(self._headline()), text_table("", ("target", "units"), self._target_lines())])
+
+    def _repr_html_(self) -> str:
+        from grasp.results import html_table
+
+        table = html_table(("target", "units"), self._target_lines())
+        return f"<p><b>{escape(plain(self._headline()))}</b></p>{table}"
+
+    def _headline(self) -> str:
+        size = size_text(sum(entry.bytes for entry in self.files.manifest.files.values()))
+        labels = ", ".join(self.labels) or "none"
+        return f"GRASP artifact {self.path}: {len(self):,} rows, {size}; labels: {labels}"
+
+    def _target_lines(self) -> list[tuple[str, str]]:
+        return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
+
+    # -------------------- what is it worth, what to take, what should not be there, how far to trust it, on one page
+
+    if TYPE_CHECKING:
+        score = _typed(_score)
+        predict = _typed(_predict)
+        explain = _typed(_explain)
+        select = _typed(_select)
+        mix = _typed(_mix)
+        distil = _typed(_distil)
+        detect = _typed(_detect)
+        check = _typed(_check)
+        report = _typed(_report)
+        serve = _typed(_serve)
+    else:
+        score = _Verb("grasp.api.score")
+        predict = _Verb("grasp.api.predict")
+        explain = _Verb("grasp.inspect.explain")
+        select = _Verb("grasp.select.select")
+        mix = _Verb("grasp.select.mix")
+        distil = _Verb("grasp.distil.distil")
+        detect = _Verb("grasp.inspect.detect")
+        check = _Verb("grasp.inspect.health")
+        report = _Verb("grasp.report.build_report")
+        serve = _Verb("grasp.report.serve")
+
+    def info(self) -> "ArtifactInfo":
+        """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
+        from grasp.artifact.inspection import info
+
+        return info(self.path)
+
+    def verify(self) -> "VerifyReport":
+        """Compare every file with its checksum; `.ok`, or `.problems`."""
+        from grasp.artifact.inspection import verify
+
+        return verify(self.path)

@@ -1,0 +1,129 @@
+"""Runs, made by training a model on each of many subsets: the verb `retrain`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.provenance import BuildSource
+from grasp.build.ray_cluster import ClusterSpec
+from grasp.errors import SettingsError, SubsetError
+from grasp.predict.families import parse_family
+from grasp.runs.retrained import Environment
+from grasp.runs.table import RunTable
+from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
+from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
+
+if TYPE_CHECKING:
+    from grasp.retraining.worker import RetrainStatus
+
+
+Place = Path | str
+Runs = Environment | RunTable | Place
+REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
+
+
+class Opened(Protocol):
+    """An artifact in the hand, a `grasp.Artifact`."""
+
+    @property
+    def files(self) -> ArtifactReader: ...
+
+
+def retrain(
+    corpus: str | Path | None = None,
+    targets: str | Sequence[str] | None = None,
+    *,
+    out: Place,
+    like: "Opened | str | Path | None" = None,
+    recipe: str | None = None,
+    family: str | None = None,
+    count: int | None = None,
+    seeds: int | None = None,
+    role: str | None = None,
+    resume: bool = False,
+    settings: Mapping[str, Any] | Place | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    workers: int | None = None,
+    train_command: str | None = None,
+    jobs: "Callable[[str], None] | None" = None,
+    stack: int | None = None,
+    cluster: ClusterSpec | None = None,
+    progress: "Callable[[RetrainStatus], None] | None" = None,
+) -> Environment:
+    """Train a model on each of many subsets, and score it.
+
+    Says after the first steps what it will cost. What is finished is never trained again: the same command, or
+    `resume`, goes on after a kill, and adds subsets or seeds.
+
+    Args:
+        corpus: Parquet, JSONL(.gz/.zst), a directory, or a URL.
+        targets: tasks or JSONL files, separated by commas. In Python a list, or one.
+        out: directory of the runs; several processes may share it.
+        like: corpus, targets and tokenizer of this artifact: runs to judge it by.
+        recipe: model and training: tiny, small or paper-50m. Default: tiny.
+        family: how subsets are drawn. Default: mixture:topic.
+        count: subsets. Default: 24. More may be added to the same `out` later.
+        seeds: trainings of each subset; two or more show the noise. Default: 2.
+        role: what the runs are for. dev: protocols may be chosen on them; held-out: only judged. Default: dev.
+        resume: go on with the settings of the run.yaml that is there.
+        settings: any other settings, nested, or the YAML file of them; arguments win.
+        text_column: column with the text. Default: text.
+        id_column: column that names rows. Default: row_id or id.
+        workers: processes that train. Default: one; on a cluster, one for each GPU or core.
+        train_command: your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}. A run of
+            which it fails is tried again by the next call.
+        jobs: told a shell line for each run instead of training it, for a scheduler; the next call scores what the
+            lines have left.
+        stack: models that a worker trains as one program.
+        cluster: Ray workers that train; all must reach `out`.
+        progress: told of every stage and step.
+    Raises:
+        GraspError: bad input, named, before anything is trained. No finished run is lost.
+    """
+    from grasp.retraining.worker import retrain  # noqa: PLC0415 - brings torch
+
+    data = plain_settings(settings)
+    arguments = {
+        "corpus.path": None if corpus is None else str(corpus),
+        "corpus.text_column": text_column,
+        "corpus.row_id_column": id_column,
+        "targets.names": [targets] if isinstance(targets, str) else targets and list(targets),
+        "family": family,
+        "n_subsets": count,
+        "seeds": None if seeds is None else list(range(seeds)),
+        "recipe": recipe,
+        "train_command": train_command,
+        "role": role,
+        "workers": workers,
+        "stack": stack,
+    }
+    put_all(data, arguments)
+    if like is not None:
+        data = over(_like(like, data), data)
+    begun = Path(out) / "run.yaml"
+    if resume and begun.exists():
+        data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
+    fresh = not resume or begun.exists()
+    require_flags(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
+    return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
+
+
+def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under which retrained models read the same rows and units as the artifact's model did."""
+    files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
+    origin = BuildSource(files)
+    if origin.has_images:
+        raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
+    if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
+        default = RetrainSettings.model_fields["family"].default
+        label, labels = parse_family(leaf(data, "family") or default).label, files.manifest.details.get("labels", [])
+        if label is not None and label not in labels:
+            raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
+    if leaf(data, "corpus.path") is None:
+        origin.require_corpus_here("--corpus")
+    _ = origin.tokenizer  # still there, and its own
+    model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
+    shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
+    return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

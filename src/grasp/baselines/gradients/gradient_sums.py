@@ -1,0 +1,194 @@
+"""Weighted sums of gradients, inner products with given matrices, and parameters in the form of blocks.
+
+All in the layout of the engine: one matrix (X, Y) a block, so that what is added to parameters, what a gradient is
+multiplied with and what an optimizer keeps are arrays of the same shape. No example's gradient is formed where that
+can be avoided: a sum over examples is one matrix product, <G_b, M> = sum_t left_t^T M right_t another.
+
+Shape letters: N examples, B examples of a batch, T positions, K sums or matrices, X left width, Y right width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from grasp.arrays import F64, I64
+from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.sampled_gradients import Consumer, Example, LayerSet, PerExample, Use
+
+
+class Collector(Protocol):
+    """What wants the factors of many examples."""
+
+    def at(self, index_B: I64, /) -> Consumer:
+        """The consumer of a batch; `index_B` says which examples it has."""
+
+
+def run_over(engine: PerExample, examples: Sequence[Example], sinks: Sequence[Collector]) -> F64:
+    """One pass over the examples, batches of like lengths at a time, for all sinks; mean losses (N,), nats."""
+    loss_N = np.zeros(len(examples))
+    for index_B in engine.batches(examples):
+        consumers = [sink.at(index_B) for sink in sinks]
+        outcome = engine.run([examples[int(i)] for i in index_B], _all(consumers))
+        loss_N[index_B] = outcome.loss_B.cpu().numpy()
+    return loss_N
+
+
+def _all(consumers: Sequence[Consumer]) -> Consumer:
+    def consume(number: int, use: Use, rows: slice) -> None:
+        for consumer in consumers:
+            consumer(number, use, rows)
+
+    return consume
+
+
+def zero_matrices(engine: PerExample, count: int) -> list[Tensor]:
+    """`count` matrices of zeros a block, (K, X, Y)."""
+    device, work = engine.model.device, engine.work
+    return [torch.zeros(count, b.left, b.right, dtype=work, device=device) for b in engine.layers.blocks]
+
+
+class WeightedSums:
+    """K weighted sums of gradients: ``matrices[block][k] = sum_i weight_KN[k, i] G_i``."""
+
+    def __init__(self, engine: PerExample, weight_KN: F64) -> None:
+        self.matrices = zero_matrices(engine, len(weight_KN))
+        self._weight_KN = torch.from_numpy(weight_KN).to(engine.model.device, engine.work)
+
+    def at(self, index_B: I64) -> Consumer:
+        weight_KB = self._weight_KN[:, torch.from_numpy(index_B).to(self._weight_KN.device)]
+
+        def consume(number: int, use: Use, rows: slice) -> None:
+            for total_XY, weight_B in zip(self.matrices[number], weight_KB[:, rows], strict=True):
+                _add_sum(use, weight_B, total_XY)
+
+        return consume
+
+
+def _add_sum(use: Use, weight_B: Tensor, total_XY: Tensor) -> None:
+    chosen = weight_B.nonzero()[:, 0]
+    if not len(chosen):
+        return
+    left, right = use.left[chosen], use.right[chosen] * weight_B[chosen, None, None]
+    if use.one_hot:
+        total_XY.index_add_(0, left.flatten(), right.flatten(0, 1))
+    else:
+        total_XY.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
+
+
+class EachGradient:
+    """The gradient of every example in full, ``matrices[block][i]``; for as many as fit in memory."""
+
+    def __init__(self, engine: PerExample, n_examples: int) -> None:
+        self.matrices = zero_matrices(engine, n_examples)
+
+    def at(self, index_B: I64) -> Consumer:
+        def consume(number: int, use: Use, rows: slice) -> None:
+            for start, piece in _pieces(use, self.matrices[number][0].numel()):
+                matrix = materialise(piece, self.matrices[number].shape[1])
+                here = index_B[rows][start : start + len(piece.right)]
+                self.matrices[number].index_add_(0, torch.from_numpy(here).to(matrix.device), matrix)
+
+        return consume
+
+
+class InnerProducts:
+    """``products[i, k] = <G_i, matrices_k>``, summed over the blocks."""
+
+    def __init__(self, engine: PerExample, matrices: Sequence[Tensor], n_examples: int) -> None:
+        count = len(matrices[0])
+        self._matrices = matrices
+        self._product_NK = torch.zeros(n_examples, count, dtype=engine.work, device=engine.model.device)
+
+    @property
+    def products(self) -> F64:
+        """The products so far, (N, K)."""
+        return np.asarray(self._product_NK.cpu().numpy(), dtype=np.float64)
+
+    def at(self, index_B: I64) -> Consumer:
+        at_B = torch.from_numpy(index_B).to(self._product_NK.device)
+
+        def consume(number: int, use: Use, rows: slice) -> None:
+            self._product_NK.index_add_(0, at_B[rows], _products(use, self._matrices[number]))
+
+        return consume
+
+
+def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
+    """(B, K): by look-up for one-hot factors, by a product with each matrix, or by forming the examples' own."""
+    count = len(matrices_KXY)
+    if use.one_hot:
+        return torch.stack([(matrix[use.left] * use.right).sum(dim=(1, 2)) for matrix in matrices_KXY], dim=1)
+    if use.right.shape[1] * count <= use.right.shape[1] + count:
+        passed = [torch.matmul(use.left, matrix) for matrix in matrices_KXY]
+        return torch.stack([(one * use.right).sum(dim=(1, 2)) for one in passed], dim=1)
+    flat_KD = matrices_KXY.flatten(1)
+    pieces = _pieces(use, flat_KD.shape[1])
+    return torch.cat([torch.bmm(piece.left.mT, piece.right).flatten(1) @ flat_KD.T for _, piece in pieces])
+
+
+def _pieces(use: Use, size: int) -> Iterator[tuple[int, Use]]:
+    """A few examples at a time, so that their matrices of `size` numbers stay small; with the first one's place."""
+    step = max(1, ELEMENTS // size)
+    for start in range(0, len(use.right), step):
+        yield start, some_rows(use, start, start + step)
+
+
+class BlockParameters:
+    """The parameters that a layer set covers, read and written as one matrix (X, Y) a block."""
+
+    def __init__(self, model: nn.Module, layers: LayerSet, work: torch.dtype) -> None:
+        self._layers = layers
+        self._work = work
+        self._parameters = dict(model.named_parameters())
+        owner = {number: module for module, number in layers.modules}
+        self._transposed = [isinstance(owner[number], Conv1D) for number in range(len(layers.blocks))]
+
+    def read(self) -> list[Tensor]:
+        """Copies of the parameters, in the precision of the engine."""
+        found = []
+        for number, block in enumerate(self._layers.blocks):
+            like = self._parameters[block.parameters[0]]
+            matrix = torch.zeros(block.left, block.right, dtype=self._work, device=like.device)
+            for name, part in self.parts(number, matrix):
+                part.copy_(self._parameters[name])
+            found.append(matrix)
+        return found
+
+    @torch.no_grad()
+    def write(self, matrices: Sequence[Tensor]) -> None:
+        """Set the parameters."""
+        for number, matrix in enumerate(matrices):
+            for name, part in self.parts(number, matrix):
+                self._parameters[name].copy_(part)
+
+    def parts(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views of a block's matrix in the shapes of its parameters."""
+        block = self._layers.blocks[number]
+        if "vector" in block.kinds:
+            sizes = [self._parameters[name].numel() for name in block.parameters]
+            for name, part in zip(block.parameters, torch.split(matrix_XY[0], sizes), strict=True):
+                yield name, part.view(self._parameters[name].shape)
+            return
+        weight = matrix_XY[:, : block.right - block.bias]
+        for name in block.parameters:
+            if self._parameters[name].ndim == 1:
+                yield name, matrix_XY[:, -1]
+            else:
+                yield name, weight.T if self._transposed[number] else weight
+
+
+Matrices = Sequence[Tensor]
+
+
+def norm_of(matrices: Matrices) -> float:
+    """Euclidean norm over all blocks."""
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in matrices])))
+
+
+def combined(function: Callable[..., Tensor], *operands: Matrices) -> list[Tensor]:
+    """`function` of the blocks of several operands, block by block."""
+    return [function(*blocks) for blocks in zip(*operands, strict=True)]

@@ -1,0 +1,239 @@
+"""Parts that several machines built, each on its own source, as one artifact.
+
+Numbers of different artifacts mean the same only if model, features, moments and units are the same; that is checked.
+Stored numbers are copied bit for bit into new shards. What a part knows of its own corpus alone (gains of the sketches,
+totals, what was left out) is computed again for all rows. Texts, tokens and kept features stay with the parts.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import grasp
+from grasp.arrays import F32, I64
+from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
+from grasp.artifact.reader import ArtifactReader, Leaks
+from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
+from grasp.corpus.packing import Skipped
+from grasp.errors import ArtifactError, SettingsError
+from grasp.build.pipeline import sketch_gain
+from grasp.progress import Progress, Silent
+from grasp.files import FULL, check_outputs, differences, written_aside
+from grasp.store.remote import remote_url
+
+REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
+
+
+def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | None = None) -> ArtifactReader:
+    """Write one artifact of the rows of several, in the order given.
+
+    Args:
+        parts: artifacts of the same model, features, moments and units, with rows of different names.
+        out: new directory; it appears when it is whole.
+    Raises:
+        ArtifactError: parts differ (every leaf named), a row_id is in two of them, or a label changes its type.
+        SettingsError: fewer than two parts, or `out` is there already.
+    """
+    progress, place = progress or Silent(), Path(out)
+    if len(parts) < 2:
+        raise SettingsError(f"parts: got {len(parts)}, expected at least two artifacts")
+    if remote_url(out) is not None:
+        raise SettingsError(f"--out: got {out}, expected a directory on this machine")
+    opened = [ArtifactReader.open(part) for part in parts]
+    if place.exists():
+        raise SettingsError(f"--out: {place} is there already; give another name, or remove it")
+    check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
+    for part in opened[1:]:
+        _require_alike(opened[0], part)
+    _require_own_names(opened)
+    schema = _row_schema(opened)
+    try:
+        with written_aside(place) as aside:
+            _write(opened, schema, aside, progress)
+    except ArtifactError as err:
+        if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL:  # the build's advice is to resume
+            raise ArtifactError(
+                f"{place}: {err.__cause__.strerror}; nothing was written: make room and run the same command again"
+            ) from err
+        raise
+    return ArtifactReader.open(place)
+
+
+def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
+    """See that numbers of two parts mean the same."""
+    then, now = (
+        {
+            "fingerprints": {name: value for name, value in one.manifest.fingerprints.items() if name != "corpus"},
+            "model.dtype": one.manifest.made_by.get("dtype"),
+            "features": dict(one.feature_settings),
+            "targets": one.manifest.targets,
+            "arrays": {
+                name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
+                for name, entry in one.manifest.arrays.items()
+            },
+        }
+        for one in (first, part)
+    )
+    found = list(differences(then, now))
+    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith(LEAKS)):
+        both = name in first.moments and name in part.moments
+        if not both or not np.array_equal(first.moments[name], part.moments[name]):
+            found.append(f"moments.{name}: other numbers")
+    for name in dict.fromkeys([*first.units.column_names, *part.units.column_names]):
+        values = [one.units[name].to_pylist() if name in one.units.column_names else None for one in (first, part)]
+        if name != "loss" and values[0] != values[1]:  # another machine may round losses differently
+            found.append(f"units.{name}: other values")
+    if found:
+        raise ArtifactError(
+            f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(found)}; {REMEDY}"
+        )
+
+
+def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
+    """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
+    every = " UNION ALL ".join(
+        f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill,
+        duckdb.connect(config={"temp_directory": spill, "memory_limit": "512MB", "threads": 2}) as connection,
+    ):
+        found = connection.execute(
+            "SELECT row_id, min(part), max(part), count(*) OVER () "
+            f"FROM ({every}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
+            [str(part.rows_path) for part in parts],
+        ).fetchone()
+    if found is not None:
+        name, first, last, count = found
+        raise ArtifactError(
+            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in all); name "
+            "each row once: with --id-column, or without the documents that both have"
+        )
+
+
+def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
+    """Columns of all parts; a label that a part lacks is null there."""
+    seen: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
+    for part in parts:
+        for field in pq.read_schema(part.rows_path):
+            kind, where = seen.setdefault(field.name, (field.type, part))
+            if pa.types.is_null(kind):
+                seen[field.name] = field.type, part
+            elif field.type != kind and not pa.types.is_null(field.type):
+                raise ArtifactError(
+                    f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
+                    "build one of them again with the type of the other"
+                )
+    return pa.schema([(name, kind) for name, (kind, _) in seen.items() if name != "row_index"])
+
+
+def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
+    first = parts[0].manifest
+    n_rows = sum(part.n_rows for part in parts)
+    sums = {name: np.sum([part.sums[name] for part in parts], axis=0) for name in parts[0].sums}
+    gains = {
+        name: sketch_gain(sums[f"{name}.square"], n_rows) for name in first.arrays if not name.startswith(PER_UNIT)
+    }
+    dtypes = {group.dtype for part in parts for entry in part.manifest.arrays.values() for group in entry.groups}
+    arrays = {
+        name: ArraySpec(
+            entry.width, entry.unit, entry.sign, scale_E=np.maximum.reduce([part.array_scale(name) for part in parts])
+        )
+        for name, entry in first.arrays.items()
+    }
+    given = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
+    stored = []  # the parts with their numbers as they were before a gain of their own corpus
+    for part in parts:
+        bare = ArtifactReader.open(part.where)
+        without = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
+        bare.manifest = part.manifest.model_copy(update={"arrays": without})
+        stored.append(bare)
+    begins = np.cumsum([0, *(part.n_rows for part in parts)])
+    with lock_artifact(out):
+        writer = ArtifactWriter.open(
+            out,
+            identity={"parts": given["details"]["parts"]},
+            n_rows=n_rows,
+            shard_rows=first.shard_rows,
+            arrays=arrays,
+            dtype="float16" if dtypes == {"float16"} else "float32",
+        )
+        progress.stage("merge", rows=n_rows, tokens=None)
+        for k in range(writer.grid.n_shards):
+            start, stop = writer.grid.bounds(k)
+            tables, numbers = [], {name: list[F32]() for name in arrays}
+            for part, begin in zip(stored, begins[:-1], strict=True):
+                rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
+                if not len(rows):
+                    continue
+                table = part.rows(rows)
+                if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:
+                    # plain text: all but the first token
+                    n_loss = pc.subtract(table["n_tokens"], 1).cast(schema.field(LOSS_TOKENS).type)
+                    table = table.append_column(LOSS_TOKENS, n_loss)
+                tables.append(table)
+                for name in arrays:
+                    numbers[name].append(part.array_rows(name, rows))
+            table = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive").select(schema.names)
+            writer.write_shard(k, {name: np.concatenate(pieces) for name, pieces in numbers.items()}, table, {})
+            progress.advance(table.num_rows, 0)
+        moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
+        moments |= _leaks_of_all(parts, begins)
+        writer.finish(manifest=given, moments=moments, units=parts[0].units, sums=sums, gains=gains)
+
+
+def _leaks_of_all(parts: Sequence[ArtifactReader], begins: I64) -> dict[str, I64]:
+    """Return the rows of all parts that contain questions, of the targets for which every part has them."""
+    arrays: dict[str, I64] = {}
+    for target in parts[0].targets:
+        leaks = [found for part in parts if (found := part.leaks(target)) is not None]
+        if len(leaks) == len(parts):
+            rows = [begin + found.row_index for begin, found in zip(begins[:-1], leaks, strict=True)]
+            arrays |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
+    return arrays
+
+
+def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:
+    """What the parts say of themselves, put together."""
+    manifests = [part.manifest for part in parts]
+    first = manifests[0]
+    origins = [
+        {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
+    ]
+    corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
+    corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
+    shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
+    log, columns = Skipped(), dict[str, None]()
+    for manifest in manifests:
+        rows = manifest.skipped.get("rows", {})
+        log.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
+        columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
+    seconds: dict[str, float] | None = {}
+    for manifest in manifests:
+        own = manifest.details.get("build_seconds")  # None: it was cut off
+        if own is None or seconds is None:
+            seconds = None
+        else:
+            seconds = {name: seconds.get(name, 0.0) + value for name, value in own.items()}
+    return {
+        "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
+        "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},
+        "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
+        "skipped": {"rows": asdict(log), "columns": list(columns)},
+        "details": {
+            **first.details,
+            **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},
+            "labels": list(labels),
+            "build_seconds": seconds,
+            "parts": origins,
+        },
+    }

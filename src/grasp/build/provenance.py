@@ -1,0 +1,163 @@
+"""What an artifact was built from, opened again: settings, rows, tokenizer and model, each proved to be its own."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.labels import IDS_COLUMN
+from grasp.corpus.sources import IN_MEMORY, lies_here
+from grasp.corpus.row_store import RowStore
+from grasp.errors import ArtifactError, CorpusError, SettingsError
+from grasp.build.modality import load_reference, vision
+from grasp.hub import only_here
+from grasp.settings import BuildSettings, build_settings, without_foreign_code
+from grasp.targets.units import Unit, UnitSet, UnitTokens
+from grasp.yaml_files import leaf
+
+if TYPE_CHECKING:
+    from grasp.build.moments import Store
+    from grasp.models.forward_pass import Reference
+    from grasp.models.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True)
+class BuildSource:
+    """The inputs of an artifact's build; each is read when it is asked for.
+
+    Attributes:
+        own: settings that the user gave: code that an artifact names is run only if they name it as well.
+            `model.path`, `model.tokenizer` and `corpus.path` say where things are now; what only the artifact names is
+            never fetched.
+    Raises:
+        ArtifactError: what is asked for is not there, or not what the artifact was built from.
+        ModelError: the model, or its tokenizer, cannot be loaded.
+        SettingsError: it was built with code that the user does not name.
+    """
+
+    artifact: ArtifactReader
+    own: Mapping[str, Any] | None = None
+
+    @cached_property
+    def settings(self) -> BuildSettings:
+        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        self.artifact.require_one_corpus()
+        manifest = self.artifact.manifest
+        where = str(self.artifact.path / "manifest.json")
+        settings = build_settings(without_foreign_code(manifest.settings, where, self.own), where)
+        as_built: dict[str, Any] = {}
+        if "add_bos_token" not in manifest.settings.get("model", {}):  # of a version that added no BOS
+            as_built = {"add_bos_token": False}
+        model = settings.model.model_copy(
+            update=as_built
+            | {
+                "path": self._place("model.path", settings.model.path),
+                "tokenizer": settings.model.tokenizer and self._place("model.tokenizer", settings.model.tokenizer),
+                "dtype": manifest.made_by.get("dtype", "auto"),
+                "check": False,
+            }
+        )
+        corpus = settings.corpus.model_copy(update={"path": self._place("corpus.path", settings.corpus.path)})
+        return settings.model_copy(update={"model": model, "corpus": corpus})
+
+    def _place(self, name: str, found: str) -> str:
+        """Where the user says that something is, else where the artifact says it was."""
+        return str(leaf(self.own or {}, name) or self.artifact.place(found))
+
+    def _as_named(self) -> AbstractContextManager[None]:
+        """A model that the user names may be fetched; what only the artifact names is loaded where it is here."""
+        own, tokenizer = self.own or {}, self.settings.model.tokenizer
+        if leaf(own, "model.path") and (tokenizer is None or leaf(own, "model.tokenizer") or Path(tokenizer).exists()):
+            return nullcontext()
+        return only_here("get it with `hf download`, or say where the model is with --set model.path=...")
+
+    def require_corpus_here(self, flag: str) -> None:
+        """See that reading the corpus needs no network, unless the user named it; see `require_here`."""
+        if not leaf(self.own or {}, "corpus.path"):
+            require_here(self.artifact, self.settings.corpus.path, flag)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows are images, and the model a classifier."""
+        # the artifact's own word: to say what its rows are, no code that it names is needed
+        return leaf(self.artifact.manifest.settings, "model.classifier") is not None
+
+    @cached_property
+    def rows(self) -> "Store":
+        """Rows as the model read them."""
+        self.artifact.require_one_corpus()
+        if not self.artifact.tokens_path.exists():
+            raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true")
+        try:
+            rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
+        except CorpusError as err:
+            raise ArtifactError(str(err)) from err
+        self.prove(corpus=rows.fingerprint)
+        return rows
+
+    @cached_property
+    def tokenizer(self) -> "HfTokenizer":
+        """The reference model's tokenizer; the model's weights are not read for it."""
+        from grasp.models.checkpoint import tokenizer_of  # noqa: PLC0415 - brings torch
+        from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
+
+        with self._as_named():
+            made = tokenizer_of(self.settings.model)
+        vocab_size = self.artifact.manifest.detail("vocab_size")
+        tokenizer = HfTokenizer.from_settings(made, self.settings.model, vocab_size)
+        self.prove(tokenizer=tokenizer.fingerprint)
+        return tokenizer
+
+    @cached_property
+    def units(self) -> UnitSet:
+        """All units of the artifact, in the order of its columns."""
+        loss_on = self.settings.targets.loss_on
+        lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+        return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
+
+    @cached_property
+    def unit_tokens(self) -> list[UnitTokens]:
+        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        table = self.artifact.units
+        stored = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
+        if None in stored:  # of format 0.2, which has the texts alone
+            made = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, made, strict=True)]
+        counts = table["n_positions"].to_pylist()
+        return [
+            UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)
+            for ids, count in zip(stored, counts, strict=True)
+        ]
+
+    @cached_property
+    def model(self) -> "Reference":
+        """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
+        with self._as_named():
+            model = load_reference(self.settings.model)
+        reader, fingerprint = model.reader
+        self.prove(**{"model": model.fingerprint(), reader: fingerprint})
+        return model
+
+    def prove(self, **now: str) -> None:
+        """See that fingerprints are those of the build."""
+        then = {what: self.artifact.manifest.fingerprints.get(what) for what in now}
+        if changed := [what for what in now if now[what] != then[what]]:
+            listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
+            raise ArtifactError(
+                f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore what "
+                "it was built from, or build a new artifact"
+            )
+
+
+def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
+    """See that reading the corpus that an artifact names needs no network."""
+    if not (corpus.startswith(IN_MEMORY) or lies_here(corpus)):
+        raise SettingsError(
+            f"{artifact.where}: was built from {corpus}, which is not on this disk, and nothing is fetched because an "
+            f"artifact names it; say with {flag} where it lies now"
+        )

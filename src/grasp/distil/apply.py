@@ -1,0 +1,258 @@
+"""Score any corpus with a scorer, at the speed at which its texts can be read. Nothing passes through a model.
+
+A file of the corpus becomes a file of scores, which appears when whole: after a kill the files that are done stay, and
+the one that was begun is read again. Memory is a batch of texts, and some twenty bytes a document at the end. Many
+processes are datatrove's or Ray's to run: `datatrove_step.ScoredDocuments` and `Scorer.add_scores` are steps in theirs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grasp.arrays import I64
+from grasp.artifact.rows import ranked
+from grasp.corpus.conversations import Form, form_of
+from grasp.corpus.documents import id_columns, records_in
+from grasp.corpus.labels import is_text, label_text
+from grasp.corpus.sources import (
+    BATCH_ROWS,
+    PARQUET,
+    ArrowChunk,
+    FileSource,
+    JsonRecord,
+    Source,
+    open_source,
+    parquet_rows,
+)
+from grasp.corpus.values import plain_values
+from grasp.distil.ngrams import as_bytes
+from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
+from grasp.errors import CorpusError, SettingsError
+from grasp.files import check_place, own_directory
+from grasp.predict.weights import mask_of
+from grasp.progress import Progress, Silent
+from grasp.results import Result
+from grasp.select.budget import parse_budget
+from grasp.select.export import MANIFEST, kept_records, write_corpus
+from grasp.settings import CorpusSettings
+from grasp.store.directory import Schema, Store
+from grasp.store.locks import locked
+from grasp.store.records import Mark
+from grasp.yaml_files import read_yaml
+
+MARKER = ".grasp-scores"
+SCORED = Schema(  # Parquet readers pass over names that begin with an underscore
+    mark=Mark,
+    marks="_scores-*.json",
+    plan="_apply.json",
+    ours=("scores-*.parquet",),
+    again="delete it and score again",
+    mistake=SettingsError,
+)
+KEPT = "kept"
+BATCH_DOCUMENTS = 4_096
+BATCH_BYTES = 8 << 20
+CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
+TOO_STRANGE = 0.05
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Applied(Result):
+    """What was scored; the table has the score that so large a share of the documents reaches."""
+
+    path: Path
+    documents: int
+
+
+def apply(
+    scorer: Scorer | Path | str,
+    corpus: str,
+    out: Path | str,
+    *,
+    keep: str | float | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    split: str | None = None,
+    progress: Progress | None = None,
+) -> Applied:
+    """Score every document of a corpus with a scorer, without a model.
+
+    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
+    the scorer learned from. A run that was cut off goes on when it is started again, from the first file of the corpus
+    that was not done.
+
+    In Python `out` holds a file for each of the corpus: file, position (row of it, or line from 1), the corpus's row_id
+    and doc_id, `score` and `unfamiliar`.
+
+    Args:
+        scorer: directory that `grasp distil` wrote.
+        corpus: Parquet, JSONL, a directory or a URL of either.
+        out: directory for the scores; the same again goes on.
+        keep: copy the best documents to DIR/kept: 20%, or a number of them.
+        text_column: column of the text, or of turns. Default: text or messages.
+        id_column: column of the names. Default: row_id or id; "" for none.
+        split: split of a corpus that has several.
+    Raises:
+        SettingsError: `out` is something else, or was begun with another scorer or corpus.
+        CorpusError: the corpus cannot be read, or has no text.
+        ArtifactError: the scorer is none, or damaged.
+    """
+    out, progress = Path(out), progress or Silent()
+    reads = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
+    scorer = scorer if isinstance(scorer, Scorer) else Scorer.open(scorer)
+    settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)
+    budget = None if keep is None else parse_budget(keep)
+    if budget is not None and budget.unit == "tokens":
+        raise SettingsError(f"keep: got {keep}, but a scorer counts no tokens; give 20% or a number of documents")
+    source = open_source(settings.path, settings.split)
+    files = [source]
+    if isinstance(source, FileSource):
+        files = [replace(source, files=[file]) for file in source.files]
+    own_directory(out, MARKER, lambda _: False, reads)
+    with locked(out / MARKER):
+        copies = budget is not None
+        if copies:
+            manifest = out / KEPT / MANIFEST
+            copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
+        if copies:
+            check_place(out / KEPT)  # anything else is in the way
+        store = Store(out, SCORED)
+        store.begin(
+            {
+                "scorer": scorer.card.weights.checksum,
+                "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
+                "settings": settings.model_dump(mode="json", exclude={"path"}),
+            }
+        )
+        n_records = None  # where that is known before they are read
+        if isinstance(source, FileSource) and all(path.endswith(PARQUET) for _, path in source.files):
+            n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
+        progress.stage("scoring", rows=n_records, tokens=None)
+        scores, unfamiliar = [], 0
+        for k, file in enumerate(files):
+            part, is_there = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
+            if not is_there:
+                score = partial(_score_file, file, scorer, settings, progress=progress)
+                store.put(part, {f"scores-{k:05d}.parquet": score})
+            table = pq.read_table(store.file(part), columns=[SCORE, UNFAMILIAR])
+            if is_there:
+                progress.advance(len(table), 0)
+            scores.append(table[SCORE].to_numpy())
+            unfamiliar += pc.sum(table[UNFAMILIAR]).as_py() or 0
+        score_M = np.concatenate(scores)
+        documents = len(score_M)
+        share, quality = unfamiliar / max(1, documents), scorer.card.quality
+        strange = f"{share:.1%} of the documents are unlike the rows that it learned from"
+        strange += f" (of these {UNFAMILIAR_SHARE:.0%})"
+        if share > TOO_STRANGE:
+            strange += "; their scores are guesses: build an artifact of some of them, and distil from that"
+        notes = [
+            strange,
+            f"on held-out rows of its own corpus its Spearman with relevance is {with_interval(quality.spearman)}, and "
+            f"its  best 20% have {percents(quality.gain)} of the relevance of the best 20%",
+        ]
+        if copies and budget is not None:
+            progress.stage("copying the best", rows=None, tokens=None)
+            kept_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
+            asked = {"chosen by": "grasp apply", "keep": str(keep)}
+            records = kept_records(settings, kept_M)
+            export = write_corpus(out / KEPT, "parquet", "documents", records, 0, asked)
+            notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
+    ranked_M = np.sort(score_M)[::-1]
+    least = [float(ranked_M[math.ceil(share * documents) - 1]) if documents else None for share in CUTS]
+    table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(least, pa.float64())})
+    headline = f"{out}: {documents:,} documents scored for {scorer.card.target}"
+    return Applied(table, headline, tuple(notes), path=out, documents=documents)
+
+
+def _score_file(source: Source, scorer: Scorer, settings: CorpusSettings, path: Path, progress: Progress) -> None:
+    with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
+        for texts, table in _batches(source, settings):
+            score_N, unfamiliar_N = scorer.score(texts)
+            writer.write_table(pa.table([*table.columns, score_N, unfamiliar_N], schema=_SCHEMA))
+            progress.advance(len(table), 0)
+
+
+_SCHEMA = pa.schema(
+    {
+        "file": pa.string(),
+        "position": pa.int64(),
+        "row_id": pa.string(),
+        "doc_id": pa.string(),
+        SCORE: pa.float32(),
+        UNFAMILIAR: pa.bool_(),
+    }
+)
+
+
+def _batches(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
+    """Texts, some thousands at a time, and what names them: file, position and ids."""
+    texts: list[pa.Array] = []
+    tables: list[pa.Table] = []
+    size = 0
+    for text, table in _chunks(source, settings):
+        texts.append(text)
+        tables.append(table)
+        size += text.nbytes
+        if size >= BATCH_BYTES or sum(map(len, tables)) >= BATCH_DOCUMENTS:
+            yield pa.concat_arrays(texts), pa.concat_tables(tables)
+            texts, tables, size = [], [], 0
+    if texts:
+        yield pa.concat_arrays(texts), pa.concat_tables(tables)
+
+
+def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
+    """The same as the source reads them: a table at a time, or so many lines of JSON."""
+    forms: dict[str, Form] = {}
+
+    def select(schema: pa.Schema, name: str) -> list[str]:
+        ids = id_columns(settings, schema.names, name)
+        form = forms[name] = form_of(schema.names, settings, name)
+        if form.columns[0] not in schema.names:
+            raise CorpusError(f"{name}: has token ids and no text, and a scorer reads text; name a corpus of text")
+        return [column for column in schema.names if column in {*form.columns, *ids}]
+
+    def said(form: Form, record: Mapping[str, Any], where: str) -> str:
+        content = form.read(record, where)  # of a conversation the turns, one after the other
+        return (content.text or "") if content.conversation is None else str(content.conversation)
+
+    def named(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
+        columns = [pa.array([file] * len(position)), pa.array(position), *ids]
+        return pa.table(columns, schema=pa.schema(list(_SCHEMA)[:4]))
+
+    lines: list[JsonRecord] = []
+    for chunk in chain(source.chunks(0, select), [None]):
+        if isinstance(chunk, JsonRecord):
+            lines.append(chunk)
+        if lines and (chunk is None or len(lines) == BATCH_ROWS):
+            told, ids = [], []
+            for where, record in chain.from_iterable(map(records_in, lines)):
+                columns = id_columns(settings, list(record), where)
+                told.append(said(form_of(record.keys(), settings, where), record, where))
+                ids.append([label_text(record.get(name or "")) for name in columns])
+            rows, documents = zip(*ids, strict=True)
+            yield as_bytes(told), named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
+            lines = []
+        if isinstance(chunk, ArrowChunk):
+            batch, form = chunk.batch, forms[chunk.name]
+            column = batch.column(form.columns[0])
+            if form.kind == "text" and is_text(column.type):
+                column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+                texts = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
+            else:
+                texts = as_bytes([said(form, record, where) for where, record in records_in(chunk)])
+            names, nothing = batch.schema.names, [None] * batch.num_rows
+            own = [
+                [label_text(value) for value in plain_values(batch.column(name))] if name in names else nothing
+                for name in id_columns(settings, names, chunk.name)
+            ]
+            yield texts, named(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *own)

@@ -1,0 +1,107 @@
+"""A protocol in which rows bear on one another, or do not simply average: the paper's, whole."""
+
+import math
+import re
+from typing import ClassVar, Literal, get_args
+
+from pydantic import Field, field_validator
+
+from grasp.errors import SubsetError
+from grasp.geometry.subset_sums import Half, Kind, halves_needed
+from grasp.predict.families import Family, parse_family
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.weights import Side
+from grasp.runs.predictions import Weighting
+from grasp.settings import Settings
+
+COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
+
+
+class Standardize(Settings):
+    """What is brought to mean 0 and standard deviation 1, and when: over the rows, with geometry over the family."""
+
+    task: Literal["mean_relevance", "mean_of_standardised"] = Field(
+        "mean_relevance",
+        description="mean_relevance: a task's relevance is the mean over its units. mean_of_standardised: each unit's "
+        "is divided by its own standard deviation first.",
+    )
+    unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by its own relevance.")
+
+
+class CalibrationSettings(Settings):
+    """The family whose moments standardise a protocol with geometry; never the interventions that are scored."""
+
+    family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
+    n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
+
+    @field_validator("family")
+    @classmethod
+    def _is_family(cls, text: str) -> str:
+        try:
+            return str(parse_family(text))
+        except SubsetError as err:
+            raise ValueError(str(err)) from err
+
+    @property
+    def parsed(self) -> Family:
+        return parse_family(self.family)
+
+
+class InteractionProtocol(ScoringProtocol):
+    """How a subset is scored by what its rows do, and do to one another.
+
+    Source: eq:component-predictor; omega carries the sign, a penalty is negative.
+    """
+
+    beside: ClassVar[bool] = True
+
+    side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
+    weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
+    components: dict[str, float] = Field(
+        {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
+    )
+    standardize: Standardize = Standardize()
+    calibration: CalibrationSettings = CalibrationSettings()
+
+    @field_validator("components")
+    @classmethod
+    def _known_components(cls, components: dict[str, float]) -> dict[str, float]:
+        unknown = [name for name in components if not COMPONENT.fullmatch(name)]
+        if unknown:
+            raise ValueError(
+                f"unknown {unknown}; expected one of {'|'.join(get_args(Half))}, a dot, "
+                f"and one of {'|'.join(get_args(Kind))}"
+            )
+        if not all(math.isfinite(omega) for omega in components.values()):
+            raise ValueError("weights must be finite")
+        return components
+
+    @property
+    def interacts(self) -> bool:  # type: ignore[override]
+        """Whether what a row is worth is not its effect, averaged over the rows that are kept."""
+        return bool(self.components) or (self.side, self.weighting) != ("retained", "mean")
+
+    @property
+    def searches(self) -> bool:  # type: ignore[override]
+        """Whether the worth of a row depends on the rows beside it."""
+        return bool(self.components)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Arrays of an artifact that a fitted protocol reads."""
+        kernels = tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
+        return (*kernels, *(f"{half}_sketch" for half in halves_needed(self.components)))
+
+    @property
+    def beside_kernels(self) -> str:
+        """What it adds to its kernels, in words."""
+        return "".join(f", {omega:+g} {name}" for name, omega in self.components.items())
+
+    @property
+    def additive(self) -> ScoringProtocol:
+        """The same without geometry."""
+        return self.model_copy(update={"components": {}})
+
+
+protocol_type = InteractionProtocol

@@ -1,0 +1,195 @@
+"""Do the sketches, and what is pooled, tell what a protocol takes from them? Of a sample of an artifact's rows.
+
+Shape letters: N rows of the sample, B subsets, D sketch width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import isnan
+
+import numpy as np
+
+from grasp.arrays import F64
+from grasp.artifact.reader import RELEVANCE
+from grasp.errors import GraspError
+from grasp.geometry import sketch_measures as measures
+from grasp.geometry.geometry_rule import InteractionProtocol
+from grasp.geometry.sketched import NAMES, Kernels, of_sketches
+from grasp.inspect.health import Subject
+from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.rescoring import HOW_TO_KEEP
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+
+SKETCHES = ("hidden", "residual", "product")
+IDENTITY = 1e-9  # of kernels of unit vectors in float64: more is no rounding
+MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
+ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
+
+
+def checks(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
+    """Of the pooled kernel where a protocol counts it, and of sketches where it has components."""
+    artifact, features = subject.artifact, subject.features
+    fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
+    kernels = features if isinstance(features, GraspError) else Kernels.from_artifact(artifact, features)
+    if "pooled" in kernel_weights(fitted):
+        yield from _of_pooled(subject, kernels)
+    if isinstance(fitted, InteractionProtocol) and fitted.components:
+        yield from _of_geometry(subject, kernels, fitted)
+
+
+def _sketch(subject: Subject, half: str) -> F64:
+    """As stored: with the gain that makes the mean squared norm of the half 1."""
+    return subject.array(f"{half}_sketch")
+
+
+def _halves(subject: Subject) -> tuple[str, ...]:
+    return tuple(half for half in SKETCHES if f"{half}_sketch" in subject.artifact.array_names)
+
+
+def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
+    """What is lost where positions are summed up first."""
+    if isinstance(kernels, GraspError) or kernels.positions is None:
+        yield missing("pooled for tokens", MOST_OF_IT, _no_positions(kernels))
+    else:
+        yield _rank_one(kernels, subject.weight_BN)
+    if {RELEVANCE["pooled"], RELEVANCE["token"]} <= set(subject.artifact.array_names):
+        yield _kernels(subject)
+
+
+def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
+    at = kernels.positions
+    assert at is not None
+    pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
+    ranks = rank_agreement(pooled_B, product_B)
+    return judged(
+        "pooled for tokens",
+        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.pooling}, "
+        f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
+        f"of K agree {ranks:+.2f}",
+        MOST_OF_IT,
+        at.kept_share >= 0.5,
+        "rank by the token kernel (features.match: both or token), and take geometry, if any, from product.*; the "
+        "pooled kernel has lost most of the gradient",
+        {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
+    )
+
+
+def _no_positions(kernels: Kernels | GraspError) -> str:
+    return str(kernels) if isinstance(kernels, GraspError) else f"positions were not kept; {HOW_TO_KEEP}"
+
+
+def _kernels(subject: Subject) -> Check:
+    pooled_NE, token_NE = (subject.array(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
+    each = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
+    rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
+    return judged(
+        "pooled against token relevance",
+        f"ranks of rows agree {rho:+.2f}, mean over units",
+        "0.5 or more",
+        rho >= 0.5,
+        "the kernels rank rows differently: prefer token, or let `grasp calibrate` choose",
+        {"ranks": rho},
+    )
+
+
+def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: InteractionProtocol) -> Iterator[Check]:
+    """What takes sketches: those that are stored against full features, and what the arrays tell by themselves."""
+    yield from _complement(subject, protocol)
+    if isinstance(kernels, GraspError):
+        yield from (missing(name, healthy, str(kernels)) for name, healthy in NAMES.items())
+    else:
+        arrays = subject.artifact.manifest.arrays
+        gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in _halves(subject)}
+        sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
+        yield from of_sketches(kernels, sketches, subject.weight_BN)
+    if isinstance(kernels, GraspError) or kernels.positions is None:
+        yield missing("opposed gradients", ALIGNED, _no_positions(kernels))
+    else:
+        yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
+    yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
+    for half in _halves(subject):
+        yield _rank(f"{half}_sketch", _sketch(subject, half))
+
+
+def _opposed(pairs: float, mass: float) -> Check:
+    return judged(
+        "opposed gradients",
+        f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
+        ALIGNED,
+        mass <= 0.05,
+        "these rows are no aligned pool: a penalty on the norm of their update would have no diminishing returns, "
+        "whatever sketch it is taken from",
+        {"pairs": pairs, "mass": mass},
+    )
+
+
+def _bound(found: measures.DirectSumBound) -> Check:
+    tight = found.largest / found.bound if found.bound else 1.0
+    right = found.off <= IDENTITY
+    advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
+    if not right:
+        advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
+    return judged(
+        "direct-sum bound",
+        f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
+        f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
+        "a mean gap of 0.1 or less, between kernels that lie in -1 to 1: rows are near enough to each other that the "
+        "direct sum stands for the product",
+        right and found.mean <= 0.1,
+        advice,
+        asdict(found) | {"tight": tight},
+    )
+
+
+def _rank(name: str, sketch_ND: F64) -> Check:
+    rank = measures.effective_rank(sketch_ND)
+    width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
+    return judged(
+        f"effective rank, {name.replace('_', ' ')}",
+        f"{rank:.1f} of {width}",
+        f"{max(1, width // 8)} or more",
+        rank >= width / 8,
+        "a few directions carry it: lower features.tau (hidden), raise features.epsilon (residual), or use a narrower "
+        "sketch; near-duplicate rows do it too",
+        {"rank": rank, "width": float(width)},
+    )
+
+
+def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Check]:
+    """Of each component of the protocol that bends V: sums of aligned kernels are aligned.
+
+    K_raw, K_pair and K_cent of subsets of one size bend V as ||sum phi_i||^2 of the stored sketches; K_self does not.
+    """
+    name = "pairs that complement"
+    bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
+    if not bent:
+        value = f"protocol {protocol.name} weighs no pairs of rows: gains add up"
+        yield judged(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+    for component, omega in bent.items():
+        half = component.split(".")[0]
+        lacking = {"hidden", "residual"} - set(_halves(subject)) if half == "joint" else {half} - set(_halves(subject))
+        if lacking:
+            why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
+            yield missing(f"{name}, {component}", ALIGNED, why)
+            continue
+        parts = [_sketch(subject, part) for part in (("hidden", "residual") if half == "joint" else (half,))]
+        sketch_ND = np.concatenate(parts, axis=1)
+        yield _complements(component, omega, *measures.negative_pairs(sketch_ND @ sketch_ND.T))
+
+
+def _complements(component: str, omega: float, pairs: float, mass: float) -> Check:
+    advice = "greedy selection by this protocol has no guarantee: read the bound that `grasp select` prints"
+    if component.startswith(("hidden", "joint")):
+        advice += "; hidden states are centred, so that about half of the pairs oppose whatever the rows are"
+    else:
+        advice += "; a narrow sketch gives small inner products a sign by chance: a wider one may be aligned"
+    if omega > 0:
+        advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
+    return judged(
+        f"pairs that complement, {component}",
+        f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
+        ALIGNED,
+        omega < 0 and mass <= 0.05,
+        advice,
+        {"pairs": pairs, "mass": mass, "omega": omega},
+    )

@@ -1,0 +1,427 @@
+"""Which rows look wrong to a trusted target.
+
+Shape letters: N rows, E units.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from grasp.arrays import F64, Bool
+from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.artifact.rows import label_column, only_target, row_places
+from grasp.build.modality import vision
+from grasp.build.provenance import BuildSource
+from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
+from grasp.corpus.row_store import RowStore
+from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.inspect.detection import (
+    Detection,
+    Threshold,
+    mean_ranks,
+    measure,
+    threshold,
+    threshold_like,
+    threshold_of_checked,
+)
+from grasp.inspect.neighbours import COMPARED, disagreement
+from grasp.predict.predictor import RowMoments
+from grasp.progress import Progress, Silent
+from grasp.results import Result
+from grasp.store.checksummed_parquet import sealed_batches
+from grasp.store.contents import readable_table
+from grasp.text import json_text
+from grasp.yaml_files import describe
+
+RECORD: Final = b"grasp.suspects"
+NEIGHBOURS = 10
+FALSE_POSITIVES = 0.01
+LISTED = 10
+LEAST_ROWS = 10  # fewer have no distribution to speak of
+SNIPPET = 240  # characters, where the artifact does not say how many it keeps
+SHOWN = 12  # rows of a detection in a report
+LARGEST = 160  # pixels of a picture's longer side
+Pair = tuple[int, int]  # unit, counted within the target; row
+
+
+@dataclass(frozen=True, slots=True)
+class DetectionRecord:
+    """What a table of suspects does not say by itself; its metadata hold it as JSON."""
+
+    target: str
+    ranking: str  # the score that ranks
+    headline: str
+    corpus: str  # fingerprint
+    made_from: dict[str, str]
+    rows: int
+    threshold: Threshold
+    detections: dict[str, Detection]  # of each score, where there is a truth
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Suspects(Result):
+    """All rows, the most suspicious first.
+
+    Attributes:
+        table: rank, row_id, flagged, and each score (higher is more suspicious, the last one ranks). Its metadata hold
+            `record`.
+        shown: the first rows with their label, and their text.
+        scores: by name, (N,), in the order of the artifact's rows.
+    """
+
+    record: DetectionRecord
+    shown: pa.Table
+    scores: Mapping[str, F64]
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        rows = [
+            [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in self.shown.to_pylist()
+        ]
+        return list(self.shown.column_names), rows
+
+    def _below(self) -> Sequence[str]:
+        return self.notes
+
+
+def detect(
+    artifact: ArtifactReader,
+    target: str | None = None,
+    *,
+    label: str | None = None,
+    top: int = LISTED,
+    false_positives: float = FALSE_POSITIVES,
+    clean: str | None = None,
+    truth: str | None = None,
+    k: int | None = None,
+    neighbours: int | None = None,
+    match: str | None = None,
+    progress: Progress | None = None,
+) -> Suspects:
+    """Find rows that look wrong to a target you trust.
+
+    Mislabelled, poisoned or misleading rows teach little of what a trusted target asks, and look like rows with
+    another label.
+
+    In Python the result has three scores. `relevance` is minus the mean relevance to the units, each standardised over
+    the rows. Where rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
+    another label, and `fused` the mean of the two ranks. A trusted unit that is itself a row is an error.
+
+    Args:
+        target: target that is asked about. Default: the only one.
+        label: column whose values may be wrong. Default: the class of images, if any.
+        top: rows to show.
+        false_positives: share of right rows that may be flagged by mistake.
+        clean: column that is true for rows checked to be right: they set the threshold.
+        truth: column that is true for rows known to be wrong: how many are found?
+        k: first rows that are counted. Default: as many as are wrong.
+        neighbours: nearest rows whose labels are compared. Default: 10.
+        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled
+            where it is not built.
+    Raises:
+        ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
+        SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or
+            everything is planted.
+    Memory: a few numbers a row, the hidden sketch where there are labels, and blocks of relevance.
+    """
+    target = only_target(artifact, target)
+    if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
+        label = CLASS_LABEL
+    if top < 0:
+        raise SettingsError(f"top: got {top}, expected 0 or more")
+    if k is not None and truth is None:
+        raise SettingsError("k: no meaning without truth; leave it out")
+    if neighbours is not None and label is None:
+        raise SettingsError("neighbours: no meaning without a label; leave it out")
+    if neighbours is not None and not 1 <= neighbours < COMPARED:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {COMPARED}")
+    if k is not None and not 1 <= k <= artifact.n_rows:
+        raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
+    if artifact.n_rows < LEAST_ROWS:
+        raise SettingsError(
+            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
+            "against the others; build it on more, or read them"
+        )
+    array = relevance_array(artifact, match)
+    right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
+    truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
+    progress = progress or Silent()
+
+    copies, not_compared = exact_copies(artifact, target)
+    if copies:
+        first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
+        names = artifact.rows(first)["row_id"].to_pylist()
+        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
+        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
+        more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
+        raise ArtifactError(
+            f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
+            f"of the corpus: {listed}{more}; take them out of one of the two and build again"
+        )
+    notes = [] if not_compared is None else [not_compared]
+
+    relevance_N = np.empty(artifact.n_rows)
+    for start, score_NE in standardised_blocks(artifact, array, target, progress):
+        relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
+    scores = {"relevance": relevance_N}
+    if label is not None:
+        column = label_column(artifact, label)
+        label = column.name  # as the corpus spells it
+        code_N = column.codes_N.astype(np.int64)
+        if None in column.values:  # rows without a label are each alone
+            none_N = np.flatnonzero(code_N == column.values.index(None))
+            code_N[none_N] = len(column.values) + np.arange(len(none_N))
+        _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
+        k_nearest = neighbours or NEIGHBOURS
+        near = disagreement(sketch_ND, code_N, k_nearest, progress)
+        alone = int(near.alone_N.sum())
+        if near.share_N.min() == near.share_N.max():  # it tells no row from another
+            why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
+            notes.append(f"{why}: geometry says nothing, rows are ranked by relevance alone")
+        else:
+            scores |= {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}
+            if alone:
+                notes.append(f"{alone} rows are alone with their {label}: geometry says nothing of them")
+            if near.found < 1:
+                notes.append(
+                    f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.found:.0%} of "
+                    f"the {k_nearest} nearest were found"
+                )
+
+    ranking, ranking_N = list(scores.items())[-1]
+    if right_N is not None:
+        try:
+            cut = threshold_of_checked(ranking_N, right_N, false_positives)
+        except SettingsError as err:
+            raise SettingsError(f"clean {clean}: {err}") from err
+    else:
+        cut = threshold(relevance_N, false_positives)
+        if ranking != "relevance":
+            cut = threshold_like(ranking_N, cut)
+    expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
+    headline = f"{cut.n_flagged:,} suspects by {ranking}; chance would flag {expected}."
+    if not cut.beyond_chance:
+        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than chance flags ({expected})."
+    record = DetectionRecord(
+        target=target,
+        ranking=ranking,
+        headline=headline,
+        corpus=artifact.manifest.fingerprints.get("corpus", ""),
+        made_from=made_from(artifact, target),
+        rows=artifact.n_rows,
+        threshold=cut,
+        detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
+        notes=(*notes, "scores speak against a row: the higher, the more suspicious", *cut.notes),
+    )
+    order_N = np.argsort(-ranking_N, kind="stable")
+    row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
+    table = pa.table(
+        {
+            "rank": np.arange(1, artifact.n_rows + 1),
+            "row_id": row_ids.take(pa.array(order_N)),
+            "flagged": (ranking_N > cut.value)[order_N],
+            **{name: score_N[order_N] for name, score_N in scores.items()},
+        }
+    )
+
+    # the first rows as people read them
+    head, rows = table.slice(0, top), artifact.rows(order_N[:top])
+    yes = "yes" if cut.beyond_chance else "by chance?"
+    shown = {name: head[name] for name in ("rank", ranking)}
+    shown |= {"flagged": [yes if flag else "no" for flag in head["flagged"].to_pylist()], "row_id": head["row_id"]}
+    shown |= {} if label is None else {label: rows[label]}
+    return Suspects(
+        table.replace_schema_metadata({RECORD: json_text(asdict(record), indent=None)}),
+        record.headline,
+        record.notes,
+        record=record,
+        shown=pa.table(shown | {"text": rows["snippet"]}),
+        scores=scores,
+    )
+
+
+def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
+    """Array of a kernel of relevance; None: token where it is built, else pooled."""
+    return artifact.relevance_name(match or ("token" if RELEVANCE["token"] in artifact.array_names else "pooled"))
+
+
+def standardised_blocks(
+    artifact: ArtifactReader, array: str, target: str, progress: Progress
+) -> Iterator[tuple[int, F64]]:
+    """First row and (N, E) of every block: relevance to the units of a target, each standardised over all rows.
+
+    Two passes over blocks: moments of every unit, then its standardised scores. Memory: one block.
+    """
+    columns, n_rows = artifact.unit_columns(target), artifact.n_rows
+    progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
+    moments = RowMoments()
+    for _, block in artifact.array_blocks(array, columns=columns):
+        moments.add(block)
+        progress.advance(len(block), 0)
+    scale_E = moments.spread.inverse_E
+    for start, block in artifact.array_blocks(array, columns=columns):
+        yield start, (block - moments.mean_E) * scale_E
+        progress.advance(len(block), 0)
+
+
+def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
+    """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
+    digest = hashlib.blake2b(digest_size=16)
+    for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
+        if unit["target"] == target:
+            digest.update(repr(tuple(unit.values())).encode())
+    features = json.dumps(artifact.feature_settings, sort_keys=True, default=str).encode()
+    fingerprints = {what: artifact.manifest.fingerprints.get(what, "") for what in ("corpus", "model")}
+    return fingerprints | {
+        "features": hashlib.blake2b(features, digest_size=8).hexdigest(),
+        f"units of {target}": digest.hexdigest() if target in artifact.targets else "none",
+    }
+
+
+# --------------------------------------------------------------- rows that are a trusted unit, to the letter
+
+
+def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str | None]:
+    """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
+
+    Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
+
+    Returns:
+        The pairs, by unit, then row; and what could not be compared, in words.
+    """
+    units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
+    if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
+        if units[0].get(HASH_LABEL) is None:
+            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; build it again with this version")
+        hashes = [unit[HASH_LABEL] for unit in units]
+        return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
+    limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
+    n_cut = 0
+
+    def whole() -> Iterator[list[str]]:
+        nonlocal n_cut
+        for text in _values(artifact, "snippet"):
+            is_whole = text is not None and len(text) < limit
+            n_cut += not is_whole
+            yield [text] if is_whole else []
+
+    found = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
+    note = None
+    try:
+        found |= _by_tokens(BuildSource(artifact), units)
+    except GraspError as err:
+        if n_cut:
+            note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
+    return sorted(found), note
+
+
+def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
+    """A unit's tokens as one text, and as prompt and completion apart."""
+    rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
+    assert isinstance(rows, RowStore)
+    prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
+    joined = encode([unit["prompt"] + unit["completion"] for unit in units])
+    apart = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    keys = [_pieces(ids, eos_id) for ids in (*joined, *apart)]
+    single = [own[0] if len(own) == 1 else b"" for own in keys]
+    shards = (rows.shard(k) for k in range(rows.n_shards))
+    row_keys = (_pieces(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
+    return {(unit % len(units), row) for unit, row in _pairs(single, row_keys)}
+
+
+def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
+    """What stands between end-of-text tokens: documents that were packed into one row come apart."""
+    ids_L = np.asarray(ids, dtype=np.int32)
+    ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
+    inside_L = np.delete(ids_L, ends)
+    return [piece.tobytes() for piece in np.split(inside_L, ends - np.arange(len(ends))) if len(piece)]
+
+
+def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
+    """(unit, row) of every row of which a key is a unit's; empty keys are nobody's."""
+    places: dict[Any, list[int]] = {}
+    for unit, key in enumerate(unit_keys):
+        if key:
+            places.setdefault(key, []).append(unit)
+    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
+
+
+# ------------------------------------------------------------- what `grasp detect --out` wrote, read back and proved
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSuspects:
+    """A detection with the rows that are shown: lines of its table, and of the row table, with labels and a PNG."""
+
+    record: DetectionRecord
+    lines: tuple[Mapping[str, Any], ...]
+    rows: tuple[Mapping[str, Any], ...]
+    labels: tuple[str, ...]
+    pictures: tuple[bytes | None, ...]  # none: rows are texts, or the artifact keeps no images
+
+
+def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
+    """The first rows of a table that `grasp detect --out` wrote of this artifact."""
+    written = "the .parquet that grasp detect --out writes"
+    with readable_table(f"--detect: {path}", SettingsError, written):
+        metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
+        batch = None
+        for part in sealed_batches(path):  # all of it is proven
+            batch = part.slice(0, SHOWN) if batch is None else batch
+    if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
+        raise SettingsError(f"--detect: {path} does not say what was detected; expected {written}")
+    try:
+        record = TypeAdapter(DetectionRecord).validate_json(metadata)
+    except ValidationError as err:
+        raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {written}") from err
+    own = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
+    theirs = record.made_from | {"rows": str(record.rows)}
+    if others := [what for what in own if own[what] != theirs.get(what)]:
+        listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
+        raise SettingsError(f"--detect: {path} was made from another artifact: {listed}; run grasp detect on this one")
+    lines = batch.to_pylist()
+    places = row_places(artifact, [line["row_id"] for line in lines])
+    if strange := [line["row_id"] for line in lines if line["row_id"] not in places]:
+        raise SettingsError(f"--detect: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
+    index = np.array([places[line["row_id"]] for line in lines], dtype=np.int64)
+    pictures: Sequence[bytes | None] = [None] * len(index)
+    if BuildSource(artifact).has_images:
+        pictures = vision().row_pictures(artifact, index, LARGEST)
+    return ShownSuspects(
+        record,
+        tuple(lines),
+        tuple(artifact.rows(index).to_pylist()),
+        tuple(label for label in labels if label != HASH_LABEL),
+        tuple(pictures),
+    )
+
+
+# --------------------------------------------------------------------------------- columns of the row table
+
+
+def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
+    """Of every row, some at a time."""
+    for batch in artifact.row_batches([name]):
+        yield from batch.column(0).to_pylist()
+
+
+def _yes_or_no(artifact: ArtifactReader, name: str, argument: str) -> Bool:
+    """A column of true and false, or 1 and 0, in every row."""
+    values = list(_values(artifact, name))
+    for i, value in enumerate(values):
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            row = artifact.rows(np.array([i]))["row_id"][0].as_py()
+            raise SettingsError(
+                f"{argument} {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
+                "false, or 1 or 0, in every row; fill the column in and build again"
+            )
+    return np.array(values, dtype=np.bool_)

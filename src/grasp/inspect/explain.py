@@ -1,0 +1,305 @@
+"""Why does a row count for a target? Its effect, taken apart into what each of its tokens adds.
+
+A row's effect is sum_m share_m (a_im - mean a_m) over the protocol's kernels m, and a_im a mean over positions of the
+row and of the units. So every position of the row, and every position of a unit, has a part in it, and the parts add
+up. They are computed anew from the model, for one row at a time: the build's own kernels take a relevance apart when
+every position is handed to them as a row, or as a unit, of its own:
+
+    a_{i,e} = 1/|P_i| sum_{t in P_i} a_{t,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} a_{t,s}
+
+The pooled kernel, a = R sgn(H) log(1 + |H|), is no sum over pairs, since H is damped as a whole. It is linear in the
+residuals: a position counts by its share in R, times the damped H of the whole row with the whole unit.
+Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from grasp.arrays import F64, I64
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import only_target, row_index
+from grasp.build.add_targets import kernels
+from grasp.build.backward import examples_of
+from grasp.build.modality import Pictured, vision
+from grasp.build.provenance import BuildSource
+from grasp.build.score_shard import PositionBatch, forward_units
+from grasp.corpus.row_store import RowStore
+from grasp.inspect.explanation import EffectParts, Explanation, joined_words
+from grasp.inspect.rescoring import reopened
+from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
+from grasp.models.forward_pass import BatchFeatures, forward_passes, position_mask
+from grasp.models.residuals import PooledFeatures, SparseResidual, pool
+from grasp.models.sampled_gradients import Example
+from grasp.predict.predictor import Predictor, additive_predictor
+from grasp.predict.scoring_rule import ScoringProtocol
+
+KEPT_PAIRS = 100
+ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
+OWN_SCALE = "effects on one question are on its own scale: compare them with those of other rows on this question"
+POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
+
+
+def explain(
+    artifact: ArtifactReader,
+    target: str | None,
+    row: str,
+    *,
+    unit: str | None = None,
+    match: str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> Explanation | Pictured:
+    """Why does a row count for a target? Shows what each of its words adds.
+
+    With `unit` the answer's words as well, and which word of the row bears on which of the answer; without it the
+    questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
+    the trusted images that it bears on most.
+
+    In Python make one `Explainer` for many rows.
+
+    Args:
+        target: target that is asked about. Default: the only one.
+        row: row to explain, by its row_id.
+        unit: one question of the target, by its unit_id.
+        match: by one kernel: gradient, token, input, neighbour, shift, tilt or pooled.
+        protocol: protocol to predict with. Default: the one that ships.
+        own: settings of the user: code that the artifact was built with is run only if they name it as well.
+    Raises:
+        SettingsError: no such row.
+        ProtocolError: no such target, unit or kernel.
+        ArtifactError: rows were not kept, or model or corpus are not those of the build.
+        ModelError: the model is not where it was.
+    """
+    return Explainer(artifact, own).explain(target, row, unit=unit, match=match, protocol=protocol)
+
+
+class Explainer:
+    """Model and rows of an artifact, opened once, when the first row is explained."""
+
+    def __init__(self, artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> None:
+        self.artifact = artifact
+        self._own = own
+        self._asked: tuple[Any, _Question] | None = None
+
+    @cached_property
+    def _origin(self) -> BuildSource:
+        return reopened(self.artifact, self._own)
+
+    def explain(
+        self,
+        target: str | None,
+        row: str,
+        *,
+        unit: str | None = None,
+        match: str | None = None,
+        protocol: ScoringProtocol | Path | str | None = None,
+    ) -> Explanation | Pictured:
+        """See `explain`."""
+        artifact = self.artifact
+        if BuildSource(artifact).has_images:
+            (found,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+            return found
+        target = only_target(artifact, target)
+        if match is not None:
+            artifact.relevance_name(match)  # or it says what there is
+        index = int(row_index(artifact, [row])[0])
+        asked = target, unit, match, protocol
+        if self._asked is None or self._asked[0] != asked:
+            predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
+            self._asked = asked, _Question(self._origin, predictor, by_position=unit is not None)
+        return self._asked[1].explanation(index, row)
+
+
+class _Question:
+    """One target, or one unit of it, with the kernels made ready for it.
+
+    Of one unit the columns C of the kernels are its S positions, each as if it were a unit; the kernels of positions
+    then lack the factor 1/S.
+    """
+
+    def __init__(self, origin: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
+        assert isinstance(origin.model, ReferenceModel)
+        assert isinstance(origin.rows, RowStore)
+        self.artifact, self.model, self.rows = origin.artifact, origin.model, origin.rows
+        self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
+        self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
+        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
+        features = forward_units(self.model, self.unit_tokens, self.units["unit_id"].to_pylist(), self.settings)
+        self.n_columns, self.n_positions = len(self.units), 1
+        if by_position:
+            n = self.n_columns = self.n_positions = len(features.positions.row_P)
+            at, device = features.positions, features.positions.row_P.device
+            used_S = position_mask(self.settings.pooling, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].to(device)
+            (example,) = features.examples
+            places = np.arange(len(example.input_ids))
+            features = replace(
+                features,
+                examples=tuple(Example(example.input_ids, labelled=places == place) for place in places[-n:]),
+                pooled=self._shares(features.pooled, at.hidden_PH, at.residual, used_S),
+                positions=replace(at, row_P=torch.arange(n, device=device), n_rows=n),
+                loss_E=np.repeat(features.loss_E, n),
+            )
+        self.token, self.pooled = kernels(self.artifact, features, self.settings, self.model)
+
+    def _shares(
+        self, whole: PooledFeatures, hidden_PH: Tensor, residual: SparseResidual, used_P: Tensor
+    ) -> PooledFeatures:
+        """Every position of one row, as a row with its share in the pooled residual, and the pooled hidden state."""
+        n = len(hidden_PH)
+        own_PV = pool(hidden_PH, residual, torch.arange(n, device=hidden_PH.device), n, self.model.vocab_size)
+        share_P = used_P.float().cpu().numpy() / float(used_P.sum())
+        residual_PV = csr_array(own_PV.residual_NV.multiply(share_P[:, None]))
+        return PooledFeatures(np.repeat(whole.hidden_NH, n, axis=0), residual_PV)
+
+    def _by_position(self, batch: BatchFeatures, token_P: I64, example: Example) -> Iterator[tuple[str, I64, F64]]:
+        """What the tokens of a row add to its relevance: kernel, (n,) tokens, (n, C); some positions at a time.
+
+        Args:
+            batch: features at the positions of the kernels: first those of the pooled one, then of the others.
+            token_P: the token that each of all these predicts, by its place in the row.
+        """
+        of_pooled, predicted = (token_P[chosen.cpu().numpy()] for chosen in batch.chosen)
+        if self.pooled.units is not None:
+            hidden_PH, residual, row_P = batch.take(0)
+            whole = pool(hidden_PH, residual, row_P, 1, self.model.vocab_size)
+            shares = self._shares(whole, hidden_PH, residual, row_P == 0)
+            yield "pooled", of_pooled, self.pooled.relevance(shares)["relevance_pooled"].astype(np.float64)
+        if self.token is None:
+            return
+        if self.token.gradient is not None:
+            kernel = self.token.gradient
+            added_LC = example.labels * kernel.gradients.by_position(example, kernel.side_EK)
+            # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
+            yield "gradient", np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
+        every = PositionBatch.from_batch(batch, 1)
+        for start in range(0, len(predicted), BATCH_ROWS):
+            some = slice(start, start + BATCH_ROWS)
+            tokens = predicted[some]
+            alone = PositionBatch(
+                every.hidden_PH[some],
+                every.residual.at(some),
+                torch.arange(len(tokens), device=every.row_P.device),
+                every.input_P[some],
+                len(tokens),
+            )
+            for name, part_PC in self.token.apply(alone).items():
+                mean_PC = part_PC.astype(np.float64) / (len(predicted) * self.n_positions)
+                yield name.removeprefix("relevance_"), tokens, mean_PC
+
+    def explanation(self, index: int, row: str) -> Explanation:
+        """Why one row counts."""
+        shard = self.rows.rows(np.array([index]))
+        parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
+        specs = self.settings.pooling, self.settings.token_positions
+        ((_, batch),) = forward_passes(self.model, shard, specs, self.settings.top_k)
+        _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
+        used_L = torch.stack([position_mask(spec, labelled_BL) for spec in specs]).any(dim=0)[0]
+        token_P = used_L.nonzero()[:, 0].numpy() + 1
+        (example,) = examples_of(shard, self.settings)
+
+        # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
+        added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
+        added_C = np.zeros(self.n_columns)
+        pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
+        for name, tokens, part_PC in self._by_position(batch, token_P, example):
+            if name in added_L:
+                weighted_PC = part_PC * parts.weights[name]
+                added_L[name][tokens] += weighted_PC.sum(axis=1)
+                added_C += weighted_PC.sum(axis=0)
+                if self.by_position:
+                    pair_LC[tokens] += weighted_PC.astype(np.float32)
+        here = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
+        stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in here}
+        total = sum(here.values())
+        gap = total + parts.average - parts.effect
+
+        # a token without a part in a loss has no number
+        has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
+        has_part_L[token_P] = True
+        columns = {"contribution": np.sum(list(added_L.values()), axis=0), **added_L}
+        pieces = self.model.tokenizer.pieces
+        table = pa.table(
+            {"position": np.arange(shard.n_tokens), "text": pieces(shard.ids(0).tolist())}
+            | {name: pa.array(by_token_L, mask=~has_part_L) for name, by_token_L in columns.items()}
+        )
+
+        target, notes = self.predictor.targets[0], []
+        where, unit, questions, answer, pairs = target, None, None, None, None
+        if self.by_position:  # the unit's tokens, and what those that carry loss received
+            unit, (tokens_of_unit,) = self.units["unit_id"][0].as_py(), self.unit_tokens
+            where = f"{unit} of {target}"
+            received_L = np.concatenate([np.full(tokens_of_unit.first, np.nan), added_C])
+            answer = pa.table(
+                {
+                    "position": np.arange(len(received_L)),
+                    "text": pieces(tokens_of_unit.input_ids.tolist()),
+                    "received": pa.array(received_L, from_pandas=True),
+                }
+            )
+            pairs = _strongest(pair_LC, table, answer, tokens_of_unit.first)
+            notes.append(OWN_SCALE)
+        else:  # what the row adds to each question, the most helped first
+            questions = self.units.select(["unit_id", "prompt", "completion"])
+            questions = questions.append_column("contribution", pa.array(added_C))
+            questions = questions.take(pa.array(np.argsort(-added_C, kind="stable")))
+            adds_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+            if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
+                share = f"{questions['unit_id'][0].as_py()} alone gets {adds_E[0] / adds_E.sum():.0%} of the help"
+                notes.append(f"{share}: the effect on the target rests on it")
+        if len(here) > 1:
+            notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in here.items()))
+        if "pooled" in here:
+            notes.append(POOLED)
+        if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
+            notes.append(
+                f"the words add up to {gap:+.2g} more than the artifact holds: another device or dtype than the "
+                "build's, or a target that was added with a max_length of its own"
+            )
+        else:
+            notes.append(f"the words add up to what the artifact holds, to {abs(gap):.1g}")
+        return Explanation(
+            table,
+            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
+            f"{-parts.average:+z.3f} is taken off",
+            (*notes, f"protocol {self.predictor.protocol.name}"),
+            row_id=row,
+            target=target,
+            unit_id=unit,
+            effect=parts.effect,
+            average=parts.average,
+            gap=gap,
+            kernels=pa.table(
+                {"kernel": list(here), "contribution": list(here.values()), "stored": list(stored.values())}
+            ),
+            answer=answer,
+            pairs=pairs,
+            questions=questions,
+            prompt=self.units["prompt"][0].as_py() if self.by_position else "",
+        )
+
+
+def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
+    """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
+    row_words, starts = joined_words(row["text"].to_pylist())
+    answer_words, heard = joined_words(answer["text"].to_pylist()[first:])
+    pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
+    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:KEPT_PAIRS], pair_WC.shape)
+    return pa.table(
+        {
+            "row_position": starts[places],
+            "row_text": [row_words[place] for place in places],
+            "answer_position": heard[columns] + first,
+            "answer_text": [answer_words[column] for column in columns],
+            "contribution": pair_WC[places, columns],
+        }
+    )

@@ -1,0 +1,265 @@
+"""Is an artifact fit for what it is used for? Each check has a healthy value, and what to change when it is not.
+
+Shape letters: N rows of the sample, B subsets, D sketch width.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.api.evaluate import agreement
+from grasp.arrays import F64
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.provenance import BuildSource
+from grasp.build.score_shard import forward_shard
+from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.inspect import health_metrics as measures
+from grasp.inspect.health_metrics import Check, judged, missing
+from grasp.inspect.rescoring import (
+    SampleFeatures,
+    environment_subsets,
+    features_alone,
+    redrawn,
+    reopened,
+    sample_features,
+    sample_rows,
+)
+from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
+from grasp.results import Result
+from grasp.runs.alignment import runs_beside
+from grasp.runs.retrained import Environment
+from grasp.runs.table import RunTable
+from grasp.seeds import stream
+from grasp.text import json_text, plain
+
+T = TypeVar("T")
+
+MIN_ROWS = 8
+ALONE_ROWS = 16
+BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
+ENVIRONMENT = "70% of pairs or more in order"
+SMALL_TAIL = "at most 20%"
+STEADY = 0.95
+STEADY_RANKS = "ranks of rows agree 0.95 or more for every target"
+SPREAD = "half of the units have at most 20% of their squared relevance in one row"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Checks(Result):
+    """Whether an artifact is fit for what a protocol uses of it.
+
+    Attributes:
+        table: check, verdict (healthy, look, or not measured), number (what the verdict is about), measured, healthy
+            (what a healthy value is), advice.
+        checks: the same, each with all its numbers.
+        source: where full features came from: kept features, the model, or nothing.
+    """
+
+    checks: tuple[Check, ...]
+    source: str
+
+    def __repr__(self) -> str:
+        lines = [self.headline]
+        for one in self.checks:
+            lines += [plain(f"[{one.verdict}] {one.name}: {one.measured}")]
+            lines += ["    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}")]
+        return "\n".join([*lines, *map(plain, self.notes)])
+
+    def to_json(self) -> str:
+        """All checks with their numbers."""
+        data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(one) for one in self.checks]}
+        return json_text(data)
+
+
+TOLD = {"look": "need a look", "not measured": "were not measured"}
+
+
+def check(
+    artifact: ArtifactReader,
+    *,
+    runs: Environment | RunTable | Path | str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    rows: int = 256,
+    subsets: int = 64,
+    seed: int = 0,
+    own: Mapping[str, Any] | None = None,
+) -> Checks:
+    """Check the approximations that a protocol uses, on a sample of the artifact's own rows and of subsets of them.
+
+    Args:
+        runs: retrained subsets; then also whether predictions order them rightly.
+        protocol: what selects, and what predicts in the runs; None: the one that ships. Sketches are checked where it
+            has components, the pooled kernel where it counts that.
+        rows: rows of the sample; memory is rows^2 numbers and their full features.
+        subsets: that K is compared on: of the runs, as far as they are in the sample, else halves of the sample.
+        own: settings of the user: code that the artifact was built with is run only if they name it as well.
+    Raises:
+        SettingsError: fewer than 8 rows or 3 subsets.
+        GraspError: the runs do not belong to the artifact.
+    """
+    if rows < MIN_ROWS or subsets < 3:
+        raise SettingsError(f"check: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
+    index = sample_rows(artifact, rows, seed)
+    if len(index) < MIN_ROWS:
+        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
+    environment = None if runs is None else runs_beside(artifact, runs)
+    if environment is None:
+        generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
+        weight_BN = np.zeros((subsets, len(index)))
+        for weight_N in weight_BN:
+            weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
+    else:
+        weight_BN = environment_subsets(artifact, environment, index, subsets)
+        compared = f"subsets of {environment.name} as far as they are among them"
+    origin = _or_error(lambda: reopened(artifact, own))
+    features = _or_error(lambda: sample_features(artifact, index, origin))
+    subject = Subject(artifact, index, weight_BN, origin, features)
+    chosen = as_protocol(protocol)
+    weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
+
+    checks = []
+    for kernel in weighed:  # over all rows
+        share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
+        middle, most = float(np.median(share_E)), int(share_E.argmax())
+        worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
+        checks.append(
+            judged(
+                f"tail, {kernel}",
+                f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
+                f"{share_E[most]:.0%} of {worst}",
+                SPREAD,
+                middle <= 0.2,
+                f"a ranking by {kernel} hangs on single rows: look at the best row of a unit, give a target more "
+                "units, or weigh less by how rarely a token was seen (features.alpha: 0.5)",
+                {"median": middle, "most": float(share_E[most])},
+            )
+        )
+    checks.append(_draw(subject, chosen, seed))
+    if isinstance(features, GraspError):
+        checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
+    else:
+        share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
+        checks.append(
+            judged(
+                "residual beyond top-k",
+                f"{share:.1%} of its absolute mass",
+                SMALL_TAIL,
+                share <= 0.2,
+                f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
+                {"share": share},
+            )
+        )
+    checks.append(_batches(subject))
+    if environment is None:
+        checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
+    else:
+        for points in agreement(artifact, environment, chosen).points:
+            found = measures.stability(points.predicted_B, points.realized_B)
+            checks.append(
+                judged(
+                    f"ranking stability, {points.target}",
+                    f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
+                    f"{found.certain:.0%}",
+                    ENVIRONMENT,
+                    found.accuracy >= 0.7,
+                    "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell "
+                    "noise from error",
+                    asdict(found),
+                )
+            )
+    if chosen.interacts or "pooled" in weighed:
+        checks += geometry().checks(subject, chosen)
+
+    counts = Counter(one.verdict for one in checks)
+    table = pa.table(
+        {
+            "check": [one.name for one in checks],
+            "verdict": [one.verdict for one in checks],
+            "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
+            "measured": [one.measured for one in checks],
+            "healthy": [one.healthy for one in checks],
+            "advice": [one.advice for one in checks],
+        }
+    )
+    headline = f"{counts['healthy']} of {len(checks)} checks are healthy"
+    headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
+    source = "nothing" if isinstance(features, GraspError) else features.source
+    notes = (f"{len(index)} rows, {len(weight_BN)} {compared}, full features from {source}",)
+    return Checks(table, f"{headline}.", notes, checks=tuple(checks), source=source)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The artifact, the sample, and what could be had of its features."""
+
+    artifact: ArtifactReader
+    index: NDArray[np.int64]
+    weight_BN: F64
+    origin: BuildSource | GraspError
+    features: SampleFeatures | GraspError
+
+    def array(self, name: str) -> F64:
+        """One array of the sample, (n, width)."""
+        return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
+
+
+def _or_error(get: Callable[[], T]) -> T | GraspError:
+    try:
+        return get()
+    except GraspError as err:
+        return err
+
+
+def _batches(subject: Subject) -> Check:
+    healthy = "rounding of the model's dtype: at most 1e-4 in float32"
+    if isinstance(subject.origin, GraspError):
+        return missing("batch invariance", healthy, str(subject.origin))
+    index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
+    rows, model = subject.origin.rows.rows(index), subject.origin.model
+    together = forward_shard(model, rows, subject.origin.settings.features, None).pooled
+    alone = features_alone(subject.origin, index)
+    spread = float(np.abs(alone.hidden_NH - alone.hidden_NH.mean(axis=0)).mean()) or 1.0
+    hidden = float(np.abs(alone.hidden_NH - together.hidden_NH).max()) / spread
+    residual = float(abs(alone.residual_NV - together.residual_NV).max())
+    worst = max(hidden, residual)
+    kind = str(model.dtype).removeprefix("torch.")
+    allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
+    return judged(
+        "batch invariance",
+        f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
+        f"at most {allowed:.0e}",
+        worst <= allowed,
+        "build with model.dtype: float32; if it is that already, the model mixes the rows of a batch (batch "
+        "normalisation in training mode, attention over padding)",
+        {"hidden": hidden, "residual": residual},
+    )
+
+
+def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
+    """The moments drawn again, twice."""
+    name = "moments drawn again"
+    for part in (subject.origin, subject.features):
+        if isinstance(part, GraspError):
+            return missing(name, STEADY_RANKS, str(part))
+    assert isinstance(subject.origin, BuildSource)
+    assert isinstance(subject.features, SampleFeatures)
+    try:
+        agreed, positions = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
+    except ArtifactError as err:
+        return missing(name, STEADY_RANKS, str(err))
+    worst = min(agreed, key=agreed.__getitem__)
+    return judged(
+        name,
+        f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
+        f"{len(agreed)} targets, between two samples of {positions:,} positions",
+        STEADY_RANKS,
+        agreed[worst] >= STEADY,
+        "another draw would rank otherwise: raise features.moment_positions, or take a larger corpus",
+        {"ranks": agreed[worst]} | agreed,
+    )

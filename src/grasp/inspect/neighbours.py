@@ -1,0 +1,124 @@
+"""Do the rows most like a row have its label?
+
+Shape letters: N rows, D sketch width, Q rows a block, M rows that these are compared with, K neighbours, C cells (or
+rows that are checked).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.arrays import F32, F64, I64, Bool
+from grasp.progress import Progress, Silent
+from grasp.seeds import stream
+
+COMPARED: Final = 20_000  # rows that a row is compared with: all of a smaller corpus, else those of the nearest cells
+CELLS_COMPARED: Final = 80  # that these lie in
+MOST_CELLS: Final = 4_096  # more would take longer to tell apart than their rows to compare
+SAMPLED: Final = 10  # rows a cell, whose means the centres of the cells are
+CHECKED_ROWS: Final = 200  # whose neighbours by cells are held against the exact ones
+QUERIES: Final = 512
+BLOCK: Final = 16  # columns of which the largest is looked for at once
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """How far the labels round a row are others than its own."""
+
+    share_N: F64
+    alone_N: Bool  # rows that are alone with their label: these get the median share, an opinion neither way
+    found: float  # share of the nearest neighbours that were found
+
+
+def disagreement(
+    feature_ND: NDArray[np.floating], label_N: I64, k: int, progress: Progress | None = None
+) -> Disagreement:
+    """Share of a row's k nearest other rows, by cosine, that have another label, each counted by its similarity.
+
+    Up to COMPARED rows neighbours are exact. Beyond, rows fall into cells round rows drawn at random, and those of a
+    cell are compared with COMPARED rows of the cells nearest to it: O(N COMPARED D). Memory: the features as float32
+    twice, and one block of cosines.
+    """
+    progress = progress or Silent()
+    unit_ND = _normalised(np.array(feature_ND, np.float32))
+    n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
+    share_N, hits, checked_N = np.zeros(n_rows), 0.0, np.zeros(n_rows, dtype=np.bool_)
+    checked_N[:: max(1, n_rows // CHECKED_ROWS)] = n_rows > COMPARED
+    progress.stage("neighbours", rows=n_rows, tokens=None)
+    cosines = np.empty((QUERIES, COMPARED), dtype=np.float32)
+    for row_N, other_M in _cells(unit_ND) if k else ():
+        other_MD = unit_ND[other_M]
+        for start in range(0, len(row_N), QUERIES):
+            row_Q = row_N[start : start + QUERIES]
+            cosine_QM = np.matmul(unit_ND[row_Q], other_MD.T, out=cosines[: len(row_Q), : len(other_M)])
+            cosine_QM[other_M == row_Q[:, None]] = -np.inf
+            best_QK = _largest(cosine_QM, k)
+            cosine_QK = np.take_along_axis(cosine_QM, best_QK, axis=1)
+            weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
+            other_QK = label_N[other_M[best_QK]] != label_N[row_Q, None]
+            share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
+            if (checked_Q := checked_N[row_Q]).any():  # how many are as near as the exact k nearest; copies are alike
+                row_C = row_Q[checked_Q]
+                exact_CN = unit_ND[row_C] @ unit_ND.T
+                exact_CN[np.arange(len(row_C)), row_C] = -np.inf
+                least_C = np.partition(exact_CN, -k, axis=1)[:, -k]
+                hits += float((cosine_QK[checked_Q] >= least_C[:, None] - 1e-6).mean(axis=1).sum())
+            progress.advance(len(row_Q), 0)
+    alone_N = np.bincount(label_N)[label_N] == 1
+    if alone_N.any() and not alone_N.all():
+        share_N[alone_N] = np.median(share_N[~alone_N])
+    return Disagreement(share_N, alone_N, hits / checked_N.sum() if checked_N.any() else 1.0)
+
+
+def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
+    """Rows that lie together, and the rows that these are compared with, nearest cells first.
+
+    The rows of a cell are in random order: of a cell that is cut, such as one of many copies, a random part is left.
+    """
+    n_rows = len(unit_ND)
+    if n_rows <= COMPARED:
+        yield np.arange(n_rows), np.arange(n_rows)
+        return
+    order_N = stream(0, "neighbours").permutation(n_rows)
+    centre_CD = unit_ND[order_N[: min(n_rows * CELLS_COMPARED // COMPARED, MOST_CELLS)]]
+    sample_ND = unit_ND[order_N[: SAMPLED * len(centre_CD)]]
+    nearest_N = _nearest_centre(sample_ND, centre_CD)
+    np.add.at(centre_CD, nearest_N, sample_ND)
+    cell_N = _nearest_centre(unit_ND, _normalised(centre_CD))
+    order_N = order_N[np.argsort(cell_N[order_N], kind="stable")]
+    end_C = np.bincount(cell_N, minlength=len(centre_CD)).cumsum()
+    members = np.split(order_N, end_C[:-1])
+    for cell in np.flatnonzero(np.diff(end_C, prepend=0)):  # of centres that are copies all but one are empty
+        near_C = np.argsort(-(centre_CD @ centre_CD[cell]), kind="stable")
+        enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), COMPARED) + 1
+        yield members[cell], np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
+
+
+def _normalised(vector_ND: F32) -> F32:
+    """Vectors of length 1, in place; those of length 0 stay."""
+    size_N = np.linalg.norm(vector_ND, axis=1)
+    vector_ND /= np.where(size_N > 0, size_N, 1)[:, None]
+    return vector_ND
+
+
+def _nearest_centre(unit_ND: F32, centre_CD: F32) -> I64:
+    blocks = range(0, len(unit_ND), QUERIES)
+    return np.concatenate([np.argmax(unit_ND[start : start + QUERIES] @ centre_CD.T, axis=1) for start in blocks])
+
+
+def _largest(value_QM: F32, k: int) -> I64:
+    """Columns of the k largest, (Q, k). They lie in the k blocks with the largest maxima: only these are searched."""
+    width = value_QM.shape[1] // BLOCK
+    if width < 4 * k:
+        return np.argpartition(value_QM, value_QM.shape[1] - k, axis=1)[:, -k:]
+    largest_QW = value_QM[:, :width].copy()
+    for start in range(width, BLOCK * width, width):
+        np.maximum(largest_QW, value_QM[:, start : start + width], out=largest_QW)
+    block_QK = np.argpartition(largest_QW, width - k, axis=1)[:, -k:]
+    column_QM = (block_QK[:, :, None] + width * np.arange(BLOCK)).reshape(len(value_QM), -1)
+    rest = np.arange(BLOCK * width, value_QM.shape[1])
+    column_QM = np.concatenate([column_QM, np.tile(rest, (len(value_QM), 1))], axis=1)
+    return np.take_along_axis(column_QM, _largest(np.take_along_axis(value_QM, column_QM, axis=1), k), axis=1)

@@ -1,0 +1,318 @@
+r"""Gradient relevance: would a step on the row and a step on the unit move the weights the same way? All layers.
+
+    a_{i,e} = n_i sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
+
+g_i is the gradient of row i's mean loss over its n_i tokens with loss, g_e that of unit e's, both at the model before
+it is trained further, and v the second moment over rows. A row counts with all of its loss, as in training, where a
+batch's loss is the mean over its tokens: a row of a hundred moves the model more than one of two. No projection: the
+cosine of a row and a unit is tiny, and k random numbers drown it below some 10^5. Instead j runs over a sample of the
+coordinates of each matrix, each counted 1 / (share sampled) times.
+
+The sample. The gradient of a matrix is a sum over positions of outer products delta_t a_t^T. Its X outputs and its Y
+inputs are each dealt at random into n groups, and coordinate (x, y) is taken where x and y are in groups of the same
+number. So a share of 1/n is taken, in n tiles that are small matrix products, and every output and every input is in
+one tile. A coordinate is taken with probability 1/n: counted n times, sums over the sample are unbiased. For a single
+position, with u_g and w_g what group g adds to <delta, delta'> and <a, a'>, the estimate of sum_g u_g sum_h w_h is
+n sum_g u_g w_g: its error has the product of the two spreads alone, where coordinates drawn one by one add each.
+
+Shape letters: B rows of a batch, T positions, X outputs, Y inputs, G groups, R and C members of a group, K coordinates
+of the whole sample, E units.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from grasp.arrays import F32, F64, I64
+from grasp.errors import ModelError, SettingsError
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Reference
+from grasp.models.sampled_gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
+from grasp.seeds import stream
+from grasp.settings import FeatureSettings
+
+COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
+CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+MEGABYTE = 1 << 20
+CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
+KEPT_ROWS = 16  # of which coordinates are widened at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The coordinates of one block that are taken: member r of group g with member c of the same group."""
+
+    left_GR: Tensor  # int64, outputs; X where a group has fewer
+    right_GC: Tensor  # int64, inputs; Y where a group has fewer
+    start: int  # its first coordinate in the whole sample
+
+    @property
+    def size(self) -> int:
+        return self.left_GR.numel() * self.right_GC.shape[1]
+
+    @property
+    def weight(self) -> float:
+        """What a coordinate counts for: 1 / the share taken."""
+        return float(len(self.left_GR))
+
+    def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
+        """The coordinates taken of every row's gradient, (B, size), of factors as `by_member` lays them."""
+        left_BGRT, right_BGCT = (  # a group's members beside each other
+            factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
+            for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
+        )
+        return torch.matmul(left_BGRT, right_BGCT.mT).flatten(1)
+
+
+def by_member(factor_BTX: Tensor) -> Tensor:
+    """(B, X + 1, T): the positions of each output (or input) beside each other, and of one more that is all zeros."""
+    return F.pad(factor_BTX.mT, (0, 0, 0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinateSample:
+    """Which coordinates of all blocks are taken, in the order of the blocks."""
+
+    tiles: tuple[Tiles, ...]
+    weight_K: Tensor  # what each counts for, float32
+
+    @classmethod
+    def draw(cls, layers: LayerSet, count: int, seed: int, device: torch.device) -> Self:
+        """About `count` coordinates, the same share of every matrix, and those of norms whole.
+
+        The draw depends on the seed and on a block's name and shape alone.
+        """
+        tiles, start = [], 0
+        matrices = sum(block.size for block in layers.blocks if block.left > 1)
+        whole = layers.size - matrices
+        groups = max(1, round(matrices / max(1, count - whole)))
+        for block in layers.blocks:
+            own = max(1, min(groups, block.left, block.right))
+            sides = []
+            for width, side in ((block.left, "outputs"), (block.right, "inputs")):
+                # Groups are of one size; empty places are dealt as well, as number `width`: so an output and an input
+                # meet in a group with a probability of exactly 1 / G.
+                places = -(-width // own) * own
+                place = np.append(np.arange(width), np.full(places - width, width))
+                if own > 1:
+                    place = stream(seed, "gradient", block.name, side).permutation(place)
+                sides.append(torch.from_numpy(place.reshape(own, -1)).to(device))
+            tiles.append(Tiles(sides[0], sides[1], start))
+            start += tiles[-1].size
+        weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
+        return cls(tuple(tiles), weight_K.to(device))
+
+    @property
+    def size(self) -> int:
+        return len(self.weight_K)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGradients:
+    """The coordinates taken of the gradients of rows or units, a batch of like lengths at a time."""
+
+    engine: PerExample
+    sample: CoordinateSample
+    batch_tokens: int
+    untaken: tuple[str, ...] = ()  # layers that have no gradient a row
+
+    @classmethod
+    def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
+        """Choose layers and coordinates; two short rows go through the model.
+
+        Layers are those of the body without what is frozen. Embeddings and head are large, and token and input look at
+        them; of a small model they hold most there is to see. Layers that have no gradient a row are found one by one.
+        """
+        if not isinstance(model, ReferenceModel):
+            raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
+        root = model.model
+        tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
+        outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        chosen = {name for number, name in names.items() if number not in outside} - set(model.frozen)
+        engine: PerExample | None = None
+        untaken: list[str] = []
+        while chosen and engine is None:
+            try:
+                engine = PerExample(model, layers_of(model, chosen))
+            except UntakenLayerError as err:
+                untaken += err.layers
+                before, prefixes = len(chosen), tuple(f"{layer}." for layer in err.layers)
+                for name, parameter in root.named_parameters(remove_duplicate=False):
+                    if f"{name}.".startswith(prefixes):
+                        chosen.discard(names[id(parameter)])
+                if len(chosen) == before:
+                    raise
+        if engine is None:
+            raise ModelError(
+                f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --match "
+                "forward"
+            )
+        wanted, there = settings.gradient_coordinates, engine.layers.size
+        if isinstance(wanted, int) and wanted > there:
+            raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
+        some = there if model.frozen else COORDINATES  # an adapter is small, and all that is trained
+        count = min(some if wanted is None else there if wanted == "all" else wanted, there)
+        sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
+        share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
+        return cls(engine, sample, max(1, model.batch_tokens // share), tuple(untaken))
+
+    def describe(self) -> str:
+        """One line: how much of the model is looked at."""
+        layers = self.engine.layers
+        frozen = ", frozen ones left out" * bool(self.engine.model.frozen)
+        named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
+        taken = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
+        return taken + frozen + named * bool(self.untaken)
+
+    def batches(self, examples: Sequence[Example]) -> list[I64]:
+        """Which examples go through the model together."""
+        return self.engine.batches(examples, self.batch_tokens)
+
+    def compute(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """The coordinates of each example's gradient, (B, K), and the hidden states that the head sees, (B, L, H)."""
+        model = self.engine.model
+        taken_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
+        last: tuple[Tensor, Tensor] | None = None  # what a layer received; q, k and v receive the same, one by one
+
+        def consume(number: int, use: Use, rows: slice) -> None:
+            nonlocal last
+            if last is None or last[0] is not use.right:
+                last = use.right, by_member(use.right)
+            tile = self.sample.tiles[number]
+            taken_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
+
+        outcome = self.engine.run(examples, consume)
+        return taken_BK, outcome.hidden_BLH
+
+    def by_position(self, example: Example, side_EK: Tensor) -> F64:
+        """What each position's own delta and input add to the products with E units, (L, E); they add up to a_i."""
+        product_LE = torch.zeros(
+            len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
+        )
+
+        def consume(number: int, use: Use, rows: slice) -> None:
+            tile = self.sample.tiles[number]
+            side = side_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
+            product_LE[rows] += tile.take(by_member(use.left), by_member(use.right)) @ side.T
+
+        self.engine.run([example], consume, by_position=True)
+        return np.asarray(product_LE.double().cpu().numpy())
+
+
+class SquareSums:
+    """Sums of squares of gradients over rows, float64. Parts merge; their order decides the last digits."""
+
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self.square_K: F64 = np.zeros(size)
+
+    def add(self, taken_BK: Tensor) -> None:
+        self.count += len(taken_BK)
+        self.square_K += taken_BK.double().square().sum(dim=0).cpu().numpy()
+
+    def merge(self, other: "SquareSums") -> None:
+        self.count += other.count
+        self.square_K += other.square_K
+
+    def mean(self) -> F64:
+        """v, (K,); at least one row. It has the digits of float32, in which it is kept, so that both are the same."""
+        return (self.square_K / self.count).astype(np.float32).astype(np.float64)
+
+
+def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
+    """What products of coordinates are multiplied by, (K,): n / (v + damping mean v), the mean over all parameters.
+
+    A coordinate in which no gradient is ever other than 0 counts like any other, with v = 0.
+    """
+    mean = float((square_K * weight_K).sum() / weight_K.sum())
+    return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
+
+
+@dataclass(frozen=True, slots=True)
+class GradientKernel:
+    """The kernel with the units' side of it, ready to be applied to rows."""
+
+    gradients: SampledGradients
+    side_EK: Tensor  # preconditioned coordinates of each unit's gradient, rounded to bfloat16
+    own_E: F64  # relevance of each unit to itself
+
+    @classmethod
+    def prepare(cls, model: Reference, units: Sequence[Example], square_K: F64, settings: FeatureSettings) -> Self:
+        """Run the model over the units, there and back, and fold the rows' second moments into their gradients.
+
+        bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by
+        less than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
+        """
+        gradients = SampledGradients.choose(model, settings)
+        engine, sample = gradients.engine, gradients.sample
+        if len(square_K) != sample.size:
+            raise ModelError(
+                f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
+                "sample; build again"
+            )
+        precondition_K = gradient_preconditioner(
+            square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping
+        )
+        factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
+        side_EK, own_E = _room(len(units), gradients, settings.gradient_memory_mb), np.zeros(len(units))
+        for index_B in gradients.batches(units):
+            taken_BK, _ = gradients.compute([units[int(e)] for e in index_B])
+            side_BK = taken_BK * factor_K
+            own_E[index_B] = (taken_BK.double() * side_BK.double()).sum(dim=1).cpu().numpy()
+            rounded_BK = side_BK if engine.work == torch.float64 else side_BK.bfloat16()
+            side_EK[torch.from_numpy(index_B).to(side_EK.device)] = rounded_BK.to(side_EK.device, side_EK.dtype)
+        return cls(gradients, side_EK, own_E)
+
+    def relevance(self, taken_BK: Tensor) -> F32:
+        """Of B rows to all units, (B, E). A row whose gradient is not finite gets 0 for every unit."""
+        product_BE = taken_BK.new_zeros(len(taken_BK), len(self.side_EK))
+        for start in range(0, taken_BK.shape[1], CHUNK):
+            some = slice(start, start + CHUNK)
+            product_BE += taken_BK[:, some] @ self.side_EK[:, some].to(taken_BK.device, taken_BK.dtype).T
+        finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
+        return np.asarray(torch.where(finite_B1, product_BE, 0.0).float().cpu().numpy())
+
+    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> F32:
+        """Of rows whose coordinates were kept, as bits of bfloat16; some rows at a time."""
+        device = self.gradients.engine.model.device
+        parts = (
+            torch.from_numpy(gradients_NK[start : start + KEPT_ROWS])
+            for start in range(0, len(gradients_NK), KEPT_ROWS)
+        )
+        return np.concatenate([self.relevance(part.view(torch.bfloat16).to(device).float()) for part in parts])
+
+
+def _room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+    """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends.
+
+    In memory it is as wide as the rows' side, if there is room for that: then nothing is widened batch by batch.
+    """
+    shape, work = (n_units, gradients.sample.size), gradients.engine.work
+    narrow, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
+    count = n_units * gradients.sample.size
+    for dtype in (work, narrow) if device.type == "cpu" else (narrow,):
+        if count * dtype.itemsize <= memory_mb * MEGABYTE:
+            return torch.empty(shape, dtype=dtype, device=device)
+    size, free = count * narrow.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:
+        raise SettingsError(
+            f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
+            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; take fewer coordinates or "
+            "units, or name another place by TMPDIR"
+        )
+    handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
+    try:
+        return torch.from_file(name, shared=True, size=count, dtype=narrow).view(shape)
+    finally:
+        os.close(handle)
+        os.unlink(name)  # the mapping keeps it

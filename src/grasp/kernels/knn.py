@@ -1,0 +1,135 @@
+r"""Neighbour relevance: what a language model that only looks up near hidden states learns from a row.
+
+    a_{i,e} = 1/|P_e| sum_{s in P_e} [ A_is / (A_s + (lambda p_s + 1/M) B_s) - B_is / ((1 + lambda) B_s) ]
+    B_is = 1/|P_i| sum_{t in P_i} k(h~_t, h~_s),  k(x, y) = exp(-|x - y|^2 / 2 tau^2)
+    A_is: the same sum over those t whose next token is the unit's
+
+A row helps where it says the unit's next token in the same situation, and harms where it says another one. The kernel
+language model of a subset gives a unit's token the probability (sum_i A_is + lambda p_s B_s) / (sum_i B_is +
+lambda B_s), p_s the reference model's own; a_ie is its logarithm to first order in what row i adds. A_s and B_s are
+means over M sampled positions of the corpus. What the sample does not have may be there once: B_s counts one position
+more, which stands where the unit's does, and 1/M goes to p_s. h~ is whitened, and tau is a quarter of the distance
+between two positions of the corpus, root mean square.
+
+Shape letters: P row positions, S unit positions, M sampled positions, E units, H hidden width, X = H + 2.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grasp.kernels.whitening import PositionMoments, Whitener
+from grasp.models.residuals import SparseResidual
+
+WIDTH = 0.25  # tau in distances
+PRIOR = 0.1  # lambda
+SAMPLED = 2_048  # positions of the sample that are looked at together
+# Pairs held at once: 4 MB in float32, small enough to stay near the cores.
+BLOCK_ELEMENTS = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourTargets:
+    """The questions' side of the neighbour kernel, prepared once a build: positions in order of label."""
+
+    mean_H: Tensor
+    map_HH: Tensor  # whitening, divided by tau
+    point_SX: Tensor
+    label_S: Tensor
+    same_S: Tensor  # what k adds where labels agree, divided by |P_e|
+    other_S: Tensor  # what it takes away anywhere
+    unit_S: Tensor
+    n_units: int
+
+    @property
+    def most_E(self) -> Tensor:  # noqa: N802 - a shape suffix
+        """What no relevance exceeds: of a row whose every position stands where the unit's do."""
+        most_S = torch.maximum(self.same_S, self.other_S)
+        return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
+
+
+def prepare_neighbours(
+    hidden_SH: Tensor,
+    residual: SparseResidual,
+    unit_S: Tensor,
+    n_units: int,
+    whitener: Whitener,
+    moments: PositionMoments,
+) -> NeighbourTargets:
+    """Fold whitening, tau and the means over the sampled positions into the units.
+
+    Args:
+        hidden_SH: hidden states at the units' supervised positions.
+        residual: their residuals, of which labels and losses are used.
+        unit_S: which unit each position belongs to.
+        moments: those that `whitener` was fitted to, with `states`.
+    Source: ours, not in the paper; the linearised kernel language model.
+    """
+    assert moments.states is not None
+    device = hidden_SH.device
+    label_S, by_label = torch.sort(residual.label_P, stable=True)
+    hidden_SH, unit_S, loss_S = hidden_SH[by_label], unit_S[by_label], residual.loss_P[by_label]
+    spread = 2.0 * float(np.sum(whitener.map_HH * (moments.token.covariance_HH @ whitener.map_HH)))
+    mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
+    map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
+    point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
+    point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)  # the other side of a product
+    point_MX = _points((torch.from_numpy(moments.states.hidden_MH).to(device) - mean_H) @ map_HH)
+    label_M = torch.from_numpy(moments.states.label_M).to(device)
+    count = len(label_M)
+    near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
+    same_S = torch.zeros_like(near_S)
+    for start in range(0, count, SAMPLED):
+        block = slice(start, start + SAMPLED)
+        near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
+        near_S += near_MS.sum(dim=0)
+        same_S += (near_MS * (label_M[block, None] == label_S)).sum(dim=0)
+    prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
+    positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
+    return NeighbourTargets(
+        mean_H=mean_H,
+        map_HH=map_HH,
+        point_SX=point_SX,
+        label_S=label_S,
+        same_S=(count / (same_S + prior_S * near_S) / positions_S).float(),
+        other_S=(count / ((1 + PRIOR) * near_S) / positions_S).float(),
+        unit_S=unit_S,
+        n_units=n_units,
+    )
+
+
+def neighbour_relevance(
+    targets: NeighbourTargets, hidden_PH: Tensor, label_P: Tensor, row_P: Tensor, n_rows: int
+) -> Tensor:
+    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+
+    Args:
+        hidden_PH: hidden states at the rows' used positions.
+        label_P: the next token at each of them.
+        row_P: which row each belongs to, in [0, n_rows).
+    Positive: training on the row should lower the unit's loss. Cost: O(H + S) a position times S unit positions.
+    """
+    point_PX, label_P = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
+    sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
+    step = max(1, BLOCK_ELEMENTS // max(1, len(row_P)))
+    for start in range(0, len(targets.unit_S), step):
+        block = slice(start, start + step)
+        near_PS = (point_PX @ targets.point_SX[block].T).exp_()
+        near_NS = near_PS.new_zeros(n_rows, near_PS.shape[1]).index_add_(0, row_P, near_PS)
+        sum_NE.index_add_(1, targets.unit_S[block], near_NS.mul_(-targets.other_S[block]))
+        # all pairs of equal labels, few among all: those of the block are in order
+        first_P = torch.searchsorted(targets.label_S[block], label_P)
+        count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - first_P
+        p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
+        s = torch.arange(len(p), device=p.device) + (first_P - (count_P.cumsum(0) - count_P))[p]
+        place = row_P[p] * targets.n_units + targets.unit_S[block][s]
+        sum_NE.view(-1).index_add_(0, place, near_PS[p, s] * targets.same_S[block][s])
+    return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
+
+
+def _points(white_PH: Tensor) -> Tensor:
+    """(x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2."""
+    half_P1 = -0.5 * white_PH.square().sum(dim=1, keepdim=True)
+    return torch.cat([white_PH, half_P1, torch.ones_like(half_P1)], dim=1)

@@ -1,0 +1,159 @@
+"""Rows and units on their way through the reference model: batches, and what a forward pass gives for each.
+
+Of a batch: hidden states and sparse residuals at the positions that are used.
+
+Position t predicts token t + 1: a row of L has at most L - 1 supervised positions.
+Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from grasp.arrays import I64
+from grasp.corpus.row_store import RowShard
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.head import OutputHead
+from grasp.models.residuals import SparseResidual, head_residual
+from grasp.targets.units import UnitTokens
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFeatures:
+    """What the model gave for a batch: hidden state and mistake at every position asked for, row by row."""
+
+    hidden_PH: Tensor
+    residual: SparseResidual
+    row_P: Tensor  # row of the batch
+    input_P: Tensor  # token at the position; its label is the next one
+    chosen: tuple[Tensor, ...]  # one boolean (P,) per position specification
+
+    def row_loss(self, n_rows: int) -> Tensor:
+        """Mean loss of each row over the positions used, nats a token."""
+        count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
+        total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
+        return total_B / count_B
+
+    def take(self, which: int) -> tuple[Tensor, SparseResidual, Tensor]:
+        """Hidden states, residuals and rows at the positions of one specification."""
+        mask_P = self.chosen[which]
+        if bool(mask_P.all()):
+            return self.hidden_PH, self.residual, self.row_P
+        return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
+
+
+Pass = tuple[I64, BatchFeatures]  # index of the rows of a batch, and their features
+
+
+class OtherRows(Protocol):
+    """Rows that are no texts: their own model reads them."""
+
+    table: pa.Table
+    n_tokens: int
+
+    def __len__(self) -> int: ...
+    def tokens_of(self, index: I64) -> int:
+        """Positions of some rows."""
+
+
+Rows = RowShard | OtherRows
+Units = Sequence[UnitTokens] | OtherRows
+
+
+class OtherReference(Protocol):
+    """A reference model of a room beside the road: its rows are no texts, and it runs them itself."""
+
+    model: nn.Module
+    head: OutputHead
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    vocab_size: int
+    classes: tuple[str, ...]  # that its head tells apart
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What of a forward pass may move the last digits of the numbers."""
+
+    @property
+    def reader(self) -> tuple[str, str]:
+        """What turns a row into the model's input, and its fingerprint."""
+
+    def fingerprint(self) -> str:
+        """Of the weights as loaded."""
+
+    def passes(self, rows: Any, n_specs: int, top_k: int) -> Iterator[Pass]:
+        """Batches of rows; all positions are used, whatever the `n_specs` specifications of positions say."""
+
+
+Reference = ReferenceModel | OtherReference
+
+
+def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
+    """Batches of rows or units, each with the index of its own and their features at the positions of `specs`."""
+    if not isinstance(model, ReferenceModel):
+        yield from model.passes(items, len(specs), top_k)
+        return
+    if isinstance(items, RowShard):
+        for index in model.batches(np.diff(items.offsets)):
+            padded = pad_rows([items.ids(int(i)) for i in index], [items.mask(int(i)) for i in index])
+            yield index, extract(model, *padded, specs, top_k)
+        return
+    assert isinstance(items, Sequence)
+    for index in model.batches(np.array([len(unit.input_ids) for unit in items], dtype=np.int64)):
+        padded = pad_rows([items[e].input_ids for e in index], [items[e].first for e in index])
+        yield index, extract(model, *padded, specs, top_k)
+
+
+@torch.inference_mode()
+def extract(
+    model: ReferenceModel,
+    ids_BL: Tensor,
+    labelled_BL: Tensor,
+    specs: tuple[str, ...],
+    top_k: int,
+    hidden_BLH: Tensor | None = None,
+) -> BatchFeatures:
+    """Run the body once and the head at the union of the positions that `specs` name.
+
+    Args:
+        labelled_BL: tokens that carry loss; never the first of a row, which nothing predicts.
+        specs: position specifications, see `position_mask`.
+        hidden_BLH: what the body gave, where it has run.
+    """
+    ids_BL = ids_BL.to(model.device)
+    labelled_BL = labelled_BL.to(model.device)
+    masks = [position_mask(spec, labelled_BL) for spec in specs]
+    union_BL = torch.stack(masks).any(dim=0)
+    row_P, t_P = union_BL.nonzero(as_tuple=True)
+    hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, t_P]
+    label_P = ids_BL[row_P, t_P + 1]
+    residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
+    return BatchFeatures(
+        hidden_PH=hidden_PH.to(model.work),
+        residual=residual,
+        row_P=row_P,
+        input_P=ids_BL[row_P, t_P],
+        chosen=tuple(mask[row_P, t_P] for mask in masks),
+    )
+
+
+def position_mask(spec: str, labelled_BL: Tensor) -> Tensor:
+    """Boolean (B, L): position t of row b predicts a token that carries loss, and is used.
+
+    Args:
+        spec: `all`, `tail:n` (the last n of them) or `stride:n` (every n-th, the last one included).
+    Source: eq:sequence-pooling (tail:32). Deviation: `all` and `stride` are ours.
+    """
+    supervised_BL = F.pad(labelled_BL[:, 1:], (0, 1))
+    kind, _, number = spec.partition(":")
+    if kind == "all":
+        return supervised_BL
+    place_BL = supervised_BL.flip(1).cumsum(1).flip(1)  # 1 for the last supervised position, 2 for the one before it
+    return supervised_BL & (place_BL <= int(number) if kind == "tail" else (place_BL - 1) % int(number) == 0)

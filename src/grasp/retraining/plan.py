@@ -1,0 +1,259 @@
+"""The plan of a retraining: recipe, tokenizer, rows, units and subsets; checked and written down before any run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+import grasp
+from grasp.artifact.where import LabelColumn
+from grasp.corpus import RowStore, read_documents
+from grasp.corpus.sources import open_source
+from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
+from grasp.files import discard, own_directory, written_aside
+from grasp.models.checkpoint import device_of, tokenizer_at
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.predict.families import parse_family
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import SubsetBlock
+from grasp.retraining.train_command import ROWS, command_words, write_corpus
+from grasp.runs.retrained import (
+    ALL_SUFFIX,
+    MARKER,
+    Environment,
+    EnvironmentInfo,
+    FamilyInfo,
+    TargetInfo,
+    is_environment,
+)
+from grasp.settings import ModelSettings, RetrainSettings
+from grasp.store.locks import locked
+from grasp.targets import Unit, UnitSet, load_units
+from grasp.targets.units import UnitTokens
+from grasp.text import json_text
+from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
+from grasp.yaml_files import over, validated, write_yaml
+
+PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
+SHARD_ROWS = 4096
+TRAINED_ON = "trained_on.json"  # beside a tokenizer that was trained on the corpus
+COMMAND_CONTEXT = 1024  # longest row and unit where a command trains and the settings say nothing
+TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches a small vocabulary nothing
+Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
+
+
+def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
+    """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
+    recipe, command = resolved_recipe(settings), settings.train_command
+    if command is not None:
+        command_words(command)
+    own_directory(out, MARKER, is_environment)
+    with locked(out / MARKER, wait=True):
+        if not settings.tokenizer:
+            _train_tokenizer(settings, recipe, out, stage)
+        tokenizer = tokenizer_of(settings, recipe, out)
+        stage("rows")
+        # before the environment is begun nothing depends on the rows: those of another corpus make room
+        store = RowStore.write(
+            out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
+        )
+        if command is not None and not (is_environment(out) and (out / ROWS).exists()):
+            write_corpus(settings.corpus, tokenizer, out)
+        targets, _ = recorded_units(settings, recipe, tokenizer)
+        unknown = [name for name in settings.held_out_targets if name not in targets]
+        if unknown:
+            raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+        family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
+        info = EnvironmentInfo(
+            role=settings.role,
+            held_out_targets=settings.held_out_targets,
+            recipe=recipe.name,
+            recipe_settings={"train_command": command} if command else recipe.model_dump(mode="json"),
+            checkpoint=f"reference/seed-{settings.seeds[0]}",
+            seeds=settings.seeds,
+            corpus_fingerprint=store.fingerprint,
+            n_rows=store.n_rows,
+            targets={
+                name: TargetInfo(
+                    fingerprint=UnitSet(tuple(units)).fingerprint,
+                    loss_on=units[0].loss_on,
+                    unit_ids=tuple(unit.unit_id for unit in units),
+                )
+                for name, units in targets.items()
+            },
+            family=None if settings.subsets else family,
+            subset_ids=(),
+            masks_checksum="",
+            made_by={
+                "program": f"grasp {grasp.__version__}",
+                "torch": torch.__version__,
+                "device": str(device_of(settings.device)),
+                "stack": settings.stack,
+                "corpus": settings.corpus.model_dump(mode="json"),
+                "targets": settings.targets.model_dump(mode="json"),
+            },
+        )
+        rows = row_names(store)
+        environment = Environment.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
+    return environment
+
+
+# ------------------------------------------------------------------------------------- what is trained on
+
+
+def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
+    """The recipe with its overrides; of a command only how long rows and units may be, and that a row is enough.
+
+    Raises:
+        ModelError: no such recipe.
+        SettingsError: an override that does not fit, or rows longer than the recipe reads.
+    """
+    max_length = settings.corpus.max_length
+    if settings.train_command is not None:
+        shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
+        return RECIPES["tiny"].model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
+    named, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
+    if not isinstance(overrides.get("shape", {}), dict):
+        raise SettingsError(
+            f"overrides.shape: got {overrides['shape']!r}, expected a group of settings, e.g. {{layers: 2}}"
+        )
+    recipe = validated(TrainingRecipe, over(named, overrides), "overrides")
+    if (max_length or 0) > recipe.shape.context:
+        raise SettingsError(
+            f"corpus.max_length: got {max_length}, but recipe {recipe.name} reads rows of at most "
+            f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
+        )
+    return recipe
+
+
+def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
+    """Rows and units as long as the recipe reads, where the settings do not say how long."""
+    length = {"max_length": resolved_recipe(settings).shape.context}
+    groups = {"corpus": settings.corpus, "targets": settings.targets}
+    return settings.model_copy(
+        update={
+            name: group.model_copy(update=length)
+            for name, group in groups.items()
+            if "max_length" not in group.model_fields_set or getattr(group, "max_length", None) is None
+        }
+    )
+
+
+def row_names(store: RowStore) -> RowIndex:
+    """Names of the rows of a store."""
+    return RowIndex(
+        store.n_rows,
+        lambda: (store.table(k).column("row_id").combine_chunks() for k in range(store.n_shards)),
+    )
+
+
+def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
+    """The tokenizer that is given, or the one that was trained on the corpus; the recipe has room for its tokens."""
+    vocab_size = recipe.shape.vocab_size
+    directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
+    if not directory.is_dir():
+        raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
+    tokenizer = tokenizer_at("tokenizer", str(directory), ModelSettings(path=str(directory)))
+    if settings.train_command is not None:
+        return HfTokenizer(tokenizer, vocab_size=len(tokenizer))
+    if len(tokenizer) > vocab_size:
+        raise SettingsError(
+            f"tokenizer: {directory} has {len(tokenizer)} tokens, recipe {recipe.name} has room for {vocab_size}; "
+            f"set overrides.shape.vocab_size to {len(tokenizer)} or more"
+        )
+    return HfTokenizer(tokenizer, vocab_size=vocab_size)
+
+
+def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage) -> None:
+    """Train a tokenizer on the corpus, unless one is there: of this corpus, or of an environment that was begun."""
+    directory = out / "tokenizer"
+    source = open_source(settings.corpus.path, settings.corpus.split)
+    trained_on = json_text(
+        {
+            "corpus": source.identity(),
+            "settings": settings.corpus.model_dump(mode="json", exclude={"path"}),
+            "vocab_size": recipe.shape.vocab_size,
+        }
+    )
+    record = directory / TRAINED_ON
+    known = record.read_text(encoding="utf-8") if record.exists() else ""
+    if directory.exists() and (is_environment(out) or known == trained_on):
+        return
+    stage("tokenizer")
+
+    def texts() -> Iterator[str]:
+        chars = 0
+        for document in read_documents(settings.corpus):
+            if document.text is None:
+                raise CorpusError(
+                    f"{settings.corpus.path}: holds token ids or conversations, so no tokenizer can be trained on it; "
+                    "name theirs in `tokenizer`"
+                )
+            yield document.text
+            chars += len(document.text)
+            if chars >= TOKENIZER_CHARS:
+                return
+
+    discard(directory)
+    with written_aside(directory) as part:
+        train_tokenizer(texts(), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------- what is scored
+
+
+def recorded_units(
+    settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer
+) -> tuple[dict[str, tuple[Unit, ...]], list[UnitTokens]]:
+    """Units by the name that the environment gives them, `sciq`, and `sciq@all` for the loss on every token; their
+    tokens in this order. The recipe can read them all."""
+    loaded = load_units(settings.targets).written_out(tokenizer).units
+    recorded: dict[str, tuple[Unit, ...]] = {}
+    for loss_on in settings.recorded_losses:
+        for name in dict.fromkeys(unit.target for unit in loaded):
+            own = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
+            recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = own
+    units = UnitSet(tuple(chain.from_iterable(recorded.values())))
+    tokens = units.tokenize(tokenizer, settings.targets.max_length)
+    long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
+    if long:
+        raise SettingsError(
+            f"targets.max_length: {len(long)} units have more than the {recipe.shape.context} tokens that recipe "
+            f"{recipe.name} reads, e.g. {units.units[long[0]].unit_id!r} with {len(tokens[long[0]].input_ids)}; "
+            f"set targets.max_length to {recipe.shape.context}, here and in the build"
+        )
+    return recorded, tokens
+
+
+# ------------------------------------------------------------------------------------- what is dropped
+
+
+def _subsets(
+    settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe
+) -> Iterator[SubsetBlock]:
+    """The given subsets, or those of the family; one that cannot fill a batch is refused before anything is trained."""
+    if settings.subsets:
+        blocks = read_subsets(settings.subsets, rows)
+    else:
+        family = parse_family(settings.family)
+        label, labels = family.label, None
+        if label is not None:
+            known = list(store.label_columns)
+            if label not in known:
+                raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {known}")
+            values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
+            labels = LabelColumn.from_values(list(chain.from_iterable(values)), label)
+        n_rows, seed = store.n_rows, settings.family_seed
+        blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
+    for block in blocks:
+        for name, size in zip(block.subset_ids, block.sizes_B, strict=True):
+            if size < recipe.batch_rows:
+                raise SubsetError(
+                    f"subset {name!r}: retains {size} rows, recipe {recipe.name} needs the {recipe.batch_rows} of one "
+                    "batch or more; use a larger corpus, another family, or a smaller overrides.batch_rows"
+                )
+        yield block

@@ -1,0 +1,321 @@
+"""Runs beside an artifact: the subsets that were trained on, in its rows, and what it predicts of them.
+
+Retrained runs are of the artifact's rows. Imported ones belong to documents: their weights become weights of the rows
+here, and their metrics results of the targets that they are called by. So whatever reads an environment reads imported
+runs. Shape letters: R runs, S seeds, T targets, B subsets, E units, G values of a label.
+"""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from grasp.arrays import F64
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import label_column
+from grasp.artifact.where import LabelColumn, LabelTable
+from grasp.errors import EnvironmentDataError, SubsetError
+from grasp.predict.predictor import Predictor
+from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
+from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
+from grasp.runs.retrained import ALL_SUFFIX, Environment, EnvironmentInfo, Run, TargetInfo
+from grasp.runs.table import NAMED, RunTable, open_runs
+from grasp.targets.units import LossOn, Unit, UnitSet
+
+BLOCK = 256
+NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # metrics that are nats a token
+
+
+def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
+    """Fingerprint of the units of every target of an artifact."""
+    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    return {
+        target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
+        for target in artifact.targets
+    }
+
+
+def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
+    """Targets of the environment that the artifact has: environment's name -> artifact's name.
+
+    An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
+    artifact has one of the two, under the name `sciq`.
+
+    Raises:
+        EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
+    """
+    where = str(artifact.path)
+    try:
+        environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+    except EnvironmentDataError as err:
+        command = environment.info.build_command(environment.path)
+        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
+    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
+    known = unit_fingerprints(artifact, loss_on)
+    common: dict[str, str] = {}
+    for name, info in environment.info.targets.items():
+        own = name.removesuffix(ALL_SUFFIX)
+        if own not in artifact.targets or info.loss_on != loss_on:
+            continue
+        if known[own] != info.fingerprint:
+            raise EnvironmentDataError(
+                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
+                f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
+            )
+        common[name] = own
+    if not common:
+        raise EnvironmentDataError(
+            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
+            f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
+        )
+    return common
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Both, known to belong together."""
+
+    environment: Environment
+    source: ArtifactReader
+    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
+    blocks: tuple[SubsetBlock, ...]
+
+    @classmethod
+    def from_environment(cls, environment: Environment, artifact: ArtifactReader) -> Self:
+        """Check that both belong together.
+
+        Raises:
+            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+        """
+        common = artifact_targets(environment, artifact)
+        label = environment.label
+        labels = None if label is None else label_column(artifact, label)
+        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
+        return cls(environment, artifact, {own: name for name, own in common.items()}, blocks)
+
+    @property
+    def runs_fingerprint(self) -> str:
+        """See `Environment.fingerprint`."""
+        return self.environment.fingerprint(self.blocks[0])
+
+    def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """The artifact's names of targets of the environment."""
+        theirs = {name: own for own, name in self.renamed.items()}
+        return tuple(theirs[name] for name in targets)
+
+    def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Units of targets by the artifact's names, in the order of a predictor of them."""
+        unit_ids = self.source.units.column("unit_id").to_pylist()
+        return tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target))
+
+    def changes(self, predictor: Predictor) -> tuple[F64, F64]:
+        """Predicted changes of the subsets, (B, T), and, where the predictor has them, of units, (B, E)."""
+        sums = [predictor.sums(block.weights) for block in self.blocks]
+        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
+        if predictor.unit_level is None:
+            return task_BT, np.empty((len(task_BT), 0))
+        pairs = zip(self.blocks, sums, strict=True)
+        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
+
+    def predictions(self, method: str, own: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+        """Predictions of targets and units.
+
+        Args:
+            own: the artifact's names of the targets.
+            unit_BE: without columns: of targets alone.
+        """
+        return Predictions(
+            method=method,
+            subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
+            units=tuple((self.renamed[target], unit) for target, unit in self.units(own)) if unit_BE.shape[1] else (),
+            values_BE=unit_BE,
+            task_B={self.renamed[target]: task_BT[:, t] for t, target in enumerate(own)},
+        )
+
+    def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
+        """Predictions by additive protocols, as `grasp predict` has them."""
+        own, found = self.own_names(targets), []
+        for name, protocol in protocols.items():
+            predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
+            predictions = self.predictions(name, own, *self.changes(predictor))
+            found.append(replace(predictions, cost=cost_of(protocol.arrays, self.source)))
+        return found
+
+
+def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
+    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
+
+    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
+    """
+    width = {name: artifact.manifest.arrays[name].width for name in arrays if name in artifact.array_names}
+    scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
+    seconds = artifact.manifest.details.get("build_seconds") or {}
+    return Cost(sum(width.values()) - scores, scores, seconds.get("wall"), seconds.get("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------- imported runs
+
+
+class ImportedRuns(Environment):
+    """An environment in memory, all of its runs there."""
+
+    def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
+        """Bind runs to an artifact.
+
+        Raises:
+            EnvironmentDataError: no metric is called by a target of the artifact; a value, row or document that the
+                artifact lacks; runs of several sizes.
+        """
+        metric_of: dict[str, str] = {}  # of each target: one that is called by it, losses first
+        for target in artifact.targets:
+            if fitting := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
+                metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
+        if not metric_of:
+            raise EnvironmentDataError(
+                f"{table.name}: has the metrics {', '.join(table.metrics[:NAMED])}, asked are "
+                f"{', '.join(artifact.targets)}; a metric belongs to the target it is called by, e.g. sciq or sciq/acc"
+            )
+        loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
+        known = unit_fingerprints(artifact, loss_on)
+        columns = [table.metrics.index(name) for name in metric_of.values()]
+        self.values_RST = table.utility_RST()[:, :, columns]
+        digest = hashlib.blake2b(table.weights_RG().tobytes() + self.values_RST.tobytes(), digest_size=16)
+        each_seed = not np.isnan(self.values_RST).any()
+        super().__init__(
+            path,
+            EnvironmentInfo(
+                role="dev",
+                recipe="imported",
+                recipe_settings={"runs": digest.hexdigest()},
+                seeds=tuple(range(self.values_RST.shape[1] if each_seed else 1)),
+                corpus_fingerprint=artifact.manifest.fingerprints.get("corpus", "none"),
+                n_rows=artifact.n_rows,
+                targets={
+                    target: TargetInfo(fingerprint=known[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
+                    for target in metric_of
+                },
+                subset_ids=table.runs,
+                masks_checksum="",
+                reference=False,
+            ),
+        )
+        self._subsets, said = row_weights(table, artifact)
+        same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
+        self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
+        self.notes += [*said, "the runs have results of whole tasks, so what is made of single units is undefined"]
+        units = set()  # nats, or called by the metric; that of which less is better begins with `less_`
+        for target, metric in metric_of.items():
+            short = metric.removeprefix(target).strip("/").lower()
+            less = "less_" if table.info.metrics[metric] == "lower" else ""
+            units.add("nats" if re.search(NATS, short) else less + (re.sub(r"\W+", "_", short) or "metric"))
+        self.unit = units.pop() if len(units) == 1 else "metric"
+        metrics = ", ".join(metric_of.values())
+        self.described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+        self.label = table.info.label
+
+    def pending(self) -> tuple[Run, ...]:
+        return ()
+
+    def subset_blocks(
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = BLOCK
+    ) -> Iterator[SubsetBlock]:
+        yield from self._subsets
+
+    def task_utilities(self, targets: Sequence[str]) -> F64:
+        return self.values_RST[:, :, [self.targets.index(name) for name in targets]]
+
+    def _values(self) -> F64:
+        values_RST = self.values_RST
+        if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
+            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)  # some runs lack some seeds
+        return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
+
+
+def runs_beside(artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Environment:
+    """Retrained or imported runs, or the directory that holds them, as an environment beside an artifact."""
+    found = open_runs(runs)
+    if isinstance(found, Environment):
+        return found
+    return ImportedRuns(found, artifact, Path(runs) if isinstance(runs, Path | str) else Path(found.name))
+
+
+def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
+    """Weights of the artifact's rows in every run, in order; and what should be known of them.
+
+    Raises:
+        EnvironmentDataError: a value, row or document that the artifact lacks.
+    """
+    table = LabelTable(artifact.rows_path)
+    if runs.info.kind == "rows":
+        return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path)), []
+    weight_RG = runs.weights_RG()
+    if runs.info.kind == "expressions":  # they add up: a row that two of them match has both weights
+        masks_GN = [table.matching(expression).mask_N for expression in runs.values]
+
+        def added_up() -> Iterator[WeightedRows]:
+            for run, weight_G in zip(runs.runs, weight_RG, strict=True):
+                weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
+                kept = np.flatnonzero(weight_N)
+                yield WeightedRows(run, kept, weight_N[kept])
+
+        return list(in_blocks(added_up(), artifact.n_rows, BLOCK)), []
+    assert runs.info.label is not None
+    try:
+        column = table.column(runs.info.label)
+    except SubsetError as err:
+        raise EnvironmentDataError(f"{runs.name}: {err}") from err
+    code_of = {name: code for code, name in enumerate(column.names())}
+    # what all the names in the table begin with may be left off, as in train_arxiv, train_github
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
+    common = "".join(letter for letter, _ in pairs)
+    spellings = (list(runs.values), [name.removeprefix(common) for name in runs.values])
+    names = next((names for names in spellings if all(name in code_of for name in names)), None)
+    if names is None:
+        lacking = [name for name in runs.values if name not in code_of]
+        raise EnvironmentDataError(
+            f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
+            f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
+        )
+    place = [code_of[name] for name in names]
+    factor_RG = np.zeros((len(runs), len(column.values)))
+    factor_RG[:, place] = weight_RG
+    if runs.info.kind == "shares":
+        factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
+    unseen = [name for name, code in code_of.items() if code not in place]
+    said = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
+    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], said
+
+
+def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
+    """By row id, else by document."""
+    names = [str(one) for one in index.ids().to_pylist()]
+    place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
+    if any(name not in place for name in runs.values) and "doc_id" in table.columns:
+        column = table.column("doc_id")
+        order = np.argsort(column.codes_N, kind="stable")
+        rows_of = np.split(order, np.cumsum(column.counts)[:-1])
+        documents = {str(name): rows.tolist() for name, rows in zip(column.values, rows_of, strict=True)}
+        place = documents if all(name in documents for name in runs.values) else place
+    lacking = [name for name in runs.values if name not in place]
+    if lacking:
+        raise EnvironmentDataError(
+            f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:NAMED])}"
+        )
+    per_run: dict[str, tuple[list[int], list[float]]] = {run: ([], []) for run in runs.runs}
+    lines = (runs.trained[column].to_pylist() for column in ("run", "name", "weight"))
+    for run, name, weight in zip(*lines, strict=True):
+        per_run[run][0].extend(place[name])
+        per_run[run][1].extend([weight] * len(place[name]))
+    subsets: Iterable[WeightedRows] = (
+        WeightedRows(run, np.array(rows)[order], np.array(weights)[order])
+        for run, (rows, weights) in per_run.items()
+        for order in [np.argsort(rows)]
+    )
+    return list(in_blocks(subsets, index.n_rows, BLOCK))

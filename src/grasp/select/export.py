@@ -1,0 +1,437 @@
+"""Chosen rows as a corpus to train on: exactly these rows, or the whole documents that they are from.
+
+The corpus is tokenised and packed again as it was for the build. Every row must have the name that the artifact has,
+and all of them together its fingerprint, which is a hash of names and tokens.
+
+What is written is a directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read as it is,
+or one that `datasets.load_from_disk` reads. Beside the data lies `_manifest.yaml`: what was asked, of which corpus, how
+much came of it, and a checksum of every file. The directory is written aside and renamed: where it exists, it is whole.
+Shape letters: N rows, M documents of the corpus.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grasp.arrays import F64, I64, Bool
+from grasp.artifact.manifest import LOSS_TOKENS
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_tokens
+from grasp.build.provenance import BuildSource, require_here
+from grasp.corpus.documents import read_documents, records_in
+from grasp.corpus.encoding import Tokenizer
+from grasp.corpus.packing import Row, pack, row_bytes
+from grasp.corpus.row_store import RowStore
+from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source, parquet_batches
+from grasp.errors import CorpusError, SettingsError
+from grasp.extras import require
+from grasp.files import check_place, discard, entry_of, write_whole, written_aside
+from grasp.predict.weights import mask_of
+from grasp.results import write_table
+from grasp.select.export_tables import readable_table, table_of_records, write_one_schema
+from grasp.settings import CorpusSettings
+from grasp.text import json_text
+from grasp.yaml_files import validated, write_yaml
+
+if TYPE_CHECKING:
+    from grasp.select.selection import Selection
+
+Format = Literal["parquet", "jsonl", "datasets"]
+Rule = Literal["any", "half", "all"]
+MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
+SHARD_RECORDS = 50_000
+SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
+ROWS_AT_ONCE = 4_096
+MISSED = 0.02  # of the tokens chosen that whole documents may have more or fewer without a word
+OWN = ("row_id", "doc_id", "n_tokens")
+UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
+NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
+
+Decode = Callable[[list[list[int]]], list[str]]
+Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written."""
+
+    path: Path
+    holds: str  # rows or documents
+    records: int
+    tokens: int
+    note: str = ""  # how far this is from what was chosen
+
+    def __str__(self) -> str:
+        size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
+        return f"{self.path}: {size}; {MANIFEST} says what they are"
+
+
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """How a selection is written; made before the work begins, which it refuses if it could not be written."""
+
+    artifact: ArtifactReader
+    format: Format
+    rule: Rule | None  # None: exactly the rows
+    corpus: CorpusSettings
+    ids: Path | None
+
+    @classmethod
+    def from_options(
+        cls,
+        artifact: ArtifactReader,
+        *,
+        documents: str | None = None,
+        form: str = "parquet",
+        corpus: str | None = None,
+        ids: Path | str | None = None,
+    ) -> Self:
+        """Options as in `Selection.export`.
+
+        Raises:
+            SettingsError: no such rule or format, an option that says nothing, or the corpus is not where it was.
+        """
+        if form not in get_args(Format):
+            raise SettingsError(f"format: got {form!r}, expected one of {', '.join(get_args(Format))}")
+        rule = None if documents is None else checked_rule(documents)
+        if ids is not None and rule is None:
+            raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
+        settings = corpus_settings(artifact, corpus)
+        try:
+            open_source(settings.path, settings.split)
+        except CorpusError as err:
+            raise SettingsError(f"{err}; say with `corpus` where it lies now") from err
+        return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids))
+
+    def write(
+        self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
+    ) -> Export:
+        """Write the chosen rows, or the documents that they are from; or what is left out."""
+        artifact, rule = self.artifact, self.rule
+        tokenizer = BuildSource(artifact).tokenizer
+        rows = proven_rows(artifact, self.corpus, tokenizer)
+        facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
+        facts |= {"asked": dict(selection.asked)} | ({"left_out": True} if left_out else {})
+        # where a row is a record, which holds a conversation, a pair or an instruction, that is written as it is
+        has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
+        if rule is None and has_text:
+            index = selection.left_out if left_out else selection.row_index
+            if not len(index):
+                raise SettingsError(NOTHING_LEFT)
+            effect = selection.effect_N[index]
+            tables = row_tables(artifact, rows, index, effect, tokenizer.decode)
+            tokens = int(row_tokens(artifact)[index].sum())
+            return write_corpus(out, self.format, "rows", tables, tokens, facts)
+        chosen_N = mask_of(selection.row_index, artifact.n_rows)
+        kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
+        if say is not None and rule is not None:
+            added = f"; {kept.added:,} of them in rows that were not chosen" if kept.added else ""
+            lost = f"; {kept.lost:,} tokens of chosen rows go, as their documents are not kept" if kept.lost else ""
+            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{added}{lost}")
+        if self.ids is not None:
+            kept.write_ids(self.ids)
+        facts |= {} if rule is None else {"documents": rule}
+        records = kept_records(self.corpus, kept.mask_M)
+        written = write_corpus(out, self.format, "documents", records, kept.tokens, facts)
+        missed = 0.0 if rule is None or left_out else kept.tokens / selection.n_tokens - 1
+        if abs(missed) <= MISSED:
+            return written
+        chosen = f"the {selection.n_tokens:,} of the rows that were chosen"
+        advice = "--documents all fills the budget with whole documents"
+        return replace(written, note=f", {abs(missed):.0%} {'more' if missed > 0 else 'fewer'} than {chosen}; {advice}")
+
+
+def checked_rule(text: str) -> Rule:
+    """Which documents are kept, by its name.
+
+    Raises:
+        SettingsError: another name.
+    """
+    if text not in get_args(Rule):
+        raise SettingsError(
+            f"documents: got {text!r}, expected any, half or all: how much of a document must be chosen"
+        )
+    return cast(Rule, text)
+
+
+def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> CorpusSettings:
+    """How the corpus was read when the artifact was built.
+
+    Args:
+        path: where the corpus lies now; None: where it lay then.
+    Raises:
+        SettingsError: the artifact does not say, or its rows are images.
+        ArtifactError: it was merged, of parts with corpora of their own.
+    """
+    artifact.require_one_corpus()
+    recorded = artifact.manifest.settings.get("corpus")
+    if not isinstance(recorded, dict):
+        raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; build it again")
+    if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
+        raise SettingsError(f"{artifact.where}: its rows are images, which are not exported; take the list of row_ids")
+    settings = validated(CorpusSettings, recorded, f"{artifact.where}: settings.corpus")
+    if path is None:
+        path = artifact.place(settings.path)
+        require_here(artifact, path, "`corpus`")
+    return settings.model_copy(update={"path": path})
+
+
+def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
+    """The rows of the artifact, in order; what is made of them counts only when the last one has come.
+
+    Raises:
+        CorpusError: the corpus is not the one that was built from, or was cut into rows by another tokenizer.
+    """
+    digest = hashlib.blake2b(RowStore.seed, digest_size=16)
+    remedy = "it is not the corpus that was built from: say with `corpus` where that lies"
+    names = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
+    rows = pack(read_documents(settings), settings, tokenizer, with_texts=True)
+    for name in names:
+        row = next(rows, None)
+        if row is None or row.row_id != name:
+            here = "ends" if row is None else f"has {row.row_id!r}"
+            raise CorpusError(f"{settings.path}: {here} where {artifact.where} has row {name!r}; {remedy}")
+        digest.update(row_bytes(row.row_id, row.input_ids, row.labelled))
+        yield row
+    extra = next(rows, None)
+    if extra is not None:
+        raise CorpusError(
+            f"{settings.path}: has {extra.row_id!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
+        )
+    if digest.hexdigest() != artifact.manifest.fingerprints.get("corpus"):
+        raise CorpusError(
+            f"{settings.path}: its rows have the names of {artifact.where} and other tokens; {remedy}, or restore the "
+            "tokenizer"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Whole documents that are kept, and how that compares with the rows that were chosen."""
+
+    mask_M: Bool
+    names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
+    records: tuple[int, ...]  # their places in the corpus
+    tokens: int  # in rows of kept documents
+    added: int  # of these, in rows that were not chosen
+    lost: int  # tokens of chosen rows whose documents are not kept
+
+    def write_ids(self, path: Path) -> None:
+        """A table of name and record, or names, one a line; the file appears only when whole.
+
+        Raises:
+            SettingsError: a name with a line break, in a list.
+        """
+        if path.suffix in (".csv", ".parquet"):
+            write_table(pa.table({"name": pa.array(self.names, pa.string()), "record": pa.array(self.records)}), path)
+            return
+        for name in self.names:
+            if "\n" in name or "\r" in name:
+                raise SettingsError(
+                    f"document {name!r}: a list with one name a line cannot hold it; write a table, .csv or .parquet"
+                )
+        write_whole(path, ("\n".join(self.names) + "\n").encode())
+
+
+def kept_documents(rows: Iterable[Row], chosen_N: Bool, rule: Rule, *, others: bool = False) -> Kept:
+    """Which documents have any, half or all of their tokens in chosen rows, or all the others.
+
+    A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
+
+    Raises:
+        SettingsError: no document is kept.
+    """
+    names: dict[int, str] = {}
+    tokens: dict[int, int] = {}
+    chosen: dict[int, int] = {}
+    for row, is_chosen in zip(rows, chosen_N.tolist(), strict=True):
+        names.setdefault(row.document, row.row_id)
+        tokens[row.document] = tokens.get(row.document, 0) + len(row.input_ids)
+        chosen[row.document] = chosen.get(row.document, 0) + len(row.input_ids) * is_chosen
+    least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
+    kept = [d for d, own in chosen.items() if (own > 0 and own >= least * tokens[d]) is not others]
+    if not kept and others:
+        raise SettingsError(NOTHING_LEFT)
+    if not kept:
+        raise SettingsError(
+            f"documents: there is no document of whose tokens {rule} were chosen; take any, or a larger budget"
+        )
+    mask_M = np.zeros(max(names) + 1, dtype=np.bool_)
+    mask_M[kept] = True
+    whole, own = sum(tokens[d] for d in kept), sum(chosen[d] for d in kept)
+    return Kept(mask_M, tuple(names[d] for d in kept), tuple(kept), whole, whole - own, sum(chosen.values()) - own)
+
+
+def row_tables(
+    artifact: ArtifactReader, rows: Iterator[Row], row_index: I64, effect: F64, decode: Decode
+) -> Iterator[pa.Table]:
+    """Exactly the chosen rows, in the order of the corpus, some thousands of it at a time.
+
+    Columns: row_id, doc_id, the text (the row's span of its document) by the name that it has in the corpus, input_ids
+    (its tokens, end-of-text mark included), n_tokens, order (place in the choice, best first), effect, and the labels.
+
+    Args:
+        rows: all rows of the artifact, in order, as `proven_rows` gives them.
+        row_index: chosen rows, best first; `effect` is theirs.
+    """
+    order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
+    order_N[row_index] = np.arange(len(row_index))
+    start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
+    for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
+        order_n = order_N[start : start + batch.num_rows]
+        start += batch.num_rows
+        here = [row for row, place in zip(islice(rows, batch.num_rows), order_n, strict=True) if place >= 0]
+        if not here:
+            continue
+        table = pa.Table.from_batches([batch.filter(pa.array(order_n >= 0))]).replace_schema_metadata(None)
+        order = order_n[order_n >= 0]
+        texts = [decode([row.input_ids.tolist()])[0] if row.text is None else row.text for row in here]
+        ours = {
+            "row_id": table["row_id"],
+            "doc_id": table["doc_id"],
+            text: pa.array(texts, pa.large_string()),
+            "input_ids": pa.array([row.input_ids for row in here], pa.list_(pa.int32())),
+            "n_tokens": table["n_tokens"],
+            "order": pa.array(order),
+            "effect": pa.array(effect[order]),
+        }
+        labels = [name for name in table.column_names if name not in (*OWN, *UNNEEDED)]
+        yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
+    if next(rows, None) is not None:  # reads to the end, where the fingerprint is compared
+        raise AssertionError("rows beyond those of the artifact")
+
+
+def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:
+    """Yield the records of a corpus that are kept, whole; those beyond the end of `kept_M` are not kept.
+
+    Values are as they are read: null members of JSON records are absent.
+    """
+    for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
+        if chunk.index >= len(kept_M):
+            return
+        if isinstance(chunk, JsonRecord):
+            if kept_M[chunk.index]:
+                yield from (record for _, record in records_in(chunk))
+            continue
+        known_M = kept_M[chunk.index : chunk.index + chunk.batch.num_rows]
+        if known_M.any():
+            batch = chunk.batch.slice(0, len(known_M))
+            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+            yield readable_table(table).filter(pa.array(known_M))  # in this order: Arrow filters no views
+
+
+def write_corpus(
+    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, asked: Mapping[str, Any]
+) -> Export:
+    """Write rows, or documents, as a directory that appears when it is whole.
+
+    Args:
+        holds: rows or documents.
+        tokens: in them; 0 where nobody counted.
+        asked: what the manifest says of the question.
+    Raises:
+        CorpusError: records that the format cannot hold.
+        MissingExtraError: `datasets` is asked for and not installed.
+    """
+    check_place(out)
+    if kind == "datasets":
+        require("datasets", extra="datasets", feature="writing a `datasets` directory")
+    order = "of the corpus" + "; column `order` has the place in the choice" * (holds == "rows")
+    with written_aside(out) as part:
+        items = iter(items)
+        first = next(items, None)
+        items = items if first is None else chain([first], items)
+        are_lines = kind == "jsonl" and isinstance(first, dict)
+        shards = part if kind == "parquet" or are_lines else part / "shards"
+        shards.mkdir(parents=True)
+        if are_lines:
+            n_records = _json_lines(part, items)
+        else:
+            tables = _parquet(shards, items)
+            n_records = sum(pq.read_metadata(file).num_rows for file in tables)
+            if kind == "jsonl":  # by way of tables, which gives all records the same columns
+                _json_lines(part, _records_of(tables))
+            elif kind == "datasets":
+                _as_datasets(shards, part)
+        if shards != part:
+            discard(shards)
+        files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
+        facts = {"holds": holds, "order": order, "records": n_records, "tokens": tokens, "format": kind, "files": files}
+        write_yaml({**asked, **facts}, part / MANIFEST)
+    return Export(out, holds, n_records, tokens)
+
+
+def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in files:
+        with pq.ParquetFile(path) as file:
+            for batch in parquet_batches(file, file.schema_arrow.names):
+                yield from (record for _, record in records_in(ArrowChunk(0, path.name, 0, batch)))
+
+
+def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
+    """Write part-00000.jsonl, ..., one record a line, and return how many records there are."""
+    n_records = 0
+    with ExitStack() as stack:
+        for record in records:
+            if n_records % SHARD_RECORDS == 0:
+                stack.close()
+                path = shards / f"part-{n_records // SHARD_RECORDS:05d}.jsonl"
+                file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+            try:
+                file.write(f"{json_text(record, None, only_ascii=False)}\n")
+            except TypeError as err:
+                raise CorpusError(f"record {n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
+            n_records += 1
+    return n_records
+
+
+def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
+    """Write part-00000.parquet, ..., all of one schema, and return them.
+
+    As many JSON records as fit into one table are a file of their own.
+    """
+    writer: pq.ParquetWriter | None = None
+    files: list[Path] = []
+    in_file = chars = 0
+    waiting: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        for item in chain(items, [None]):
+            table = item
+            if isinstance(item, dict):
+                waiting.append(item)
+                chars += sum(len(value) for value in item.values() if isinstance(value, str))
+            if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
+                table = table_of_records(waiting)
+                chars, waiting, writer = 0, [], None
+            if not isinstance(table, pa.Table):
+                continue
+            if writer is None or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
+                stack.close()
+                files.append(shards / f"part-{len(files):05d}.parquet")
+                writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
+                in_file = 0
+            writer.write_table(table)
+            in_file += table.num_rows
+    write_one_schema(files)
+    return files
+
+
+def _as_datasets(shards: Path, out: Path) -> None:
+    """Write Parquet shards as a `datasets` directory."""
+    datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
+    files = sorted(str(file) for file in shards.glob("*.parquet"))
+    were_shown = not datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    try:
+        datasets.Dataset.from_parquet(files, cache_dir=str(shards / "cache")).save_to_disk(str(out))
+    finally:
+        if were_shown:
+            datasets.utils.enable_progress_bars()

@@ -1,0 +1,302 @@
+"""Weights for the values of a label: a mixture to train on. The verb `mix`.
+
+A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Shares are of rows.
+By the law of exposure, and with m_g the mean effect of a slice, the change is
+
+    sum_g n_g / N exposure(N p_g / n_g) (m_g + b) - b,
+
+concave where m_g > -b. Where a slice hurts more it is convex, and a straight line between its least and greatest share
+stands in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these
+slices end at their bounds, and else as near to it as is said. Where rows bear on one another `grasp.geometry` mixes.
+Shape letters: G slices, N rows, T targets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.arrays import F64
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import label_column, row_tokens
+from grasp.errors import SettingsError
+from grasp.predict.predictor import ANY_TEXT, Exposure
+from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
+from grasp.predict.slices import LabelSlices, label_slices
+from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import SubsetBlock
+from grasp.runs.retrained import Environment
+from grasp.runs.table import RunTable
+from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
+from grasp.select.objective import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
+from grasp.select.quadratic_program import Programme, Segments, climb, solve
+from grasp.text import plain, several
+
+SHOWN = 5
+LINES_SHOWN = 30
+MIXTURE = "mixture"
+MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: arXiv 2305.16264
+SEGMENTS = 32  # straight pieces that a curve of exposure is made of
+TINY = 1e-12
+NEAR = 1e-3  # of the value: what straight pieces differ by from curves
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Mixture(Choice):
+    """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often."""
+
+    kind = "mixture"
+
+    label: str
+    optimum: str
+    slices: LabelSlices
+
+    def write_weights(self, path: Path | str) -> None:
+        """Write the weight of every row as one subset, `mixture`, that `predict --subsets` reads."""
+        factor_1G = self.table["times_as_often"].to_numpy()[None]
+        block = SubsetBlock((MIXTURE,), self.slices.weights(factor_1G))
+        index = RowIndex.from_parquet(self.artifact.rows_path)
+        corpus = self.artifact.manifest.fingerprints.get("corpus", "")
+        write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return super().summary() | {"label": self.label, "slices": self.table.to_pylist(), "optimum": self.optimum}
+
+    def __repr__(self) -> str:
+        ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
+        rest = ordered.slice(LINES_SHOWN)
+        lines = [plain(self.headline), self._shown_table("", ordered.slice(0, LINES_SHOWN))]
+        if len(rest):
+            now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
+            lines.append(f"... and {len(rest):,} more values with {now:.1%} now and {proposed:.1%} proposed in all")
+        return "\n".join([*lines, self._shown_changes(), *map(plain, self.notes)])
+
+
+def mix(
+    artifact: ArtifactReader,
+    by: str,
+    target: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    floor: str | Sequence[str] = (),
+    cap: str | Sequence[str] = (),
+    max_repeat: float = MAX_REPEAT,
+    train_tokens: str | float | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
+    distance: str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    diversity: float | None = None,
+    cautious: bool = False,
+) -> Mixture:
+    """Find the shares of a label's values that help the targets most.
+
+    The amount of data stays the same.
+
+    Args:
+        by: label whose values are mixed.
+        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
+        floor: at least so much of the mixture, e.g. Games:5%, or 1% of each value; 0% lets a value go.
+        cap: at most so much of the mixture, e.g. Games:20%, or 10% of each value.
+        max_repeat: no row is seen more often, or, where `train_tokens` repeat the corpus, so many times as often as
+            now. A value keeps 1 / `max_repeat` of its share.
+        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less. Default: as
+            many as the corpus has.
+        runs: runs, retrained or imported: the change in their unit, with an interval.
+        distance: move at most so much of the data between values, e.g. 30%.
+        protocol: protocol to predict with. Default: the one that ships.
+        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
+    Raises:
+        ProtocolError: an unknown target; a protocol that says nothing of mixtures.
+        SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
+    """
+    targets = weighted_targets(target, artifact.targets)
+    rule = as_protocol(protocol)
+    if diversity is not None:
+        rule = with_diversity(rule, diversity, artifact.array_names)
+    if not 1 <= max_repeat < np.inf:
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
+    tokens_N = row_tokens(artifact)
+    slices = label_slices(label_column(artifact, by, "by"), tokens_N)
+    tokens = None if train_tokens is None else parse_tokens(train_tokens)
+    epochs = exposure_of(tokens, tokens_N).epochs or 1.0
+    far = None
+    if distance is not None:
+        amount = parse_amount(distance, "distance", "30%")
+        if not amount.is_share or amount.unit is not None:
+            raise SettingsError(f"distance: got {distance!r}, expected a share, e.g. 30%")
+        far = amount.value
+    current_G = slices.rows_G / slices.rows_G.sum()
+    floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
+    low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), far)
+    programme = Programme(np.zeros(len(current_G)), low_G, high_G, current_G, far)
+    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+
+    rule = aim.predictor.protocol  # as it fits the artifact
+    mixed: Mixed = (geometry().mixed if rule.interacts else _additive)(aim, slices, programme)
+    by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
+    if by_runs:
+        p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
+    factor_G = p_G / current_G
+    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]))
+    value, short = mixed.value(p_G), mixed.short(p_G)
+    optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
+    optimum = "the best that the runs lead to" if by_runs else optimum
+
+    least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(max_repeat, f"{max_repeat:g}th part")
+    said = [
+        f"no row is seen more than {max_repeat:g} times, and values keep a {least} of their share (--max-repeat); "
+        "--floor VALUE:0% lets one go, a larger floor gives it more",
+        "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
+    ]
+    if slices.n_grouped:
+        said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
+    if by_runs:
+        said.append("what is maximised is the change that the runs lead to expect (nats), not that by relevance")
+    else:
+        said += mixed.notes
+    most = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
+    if tokens is None:
+        said.append(f"in a training as long as the corpus {most}")
+    else:
+        budget = f"{tokens:,.0f} training tokens, {epochs:.2g} times the corpus"
+        said.append(f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {most}")
+    moved = 0.5 * float(np.abs(p_G - current_G).sum())
+    asked = {
+        "by": by,
+        "targets": dict(targets),
+        "max_repeat": max_repeat,
+        "train_tokens": tokens,
+        "floor": list(several(floor)),
+        "cap": list(several(cap)),
+        "distance": distance,
+    } | ({"cautious": True} if cautious else {})
+    return Mixture(
+        pa.table(
+            {
+                "value": pa.array(slices.names, pa.string()),
+                "expression": pa.array([one.expression for one in slices.slices], pa.string()),
+                "rows": pa.array(slices.rows_G),
+                "now": pa.array(current_G),
+                "proposed": pa.array(p_G),
+                "times_as_often": pa.array(factor_G),
+            }
+        ),
+        f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
+        (*said, *notes),
+        targets=changes,
+        value=value,
+        unit=aim.predictor.unit,
+        asked=asked,
+        protocol=rule,
+        artifact=artifact,
+        label=slices.label,
+        optimum=optimum,
+        slices=slices,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A mixture, and how good it is known to be."""
+
+    p_G: F64
+    optimum: str
+    notes: tuple[str, ...]
+    value: Callable[[F64], float]  # of a mixture: its change, less what repetition takes under a training budget
+    short: Callable[[F64], float]  # how much higher the best one may be
+
+
+def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+    """The best mixture: rows are worth what they are worth, and less if they are seen often."""
+    current_G = programme.current_G
+    effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
+    curves = ExposureCurves(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
+    segments = curves.segments(programme.low_G, programme.high_G)
+    p_G = solve(replace(programme, segments=segments))
+
+    def value(p_G: F64) -> float:
+        return float(aim.trained.change(slices.weights((p_G / current_G)[None]))[0] @ aim.weights_T)
+
+    return Mixed(p_G, "the best mixture", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExposureCurves:
+    """What slices are worth by their shares, under the law of exposure."""
+
+    exposure: Exposure
+    worth_G: F64  # of a new row, in all
+    current_G: F64
+
+    def value(self, p_G: F64) -> float:
+        """sum_g n_g / N exposure(N p_g / n_g) worth_g."""
+        return float(self.worth_G @ (self.current_G * self.exposure(p_G / self.current_G)))
+
+    def segments(self, low_G: F64, high_G: F64) -> Segments:
+        """The curves by straight pieces, with a knot where repetition begins; of slices that hurt a single one."""
+        steps = np.linspace(0.0, 1.0, SEGMENTS)
+        once_G1 = np.clip(self.current_G / max(self.exposure.epochs or 1.0, TINY), low_G, high_G)[:, None]
+        knots_GK = np.sort(
+            np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1
+        )
+        value_GK = (self.worth_G * self.current_G)[:, None] * self.exposure(knots_GK / self.current_G[:, None])
+        part_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
+        straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * part_GK
+        return Segments(knots_GK, np.where(self.worth_G[:, None] < 0, straight_GK, value_GK))
+
+
+def _bounds(
+    slices: LabelSlices,
+    floors: Bounds,
+    caps: Bounds,
+    max_repeat: float,
+    epochs: float,
+    distance: float | None,
+) -> tuple[F64, F64]:
+    """(G,) least and greatest shares: what is asked, and `max_repeat` where nothing is.
+
+    Raises:
+        SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
+    """
+    names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
+    asked = []
+    for flag, bounds in (("floor", floors), ("cap", caps)):
+        for value, amount in bounds.items():
+            if not amount.is_share or amount.unit is not None:
+                raise SettingsError(
+                    f"{flag} {spelled(value)}: got a number, a mixture has shares; expected e.g. Games:5%"
+                )
+        amounts = by_value(bounds, flag, slices.label, names, slices.n_grouped)
+        asked.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
+    floor_G, cap_G = np.nan_to_num(asked[0]), np.nan_to_num(asked[1], nan=1.0)
+    # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
+    usual_G = current_G / max_repeat
+    asked_G = np.where(np.isnan(asked[0]), usual_G, floor_G)
+    asked_G = np.where(asked_G > 0, np.maximum(asked_G, usual_G), 0.0)  # 0 %: may go
+    low_G = np.minimum(asked_G, np.maximum(cap_G, floor_G))
+    high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
+
+    wrong = [
+        f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
+        for g in np.flatnonzero(low_G > high_G + 1e-12).tolist()
+    ]
+    if low_G.sum() > 1.0 + 1e-12:
+        wrong.append(f"the floors add up to {low_G.sum():.1%}")
+    if high_G.sum() < 1.0 - 1e-12:
+        wrong.append(
+            f"the caps add up to {high_G.sum():.1%}, expected 100% at least (max_repeat {max_repeat:g} among them)"
+        )
+    # keeping the bounds alone may move more data than the distance allows
+    up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
+    needed = max(float(up_G.sum()), float(down_G.sum()))
+    if distance is not None and needed > distance + 1e-12:
+        worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
+        wrong.append(f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}")
+    if wrong:
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(wrong[:SHOWN])}{more}")
+    return low_G, high_G

@@ -1,0 +1,515 @@
+"""Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
+
+The road: `SelectionObjective` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they
+allow, `Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
+Shape letters: N rows, M rows or documents that a budget counts, P all of them in order, T targets, G values of a label.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from scipy.sparse import csr_array
+
+from grasp.api.predict import share
+from grasp.arrays import F64, I64, Bool
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import (
+    SHORT,
+    label_column,
+    leak_notes,
+    leaked_rows,
+    length_column,
+    ranked,
+    row_documents,
+    short_of,
+    short_rows,
+)
+from grasp.artifact.where import LabelTable
+from grasp.errors import SettingsError
+from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
+from grasp.predict.slices import sensible_labels
+from grasp.predict.weights import Weights, mask_of, one_subset
+from grasp.progress import Progress
+from grasp.runs.retrained import Environment
+from grasp.runs.table import RunTable
+from grasp.select.budget import (
+    OPTIMAL,
+    Amount,
+    BestRows,
+    Limits,
+    excluded,
+    parse_bounds,
+    parse_budget,
+    parse_tokens,
+    within,
+)
+from grasp.select.export import checked_rule
+from grasp.select.objective import SelectionObjective, weighted_targets, with_diversity
+from grasp.select.selection import Curve, Selection
+from grasp.text import several, signed, skipped_text
+
+SUBSET = "selection"
+ENDS = ("short_end", "cut", "cut_begin")  # of documents
+SHORT_SHARE = 0.01  # of short rows: worth a word
+VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
+PLACES = 50  # lengths of a choice whose value is shown
+SEARCHED = 200  # lengths that are compared at once for the best one
+PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the rows that are swapped at once where runs say more, besides all
+ROUNDS = 20
+MISSED = 0.02  # of a budget that may be left over without a word in the headline
+FEW = 0.01  # of the corpus: a number of rows so small may be meant as a share
+LARGEST_SHARE = 100
+ERRORS = 2.0  # standard errors above the share of all rows, from which a value is named
+SLOW = 0.01  # of what the rounds before have gained
+
+
+def select(
+    artifact: ArtifactReader,
+    budget: str | float | None = None,
+    target: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    train_tokens: str | float | None = None,
+    by: str | None = None,
+    floor: str | Sequence[str] = (),
+    cap: str | Sequence[str] = (),
+    runs: Environment | RunTable | Path | str | None = None,
+    exclude: Path | str | Sequence[str] | None = None,
+    exclude_where: str | None = None,
+    drop_leaks: bool = False,
+    documents: str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    diversity: float | None = None,
+    cautious: bool = False,
+    progress: Progress | None = None,
+) -> Selection:
+    """Choose the rows that help the targets most.
+
+    They can be written as a corpus to train on. Whole documents are chosen by the mean effect of their rows.
+
+    In Python the result has `.row_ids`, `.save(path)`, `.export(directory)`.
+
+    Args:
+        budget: 20% or 5000 (rows), 2Mtokens, 20%tokens, 300documents, 67%documents of the whole corpus. Default: the
+            best for `train_tokens`. In Python also a float, a share of the rows, or an int, so many rows.
+        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
+        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.
+        by: label that floors and caps speak of.
+        floor: at least so much of the budget, e.g. Games:5%, or 1% of each value.
+        cap: at most so much of the budget, e.g. Games:20%, or 10% of each value.
+        runs: runs, retrained or imported: rows are chosen by the change that they lead to expect, with an interval.
+            With `train_tokens`, or a protocol with geometry, they are chosen by relevance.
+        exclude: row_ids or doc_ids to leave out: text or Parquet. In Python also a list.
+        exclude_where: condition on labels: these rows are left out.
+        drop_leaks: leave out the rows that contain questions of the targets.
+        documents: write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.
+            In Python `Selection.export` is told so as well.
+        protocol: protocol to predict with. Default: the one that ships.
+        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
+        progress: told of the rows taken, where that takes long.
+    Raises:
+        SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.
+        ProtocolError: the artifact does not fit the protocol, or lacks a target.
+        SubsetError: an expression that is no condition.
+    """
+    if documents is not None:
+        checked_rule(documents)
+    targets = weighted_targets(target, artifact.targets)
+    rule = as_protocol(protocol)
+    if diversity is not None:
+        rule = with_diversity(rule, diversity, artifact.array_names)
+    if documents == "all" and rule.searches:
+        raise SettingsError(
+            "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
+            "any or half, or diversity 0"
+        )
+    allowed_N, said = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
+    if exclude is not None:
+        listed_N, note = excluded(artifact, exclude)
+        allowed_N &= ~listed_N
+        said.append(note)
+    if exclude_where is not None:
+        matching = LabelTable(artifact.rows_path).matching(exclude_where)
+        allowed_N &= ~matching.mask_N
+        unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
+        said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
+    if drop_leaks:
+        leaked = leaked_rows(artifact, targets)
+        allowed_N[leaked] = False
+        said.append(f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}")
+    else:
+        said += leak_notes(artifact, targets)
+    labels = None if by is None else label_column(artifact, by, "by")
+    by = None if labels is None else labels.name  # as the corpus spells it
+    tokens = None if train_tokens is None else parse_tokens(train_tokens)
+    floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
+    amount = None if budget is None else parse_budget(budget)
+    if amount is None and tokens is None:
+        raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
+    if amount is None and rule.searches:
+        raise SettingsError(
+            "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
+            "20%, or take the geometry away with diversity 0"
+        )
+    if amount is None and not allowed_N.any():
+        raise SettingsError("exclude: leaves no row; exclude fewer")
+    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+    rule = aim.predictor.protocol  # as it fits the artifact
+    # what runs lead to expect is of means over the retained rows
+    by_runs = aim.intervals is not None and tokens is None and not rule.interacts
+    if cautious and not by_runs:
+        raise SettingsError(
+            f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
+            "take another protocol, or leave it out"
+        )
+
+    # items that are chosen: rows, or whole documents, each worth the mean effect of its rows
+    effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
+    tokens_M, rows_M = aim.tokens_N, None
+    if amount is not None and (amount.unit == "documents" or documents == "all"):
+        if rule.searches:
+            raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
+        document_N = row_documents(artifact)
+        effect_M = _mean_by(document_N, aim.effect_N)
+        allowed_M = np.bincount(document_N, ~allowed_N) == 0
+        rows_M = np.bincount(document_N)
+        tokens_M = np.bincount(document_N, aim.tokens_N).astype(np.int64)
+        if labels is not None:
+            _, first_M = np.unique(document_N, return_index=True)
+            labels_M = replace(labels, codes_N=labels.codes_N[first_M])
+    limits_of = partial(
+        Limits.from_budget,
+        allowed_N=allowed_M,
+        tokens_N=tokens_M,
+        rows_N=rows_M,
+        labels=labels_M,
+        floors=floors,
+        caps=caps,
+    )
+    if amount is None:
+        amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
+        said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
+    limits = limits_of(amount)
+
+    if rule.searches:
+        if progress is not None:
+            progress.stage("selecting", rows=None, tokens=None)
+        best = geometry().choose_rows(aim.predictor, aim.weights_T, limits, progress)
+        order_N = picked_P = best.row_index
+    else:
+        best, picked_P, order_N = _ranked(aim, effect_M, document_N, limits, by_runs=by_runs)
+    rows = best.row_index
+    even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
+    ordered_by_N = effect_M if document_N is None else effect_M[document_N]
+    curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), ordered_by_N)
+
+    kept_N = mask_of(rows, artifact.n_rows)
+    table = _row_table(aim, best, kept_N, by)
+    weights = one_subset(SUBSET, kept_N).weights
+    sums = aim.predictor.sums(weights)
+    changes, notes = aim.judged(SUBSET, weights)
+    n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
+    headline = f"{share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
+    if document_N is not None:
+        headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
+    if (used := int(limits.cost_N[picked_P].sum())) < (1 - MISSED) * limits.budget:
+        headline += f"; only {used:,} of the {limits.budget:,} {limits.unit} that were asked for"
+    said += [] if budget is None else _few_rows(amount, artifact.n_rows)
+    items = "rows" if document_N is None else "documents"
+    said += [*best.notes, *_notes(aim, effect_M, limits, picked_P, rows, by, items, whole=documents is not None)]
+    if tokens is not None:
+        headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
+        left = float(sums.worth(aim.trained.exposure)[0])
+        said.append(
+            f"value {value:+z.3f}: the change, less what repetition takes: it leaves {left:.0%} of what as many new "
+            "rows would do"
+        )
+    asked = {
+        "budget": budget,
+        "targets": dict(targets),
+        "train_tokens": tokens,
+        "by": by,
+        "unit": limits.unit,
+        "items": items,
+        "floor": list(several(floor)),
+        "cap": list(several(cap)),
+        "exclude_where": exclude_where,
+        "drop_leaks": drop_leaks,
+        "excluded_rows": int((~allowed_N).sum()),
+    } | ({"cautious": True} if cautious else {})
+    return Selection(
+        table,
+        f"keeps {headline}",
+        (*said, *notes),
+        targets=changes,
+        value=value,
+        unit=aim.predictor.unit,
+        asked=asked,
+        protocol=rule,
+        artifact=artifact,
+        curve=curve,
+        labels=None if labels is None else _label_table(limits, picked_P),
+        bound=best.bound,
+        guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
+        row_index=rows,
+        n_tokens=n_tokens,
+        effect_N=aim.effect_N,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- which rows
+
+
+def _row_table(aim: SelectionObjective, best: BestRows, kept_N: Bool, by: str | None) -> pa.Table:
+    """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the best rows; all rows stream past."""
+    start, parts = 0, list[pa.RecordBatch]()
+    for batch in aim.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    rows = best.row_index
+    taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
+    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
+    if best.gain is not None:
+        table = table.add_column(2, "gain", pa.array(best.gain))
+    table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
+    table = table.add_column(2, "order", pa.array(np.arange(len(table))))
+    return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
+
+
+def _mean_by(document_N: I64, value_N: F64) -> F64:
+    return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
+
+
+def _ranked(
+    aim: SelectionObjective, effect_M: F64, document_N: I64 | None, limits: Limits, *, by_runs: bool
+) -> tuple[BestRows, I64, I64]:
+    """The best rows within the limits, which rows or documents were picked, and these rows with those that come next.
+
+    More follow where no more is asked of them than to be good.
+    """
+    worth_M = effect_M
+    guarantee = OPTIMAL if document_N is None else "whole documents, by the mean effect of their rows"
+    if document_N is not None and limits.costs_differ:
+        guarantee += ", until no other one fits"
+    if limits.unit == "tokens" and document_N is None:
+        worth_M = aim.predictor.worth_of_tokens(worth_M, aim.weights_T, limits.cost_N)
+    if by_runs:
+        worth_M, guarantee = _worth_by_runs(aim, document_N, limits, worth_M)
+    order_P = ranked(worth_M, among_N=limits.allowed_N)
+    picked_P = within(order_P, limits)
+    if limits.unit == "tokens" and document_N is None and not by_runs:
+        guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is effect_M)
+    next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
+    order_P = picked_P if limits.has_label_limits else np.concatenate([picked_P, next_P])
+    if document_N is None:
+        return BestRows(picked_P, guarantee), picked_P, order_P
+    place_M = np.full(len(worth_M), len(order_P))
+    place_M[order_P] = np.arange(len(order_P))
+    place_N = place_M[document_N]
+    order_N = np.argsort(place_N, kind="stable")[: int((place_N < len(order_P)).sum())]
+    return BestRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
+
+
+def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool) -> str:
+    """What a token of the choice is worth, and what it could be at most if the last row were cut to fit.
+
+    The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
+    may be cut. A short row counts as its tokens.
+    """
+    said = "rows by what a token of them is worth, as far as the tokens go"
+    said += "; the change counts rows alike, long or short" if alike else ""
+    if limits.has_label_limits:
+        return f"{said}; within floors and caps"
+    used = int(limits.cost_N[picked_P].sum())
+    order_N = ranked(worth_N, among_N=limits.allowed_N)
+    cost_N = limits.cost_N[order_N]
+    whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
+    mean = float(limits.cost_N[picked_P] @ worth_N[picked_P]) / used
+    most = float(whole_N @ worth_N[order_N]) / used
+    return f"{said}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
+
+
+def _worth_by_runs(aim: SelectionObjective, document_N: I64 | None, limits: Limits, worth_M: F64) -> tuple[F64, str]:
+    """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains.
+
+    Uphill from the best by relevance: those rows are best next whose taking in makes the value rise fastest, and on the
+    way to them some are swapped.
+    """
+    assert aim.intervals is not None
+
+    def kept(mask_BM: Bool) -> Weights:
+        mask_BN = mask_BM if document_N is None else mask_BM[:, document_N]
+        at = np.nonzero(mask_BN)
+        return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows)))
+
+    def masks(by_BM: F64) -> Bool:
+        return np.stack([mask_of(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
+
+    best_M, kept_1M = worth_M, masks(worth_M[None])
+    by_relevance = by_runs = float(aim.learned(kept(kept_1M))[0])
+    for _ in range(ROUNDS):
+        rise_M = aim.intervals.rise(kept(kept_1M), aim.weights_T, cautious=aim.cautious)
+        if document_N is not None:
+            rise_M = _mean_by(document_N, rise_M)
+        kept_M, corner_M = kept_1M[0], masks(rise_M[None])[0]
+        leaving, coming = np.sort(rise_M[kept_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~kept_M])
+        n = min(len(leaving), len(coming))
+        gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
+        # so much kept rows have to their credit that all, half, ... of the swaps are made
+        credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
+        by_BM = rise_M + np.array(credit_B)[:, None] * kept_1M
+        mask_BM = masks(by_BM)
+        value_B = aim.learned(kept(mask_BM))
+        k = int(np.argmax(value_B))
+        if value_B[k] - by_runs <= SLOW * (by_runs - by_relevance):
+            break
+        best_M, kept_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
+    end = "lower end of the change" if aim.cautious else "change"
+    return best_M, (
+        f"rows are ranked by the {end} that the runs lead to expect, {by_runs:+.4f} {aim.intervals.unit}; the best by "
+        f"relevance alone have {by_relevance:+.4f}"
+    )
+
+
+def _curve(aim: SelectionObjective, order_N: I64, places: Sequence[int], effect_N: F64) -> Curve:
+    """The beginnings of a choice that have so many rows; `places` ascend, `effect_N` is what rows are ordered by."""
+    cuts = np.concatenate([[0], places])
+    parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(cuts)]
+    indices = np.concatenate(parts)
+    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
+    sums = aim.predictor.sums(Weights(rows_BN)).cumulated()
+    tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
+    last_B = effect_N[order_N[np.asarray(places) - 1]]
+    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))
+    return Curve(*(tuple(column.tolist()) for column in columns))
+
+
+def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[Amount], Limits] | None) -> int:
+    """Rows with the highest value for the training budget, within floors and caps if there are any.
+
+    It is looked for on a grid, then between neighbours: to single rows, or within caps to 0.5 %.
+
+    Raises:
+        SettingsError: no budget meets the floors and caps.
+    """
+    order_P = ranked(aim.effect_N, among_N=allowed_N)
+    refused: list[SettingsError] = []
+
+    def value(size: int, limits_of: Callable[[Amount], Limits]) -> float:
+        try:
+            rows = within(order_P, limits_of(Amount(float(size), False)))
+        except SettingsError as err:
+            refused.append(err)
+            return -np.inf
+        weights = one_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
+        return float(aim.value(aim.predictor.sums(weights))[0])
+
+    at_once, near = (SEARCHED, 0.0) if limits_of is None else (16, 0.005)
+    places = np.unique(np.geomspace(1, len(order_P), at_once).round().astype(np.int64))
+    while True:
+        if limits_of is None:
+            values: Sequence[float] = _curve(aim, order_P, places.tolist(), aim.effect_N).value
+        else:
+            values = [value(size, limits_of) for size in places.tolist()]
+        at = int(np.argmax(values))
+        low, high = int(places[max(at - 1, 0)]), int(places[min(at + 1, len(places) - 1)])
+        if len(places) == places[-1] - places[0] + 1 or high - low <= near * places[at]:
+            break
+        places = np.unique(np.linspace(low, high, at_once).round().astype(np.int64))
+    if values[at] == -np.inf:
+        raise refused[-1]
+    return int(places[at])
+
+
+# ------------------------------------------------------------------------------------------- what is told of them
+
+
+def _few_rows(amount: Amount, n_rows: int) -> list[str]:
+    """Return a line for a budget such as 20 that may be meant as a share, where so many rows are a tiny part."""
+    if amount.is_share or amount.unit is not None or amount.value > min(LARGEST_SHARE, FEW * n_rows):
+        return []
+    number = f"{amount.value:g}"
+    return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
+
+
+def _notes(
+    aim: SelectionObjective,
+    effect_M: F64,
+    limits: Limits,
+    picked_P: I64,
+    rows: I64,
+    by: str | None,
+    items: str,
+    *,
+    whole: bool,
+) -> list[str]:
+    """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
+
+    Args:
+        items: what was chosen, rows or documents.
+        whole: documents will be written whole, so it is not worth a word which of them rows cut.
+    """
+    artifact = aim.artifact
+    above = int((effect_M[limits.allowed_N] > 0).sum())
+    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"]
+    if (used := int(limits.cost_N[picked_P].sum())) < limits.budget:
+        why = f"no other {items[:-1]} fits" if limits.costs_differ else "the caps leave no more"
+        said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
+
+    gone_N = ~mask_of(rows, artifact.n_rows)
+    if gone_N.any():
+        mean = float(aim.effect_N[gone_N].mean())
+        line = f"left out: {share(int(gone_N.sum()), len(gone_N))}, their mean effect {mean:+.3f}"
+        for label in [by] if by else sensible_labels(artifact)[:1]:
+            column = label_column(artifact, label)
+            gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
+            # values that lose more than the corpus does, beyond what as many rows drawn at random would
+            overall = float(gone_N.mean())
+            error_G = np.sqrt(overall * (1 - overall) / np.maximum(column.counts, 1))
+            rate_G = gone_G / np.maximum(column.counts, 1)
+            excess_G = np.where(column.counts >= LARGE_SHARE * len(gone_N), (rate_G - overall) / (error_G + 1e-12), 0.0)
+            worst = [g for g in np.lexsort((-gone_G, -rate_G)).tolist() if excess_G[g] > ERRORS][:VALUES_NAMED]
+            shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
+            line += f"; of {label} above all {shares}" * bool(shares)
+        said.append(line)
+    if (short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
+        length = length_column(artifact)
+        said.append(
+            f"{short:,} of the rows taken have fewer than {SHORT} {short_of(length)}, and their relevance is noisy: "
+            f'--exclude-where "{length} < {SHORT}" leaves such rows out'
+        )
+
+    if not whole:
+        document_N = row_documents(artifact)
+        kept_D, of_D = np.bincount(document_N[rows], minlength=int(document_N.max()) + 1), np.bincount(document_N)
+        if cut := int(((kept_D > 0) & (kept_D < of_D)).sum()):
+            said.append(
+                f"rows are pieces of documents: {cut:,} of {len(of_D):,} documents are kept in part; a budget such as "
+                "20%documents takes whole ones, and --export with --documents half writes whole ones"
+            )
+    counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
+    if counts := {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}:
+        said.append(f"neither chosen nor left out, since no row holds them: {skipped_text(counts)}")
+    return said
+
+
+def _label_table(limits: Limits, picked_P: I64) -> pa.Table:
+    """One line a value of the label: taken, pool, floor and cap."""
+    taken_G, pool_G = (
+        np.bincount(limits.codes_N[rows], limits.cost_N[rows], len(limits.values)).astype(np.int64)
+        for rows in (picked_P, limits.allowed_N)
+    )
+    return pa.table(
+        {
+            "value": pa.array(limits.values, pa.string()),
+            "taken": taken_G,
+            "pool": pool_G,
+            "floor": pa.array([int(floor) or None for floor in limits.floor_G], pa.int64()),
+            "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),
+        }
+    )

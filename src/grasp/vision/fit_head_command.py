@@ -1,0 +1,71 @@
+"""The command of this room: `grasp fit-head`. It parses, calls one function and prints."""
+
+import shlex
+from pathlib import Path
+
+from grasp.cli.app import command, option
+from grasp.cli.console import check_outputs
+from grasp.cli.options import Assignments, ConfigFile, Quiet, merged
+from grasp.cli.progress_display import Watch
+from grasp.errors import SettingsError
+from grasp.settings import FitSettings
+from grasp.text import plain, skipped_text
+from grasp.yaml_files import require_flags, validated
+
+REQUIRED = {
+    "--model": ("model.path",),
+    "--corpus": ("corpus.path",),
+    "--head": ("model.classifier.head",),
+}
+LISTED = 20  # images that are left out, by name
+
+
+@command(
+    "grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\\n"
+    "               --corpus images.parquet --out head.safetensors",
+    "grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors",
+    "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
+)
+def fit_head(
+    out: Path = option("--out", "File of the fitted head, .safetensors."),
+    model: str | None = option("--model", "Checkpoint of an image classifier, or file of weights.", None),
+    factory: str | None = option("--factory", "What makes the module: package.module:name or FILE.py:name.", None),
+    head: str | None = option("--head", "Dotted name of the linear output layer that is replaced.", None),
+    corpus: str | None = option("--corpus", "Parquet, JSONL, a directory with a folder a class.", None),
+    decay: float = option("--decay", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
+    config: ConfigFile = None,
+    assign: Assignments = [],
+    quiet: Quiet = False,
+) -> None:
+    """Fit the output layer of a classifier to images.
+
+    For a backbone that does not have the classes of the corpus.
+
+    Then build with --set model.classifier.fitted_head=FILE.
+    """
+    if out.suffix != ".safetensors":
+        raise SettingsError(f"--out: got {out}, expected the name of a .safetensors file")
+    flags = {
+        "model.path": model,
+        "model.classifier.factory": factory,
+        "model.classifier.head": head,
+        "corpus.path": corpus,
+    }
+    data = merged(config, assign, flags)
+    require_flags(data, REQUIRED, "fit-head")
+    settings = validated(FitSettings, data, "settings")
+    read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}
+    check_outputs({"--out": out}, read)
+    from grasp.vision.fit_head import fit_head as fit
+
+    with Watch(quiet=quiet) as watch:
+        done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+    print(
+        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images: accuracy on them "
+        f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
+    )
+    for reason, count in done.left_out.counts.items():
+        listed = [plain(name) for name in done.left_out.ids[reason][:LISTED]]
+        more = f" and {count - len(listed):,} more" if count > len(listed) else ""
+        print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
+    print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")

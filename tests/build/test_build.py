@@ -1,0 +1,147 @@
+"""The verb: what people hold in their hands gives the artifact that files give, and can be given again."""
+
+import json
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grasp.artifact.inspection import verify
+from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
+from grasp.build.build import add_targets, build, split_names
+from tests.build.test_local import Notes
+from tests.build.world import world
+
+TAUGHT = {"untrained": True}  # the models here are random
+
+
+@pytest.fixture(scope="module")
+def settings(root):
+    """What stays the same, however the inputs are given."""
+    plain = world(root).model_dump(mode="json")
+    return {
+        "features": plain["features"],
+        "shard_rows": 8,
+        "array_dtype": "float32",
+        "targets": {"max_length": 64},
+        "model": {"batch_tokens": 256, "threads": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def by_path(root, settings):
+    paths = [str(root / name) for name in ("model", "corpus.jsonl", "facts.jsonl")]
+    return build(*paths, root / "by-path", settings=settings, **TAUGHT)
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same(found, expected):
+    assert found.array_names == expected.array_names
+    for name in expected.array_names:
+        ours, theirs = (np.concatenate([block for _, block in one.array_blocks(name)]) for one in (found, expected))
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+@pytest.mark.parametrize("table", [pa.Table.from_pylist, pd.DataFrame, datasets.Dataset.from_list])
+@pytest.mark.parametrize("units", [list, pd.DataFrame])
+def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, settings, by_path, table, units):
+    model = AutoModelForCausalLM.from_pretrained(root / "model").train()
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    corpus, targets = table(records(root / "corpus.jsonl")), units(records(root / "facts.jsonl"))
+    found = build((model, tokenizer), corpus, targets, tmp_path / "art", settings=settings, **TAUGHT)
+    same(found, by_path)
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    recorded = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
+    assert recorded["corpus"]["path"].startswith("in memory, ")
+    assert recorded["model"]["path"] == f"in memory, {by_path.manifest.fingerprints['model']}"
+    notes = Notes()
+    build(model, corpus, targets, tmp_path / "art", tokenizer=tokenizer, settings=settings, progress=notes, **TAUGHT)
+    assert notes.lines == [f"{tmp_path / 'art'}: finished already, with these settings; nothing was read again"]
+
+
+def test_a_path_may_stand_beside_an_object_and_another_object_is_another_build(root, tmp_path, settings, by_path):
+    given = str(root / "model"), pd.DataFrame(records(root / "corpus.jsonl")), [root / "facts.jsonl"]
+    same(build(*given, tmp_path / "art", settings=settings, **TAUGHT), by_path)
+    other = given[1].assign(topic="x")
+    with pytest.raises(Exception, match=r"holds a finished artifact.*path: was .in memory, .*, now .in memory"):
+        build(given[0], other, given[2], tmp_path / "art", settings=settings, **TAUGHT)
+
+
+def test_arguments_name_columns_and_splits(root, tmp_path, settings):
+    frame = pd.DataFrame(records(root / "corpus.jsonl")).rename(columns={"text": "body", "row_id": "key"})
+    splits = datasets.DatasetDict({name: datasets.Dataset.from_pandas(frame) for name in ("train", "test")})
+    rest = {"settings": settings, "text_column": "body", "id_column": "key", "max_length": 32, **TAUGHT}
+    given = str(root / "model"), splits, str(root / "facts.jsonl"), tmp_path / "art"
+    with pytest.raises(CorpusError, match="corpus: has the splits test, train; say which one with --split"):
+        build(*given, **rest)
+    artifact = build(*given, split="train", limit=20, **rest)
+    assert artifact.manifest.details["columns"] == {"text": "body", "row_id": "key"}
+    assert artifact.manifest.settings["corpus"]["max_length"] == 32
+    names = artifact.rows(np.arange(artifact.n_rows)).column("doc_id").unique().to_pylist()
+    assert len(names) == 20
+
+
+def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings):
+    unset = {**settings, "targets": {}}
+    artifact = build(
+        str(root / "model"), str(root / "corpus.jsonl"), str(root / "facts.jsonl"), tmp_path, settings=unset, **TAUGHT
+    )
+    recorded = artifact.manifest.settings
+    assert (recorded["corpus"]["max_length"], recorded["targets"]["max_length"]) == (128, 128)
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["corpus"]["max_length"] is None
+    assert verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"corpus": pd.DataFrame({"body": ["x"], "topic": ["a"]})}, CorpusError, "columns found: body, topic"),
+        ({"corpus": 3}, CorpusError, "corpus: got int"),
+        ({"targets": 3}, TargetError, "targets: got int"),
+        ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: has the fields text"),
+        ({"model": object()}, SettingsError, "model.path: got object"),
+        ({"model": None}, SettingsError, "missing --model"),
+        ({"out": ""}, SettingsError, "--out: got nothing"),
+    ],
+)
+def test_what_cannot_be_built_from_is_refused_in_a_line(root, tmp_path, changes, error, message):
+    given = {"model": str(root / "model"), "corpus": str(root / "corpus.jsonl"), "targets": str(root / "facts.jsonl")}
+    world(root)
+    with pytest.raises(error, match=message) as caught:
+        build(**{**given, "out": tmp_path / "art", **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_its_tokenizer(root, tmp_path, settings):
+    world(root)
+    (tmp_path / "bare").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / file).write_bytes((root / "model" / file).read_bytes())
+    rest = str(root / "corpus.jsonl"), str(root / "facts.jsonl"), tmp_path / "art"
+    with pytest.raises(ModelError, match=r"`.*bare` holds no tokenizer; name its directory with --tokenizer"):
+        build(str(tmp_path / "bare"), *rest)
+    with pytest.raises(SettingsError, match="tokenizer: got None, but the model is an object; give its tokenizer"):
+        build(AutoModelForCausalLM.from_pretrained(root / "model"), *rest)
+    build(str(tmp_path / "bare"), *rest, tokenizer=str(root / "model"), settings=settings, **TAUGHT)
+
+
+def test_names_are_separated_by_commas_that_no_file_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b.jsonl").write_text("")
+    assert split_names("sciq, openbookqa ,") == ["sciq", "openbookqa"]
+    assert split_names("a,b.jsonl") == ["a,b.jsonl"]
+
+
+def test_targets_are_added_with_the_artifact_s_own_settings(root, by_path, settings):
+    with pytest.raises(SettingsError, match="--add-target: got shard_rows as well"):
+        add_targets(by_path.path, "sciq", settings={"shard_rows": 3})
+    with pytest.raises(ArtifactError, match=r"has targets \['facts'\] already"):
+        add_targets(by_path.path, str(root / "facts.jsonl"))

@@ -1,0 +1,179 @@
+"""A corpus of conversations from build to export: only the assistant's tokens count, whoever runs the model."""
+
+import json
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers.utils import chat_template_utils
+
+from grasp import api
+from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.conversations import Conversation
+from grasp.corpus.row_store import RowStore
+from grasp.build.add_targets import add_target
+from grasp.build.inputs import prepare
+from grasp.build.pipeline import build_artifact
+from grasp.build.merge import merge
+from grasp.build.modality import load_reference
+from grasp.build.provenance import BuildSource
+from grasp.settings import BuildSettings, TargetSettings, build_settings
+from tests.cli.grasp_command import arrays
+from tests.corpus.chats import CHATML, turns
+from tests.build.test_local import Notes
+from tests.build.world import WORDS, world, write_targets
+from tests.rounding import rounding
+
+
+def conversations(n: int) -> list[dict]:
+    rng = np.random.default_rng(3)
+    lines = [
+        [" ".join(rng.choice(WORDS, size=int(rng.integers(2, 6)))) for _ in range(2 + 2 * (i % 2))] for i in range(n)
+    ]
+    return [{"id": f"c{i}", "messages": turns(*words), "topic": "ab"[i % 2], "n": [i]} for i, words in enumerate(lines)]
+
+
+def chat_settings(root: Path) -> BuildSettings:
+    """A small world in `root` whose rows are conversations."""
+    settings = world(root, features={"moment_positions": 10_000})
+    template = json.loads((root / "model" / "tokenizer_config.json").read_text())
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
+    (root / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in conversations(20)))
+    return build_settings(settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}})
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    root, notes = tmp_path_factory.mktemp("chat"), Notes()
+    settings = chat_settings(root)
+    build_artifact(settings, root / "art", progress=notes)
+    asked = "asked as plain text, without the chat template that this model has"  # its questions are no conversations
+    assert [line for line in notes.lines if asked in line]
+    return root, settings
+
+
+def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
+    root, settings = chat
+    art = ArtifactReader.open(root / "art")
+    model, store = load_reference(settings.model), BuildSource(art).rows
+    rows = store.rows(np.arange(store.n_rows))
+    loss = np.concatenate([np.asarray(batch.column("loss")) for batch in art.row_batches(["loss"])])
+    for i in range(store.n_rows):
+        ids, mask = torch.from_numpy(rows.ids(i).astype(np.int64)), rows.mask(i)
+        assert mask is not None
+        assert 0 < mask.sum() < len(ids) - 1
+        losses = torch.nn.functional.cross_entropy(
+            model.model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"
+        )
+        # features are those of the tail of 32 and of all supervised positions, so the mean is over all of them
+        assert loss[i] == pytest.approx(losses[torch.from_numpy(mask[1:])].mean().item(), rel=1e-4)
+    assert int(art.moments["token.count"][0]) == store.supervised().sum()
+
+
+def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
+    art = api.open(chat[0] / "art")
+    supervised_N = RowStore.open(chat[0] / "art" / "tokens").supervised()
+    rows = art.rows.to_pandas()
+    assert rows["n_loss"].tolist() == supervised_N.tolist()
+    assert "n_loss" not in art.labels
+    median = int(np.median(supervised_N))
+    assert median < rows["n_tokens"].min()  # which would pass over nothing
+    found = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
+    assert set(found["row_id"]) == set(rows["row_id"][supervised_N >= median])
+
+
+def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
+    root, settings = chat
+    lines = [json.dumps({"id": f"t{i}", "text": " ".join(WORDS[i : i + 6])}) + "\n" for i in range(5)]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    corpus = settings.corpus.model_copy(update={"path": str(tmp_path / "text.jsonl")})
+    text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
+    build_artifact(text, tmp_path / "text")
+    both = api.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
+    supervised = [RowStore.open(part / "tokens").supervised() for part in (root / "art", tmp_path / "text")]
+    assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
+    assert len(both.score(next(iter(both.targets)), min_tokens=1).to_pandas()) == len(np.concatenate(supervised))
+
+
+def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
+    root, settings = chat
+    names = (*settings.targets.names, str(write_targets(root / "more.jsonl", "more", 4, seed=5)))
+    build_artifact(
+        settings.model_copy(update={"targets": settings.targets.model_copy(update={"names": names})}),
+        tmp_path / "joint",
+    )
+    build_artifact(settings, tmp_path / "art")
+    assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
+    found, expected = arrays(tmp_path / "art"), arrays(tmp_path / "joint")
+    np.testing.assert_allclose(found["relevance_token"], expected["relevance_token"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_export_holds_the_users_own_records(chat, tmp_path, kind):
+    root, _ = chat
+    art = api.open(root / "art")
+    picked = art.select("50%")
+    picked.export(tmp_path / "out", format=kind)
+    files = sorted((tmp_path / "out").glob("part-*"))
+    if kind == "jsonl":
+        found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    else:
+        found = [record for file in files for record in pq.read_table(file).to_pylist()]
+    names = set(picked.table["row_id"].to_pylist())
+    assert found == [record for record in conversations(20) if record["id"] in names]
+
+
+def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_path):
+    _root, settings = chat
+    asked = [{"unit_id": line["id"], "messages": line["messages"]} for line in conversations(20)]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "same.jsonl"),), "max_length": 120})
+    corpus = settings.corpus.model_copy(update={"loss_on": "completion"})
+    build_artifact(settings.model_copy(update={"targets": targets, "corpus": corpus}), tmp_path / "art")
+    art = ArtifactReader.open(tmp_path / "art")
+    rows = pa.Table.from_batches(list(art.row_batches(["row_id", "loss"]))).to_pylist()
+    units = {unit["unit_id"]: unit["loss"] for unit in art.units.to_pylist()}
+    assert {row["row_id"] for row in rows} == set(units)
+    found = np.array([units[row["row_id"]] for row in rows])
+    # the same tokens in batches of other widths: float32 sums over 16 to 32 hidden numbers and 300 logits
+    np.testing.assert_allclose(found, [row["loss"] for row in rows], rtol=0, atol=rounding(700, found))
+
+
+def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat, tmp_path, monkeypatch):
+    root, settings = chat
+    model = Path(shutil.copytree(root / "model", tmp_path / "model"))
+    (file,) = [path for path in (model / "chat_template.jinja", model / "tokenizer_config.json") if path.exists()][-1:]
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps(known | {"chat_template": "{{ strftime_now('%d %b %Y') }}\n" + CHATML}))
+    read = settings.model.model_copy(update={"path": str(model)})
+    notes = Notes()
+    build_artifact(settings.model_copy(update={"model": read}), tmp_path / "art", progress=notes)
+    assert any("2024-07-26" in line and "model.chat_date" in line for line in notes.lines)
+    art = ArtifactReader.open(tmp_path / "art")
+    assert art.manifest.settings["model"]["chat_date"] == "2024-07-26"
+
+    class Tomorrow(chat_template_utils.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + timedelta(days=1)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    api.open(tmp_path / "art").select("50%").export(tmp_path / "kept")
+    assert (tmp_path / "kept" / "_manifest.yaml").exists()
+    assert BuildSource(art).tokenizer.render(Conversation(tuple(turns("a", "b")))).text.startswith("26 Jul 2024")
+
+
+def test_white_space_that_a_harness_would_score_is_told(chat, tmp_path):
+    _root, settings = chat
+    lines = [{"prompt": f"Answer {k}:\n", "completion": "water"} for k in range(3)]
+    (tmp_path / "spaced.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "spaced.jsonl"),)})
+    notes = Notes()
+    prepare(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
+    (note,) = [line for line in notes.lines if "white space" in line]
+    assert note.startswith("3 prompts, 'spaced:0' for one")

@@ -1,0 +1,181 @@
+"""The gradient kernel in whole builds: what is trained and what is frozen, where things do not fit, what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.baselines.gradients.layers import as_matrix
+from grasp.errors import ModelError, SettingsError
+from grasp.build.pipeline import build_artifact
+from grasp.build.provenance import BuildSource
+from grasp.kernels import gradient as gradient_match
+from grasp.kernels.gradient import SampledGradients
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.sampled_gradients import Example
+from grasp.models.tokenizer import HfTokenizer
+from grasp.settings import FeatureSettings
+from tests.baselines.gradient_world import autograd, reference
+from tests.build.test_local import Notes
+from tests.build.world import world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def relevance(out):
+    return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
+
+
+@pytest.fixture(scope="module")
+def built(root):
+    return build_artifact(world(root, train="further"), root / "built")
+
+
+def test_what_is_stored_lies_well_inside_float16(built):
+    stored = np.abs(np.load(built / "arrays" / "relevance_gradient" / "00000.npy"))
+    assert 2**-8 < np.median(stored) < 2**8  # rows of a few tokens, of a model that any step moves
+
+
+def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = world(root, train="further")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
+    notes = Notes()
+    artifact = ArtifactReader.open(build_artifact(own, tmp_path / "art", progress=notes))
+    size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert [line for line in notes.lines if line.startswith("gradients of")] == [
+        f"gradients of {size:,} among {size:,} parameters of 8 layers, frozen ones left out"
+    ]
+    assert len(artifact.moments["gradient.square"]) == size
+    assert artifact.manifest.settings["model"]["adapter"] == "apart"
+    # the second moments, by autograd through peft's own model
+    model = adapted.eval().requires_grad_(False)
+    lora = {name: p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name}
+    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in lora.items()}
+    store = BuildSource(artifact).rows
+    for k in range(store.n_shards):
+        shard = store.shard(k)
+        for i in range(len(shard)):
+            ids = torch.from_numpy(shard.ids(i).astype(np.int64))[None]
+            loss = model(input_ids=ids, labels=ids).loss
+            for name, grad in zip(lora, torch.autograd.grad(loss, list(lora.values())), strict=True):
+                total[name] += grad.double() ** 2
+    expected = sum(float(one.sum()) for one in total.values()) / store.n_rows
+    assert float(artifact.moments["gradient.square"].sum()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_adapter_is_folded_where_a_new_model_is_trained(root, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = world(root, train="new")
+    base = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
+    assert ArtifactReader.open(build_artifact(own, tmp_path / "art")).manifest.settings["model"]["adapter"] == "folded"
+
+
+def test_parameters_that_are_frozen_are_left_out(root):
+    settings = world(root)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    for layer in model.model.layers[:1]:
+        layer.requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+    read = ReferenceModel(model, HfTokenizer(tokenizer, vocab_size=300))
+    reader = SampledGradients.choose(read, FeatureSettings())
+    names = [block.name for block in reader.engine.layers.blocks]
+    assert not [name for name in names if name.startswith("model.layers.0.")]
+    assert [name for name in names if name.startswith("model.layers.1.")]
+    assert reader.describe().endswith("layers, frozen ones left out")
+
+
+def test_a_model_that_was_frozen_whole_is_read_whole():
+    model = reference("llama", torch.float32)  # a reference model freezes what it reads
+    assert SampledGradients.choose(ReferenceModel(model.model, None), FeatureSettings()).untaken == ()
+
+
+def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    reader = SampledGradients.choose(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
+    taken = {block.name for block in reader.engine.layers.blocks}
+    assert {name for name in taken if "self_attn" in name}
+    assert len(reader.untaken) > 0
+    assert all(".mlp." in name for name in reader.untaken)
+    assert "no gradient for each row, so left out: model.layers.0.mlp." in reader.describe()
+
+
+def test_more_coordinates_than_there_are_are_refused():
+    with pytest.raises(SettingsError, match=r"features.gradient_coordinates: got 10,000,000, its layers have [\d,]+; "):
+        SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
+    assert SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates="all")).sample.size > 0
+
+
+def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
+    settings = world(root, train="further", features={"gradient_coordinates": 3_000})
+    inside = relevance(build_artifact(settings, tmp_path / "inside"))
+    monkeypatch.setattr(gradient_match, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
+    assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
+    monkeypatch.setattr(gradient_match.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
+        build_artifact(settings, tmp_path / "nowhere")
+
+
+def test_rows_are_ranked_as_by_gradients_of_autograd(built):
+    """The law for a whole build: what is stored is the preconditioned inner product."""
+    artifact = ArtifactReader.open(built)
+    origin = BuildSource(artifact)
+    model, store = origin.model, origin.rows
+    reader = SampledGradients.choose(model, origin.settings.features)
+    blocks = reader.engine.layers.blocks
+
+    def whole(examples):
+        found = [autograd(model, example) for example in examples]
+        return np.stack([torch.cat([as_matrix(b, one).flatten() for b in blocks]).double().numpy() for one in found])
+
+    shard = store.rows(np.arange(store.n_rows))
+    row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
+    unit_EP = whole([Example(one.input_ids, one.first) for one in origin.unit_tokens])
+    v_P = (row_NP**2).mean(axis=0)
+    labels_N1 = np.array([len(shard.ids(i)) - 1 for i in range(len(shard))])[:, None]
+    expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
+    assert reader.sample.size == row_NP.shape[1]
+    np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
+
+
+def test_a_classifier_has_no_gradient_kernel():
+    with pytest.raises(ModelError, match=r"features.gradient_match: got true, but the model is a classifier"):
+        SampledGradients.choose(SimpleNamespace(), FeatureSettings())
+
+
+def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):
+    real = gradient_match.GradientKernel.relevance
+
+    def broken(kernel, taken_BK):
+        taken_BK[0, 0] = torch.inf
+        return real(kernel, taken_BK)
+
+    monkeypatch.setattr(gradient_match.GradientKernel, "relevance", broken)
+    notes = Notes()
+    artifact = ArtifactReader.open(build_artifact(world(root, train="further"), tmp_path / "art", progress=notes))
+    zero_N = ~relevance(tmp_path / "art").any(axis=1)
+    assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
+    first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
+    assert any("no finite gradient, and count 0 by it" in line and first in line for line in notes.lines)

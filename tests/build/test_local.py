@@ -1,0 +1,678 @@
+"""Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
+
+import functools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+from grasp.artifact.inspection import verify
+from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
+from grasp.artifact.reader import ArtifactReader
+from grasp.select.export import corpus_settings
+from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
+from grasp.build import score_shard as forward
+from grasp.build.moments import token_sample
+from grasp.build.add_targets import add_target
+from grasp.build.forecast import foretell
+from grasp.build.score_shard import ShardForward
+from grasp.build.inputs import ON_DISK, prepare
+from grasp.build.pipeline import (
+    build_artifact,
+    decided,
+    has_work,
+    regime,
+    relevance_scale,
+)
+from grasp.progress import Silent
+from grasp.build.provenance import BuildSource
+from grasp.models import forward_pass as extract
+from grasp.files import discard
+from grasp.predict.scoring_rule import BESIDE_GRADIENT, default_protocol
+from grasp.settings import BuildSettings, TargetSettings, build_settings
+from tests.cli.grasp_command import arrays
+from tests.build.world import texts, world, write_checkpoint, write_targets
+from tests.says import says
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert np.array_equal(array, expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def built(root) -> Path:
+    return build_artifact(world(root), root / "artifact")
+
+
+class Reference:
+    """The whole build in float64, one position at a time, every formula as the paper writes it."""
+
+    def __init__(self, settings: BuildSettings) -> None:
+        self.features = settings.features
+        self.model = AutoModelForCausalLM.from_pretrained(settings.model.path).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        self.matrix = matrix - matrix.mean(axis=0)  # what top-k cut off is spread evenly
+
+    def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Hidden states, residuals (top-k + label) and input tokens at the supervised positions from `first` on."""
+        with torch.inference_mode():
+            output = self.model(torch.tensor([ids]), output_hidden_states=True)
+        hidden = output.hidden_states[-1][0, first:-1].double().numpy()
+        probability = output.logits[0, first:-1].double().softmax(-1).numpy()
+        residual = np.zeros_like(probability)
+        for t, label in enumerate(ids[first + 1 :]):
+            kept = set(np.argsort(-probability[t])[: self.features.top_k]) | {label}
+            for v in kept:
+                residual[t, v] = probability[t, v] - (v == label)
+        return hidden, residual, np.array(ids[first:-1])
+
+    def rows(self, documents: list[str], max_length: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        ids = [self.tokenizer(text)["input_ids"] + [0] for text in documents]
+        cut = [line[k : k + max_length] for line in ids for k in range(0, len(line), max_length)]
+        return [self.positions(line, 0) for line in cut if len(line) > 1]
+
+    def whitener(self, hidden: np.ndarray, residual: np.ndarray):
+        mean, covariance = hidden.mean(0), np.cov(hidden.T, bias=True)
+        ridge = self.features.tau * np.trace(covariance) / len(covariance)
+        value, vector = np.linalg.eigh(covariance + ridge * np.eye(len(covariance)))
+        gamma = (residual**2).mean(0)
+        precondition = 1.0 / (gamma + self.features.epsilon * gamma[gamma > 0].mean())
+        return mean, vector @ np.diag(value**-0.5) @ vector.T, precondition
+
+    def pooled(self, rows, units) -> np.ndarray:
+        tails = [(hidden[-32:].mean(0), residual[-32:].mean(0)) for hidden, residual, _ in rows]
+        hidden, residual = (np.stack(part) for part in zip(*tails, strict=True))
+        mean, white, precondition = self.whitener(hidden, residual)
+        out = np.zeros((len(rows), len(units)))
+        for i in range(len(rows)):
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
+                h = (white @ (hidden[i] - mean)) @ (white @ (unit_hidden[-32:].mean(0) - mean))
+                r = residual[i] @ (precondition * unit_residual[-32:].mean(0))
+                out[i, e] = r * np.sign(h) * np.log1p(abs(h))
+        return out
+
+    def token(self, rows, units) -> np.ndarray:
+        mean, white, precondition = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
+        out = np.zeros((len(rows), len(units)))
+        for i, (hidden, residual, _) in enumerate(rows):
+            gradient = np.einsum("th,tv->hv", (hidden - mean) @ white, residual * precondition) / len(hidden)
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
+                other = np.einsum("th,tv->hv", (unit_hidden - mean) @ white, unit_residual) / len(unit_hidden)
+                out[i, e] = (gradient * other).sum()
+        return out
+
+    def neighbour(self, rows, units) -> np.ndarray:
+        """Of a corpus that is its own sample."""
+        mean, white, _ = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
+        of_rows, of_units = ([(hidden - mean) @ white for hidden, *_ in side] for side in (rows, units))
+        every = np.concatenate(of_rows)
+        width = 0.25 * np.sqrt(2 * every.var(0).sum())
+        labels, unit_labels = ([residual.argmin(1) for _, residual, _ in side] for side in (rows, units))
+        out = np.zeros((len(rows), len(units)))
+        for e, (states, label) in enumerate(zip(of_units, unit_labels, strict=True)):
+            near = [np.exp(-((h[:, None] - states) ** 2).sum(-1) / (2 * width**2)) for h in of_rows]
+            same = [k * (own[:, None] == label) for k, own in zip(near, labels, strict=True)]
+            near_S, same_S = (1 + np.concatenate(near).sum(0)) / len(every), np.concatenate(same).mean(0)
+            guess = 1 + units[e][1][np.arange(len(label)), label]  # p of the label
+            right = same_S + (0.1 * guess + 1 / len(every)) * near_S
+            for i in range(len(rows)):
+                out[i, e] = (same[i].mean(0) / right - near[i].mean(0) / (1.1 * near_S)).mean()
+        return out
+
+    def shift(self, rows, units) -> np.ndarray:
+        matrix = self.matrix
+        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
+        second = delta.T @ delta / len(delta)
+        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
+        mean_NH, mean_EH = (np.stack([(xi @ matrix).mean(0) for _, xi, _ in side]) for side in (rows, units))
+        return mean_NH @ inverse @ mean_EH.T
+
+    def tilt(self, rows, units) -> np.ndarray:
+        """Pair by pair of positions, both sides whitened with a ridge of one mean eigenvalue."""
+        matrix = self.matrix
+        hidden = np.concatenate([hidden for hidden, *_ in rows])
+        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
+        of_hidden, of_delta = (
+            np.linalg.inv(second + np.trace(second) / len(second) * np.eye(len(second)))
+            for second in (np.cov(hidden.T, bias=True), delta.T @ delta / len(delta))
+        )
+        out = np.zeros((len(rows), len(units)))
+        for i, (own, residual, _) in enumerate(rows):
+            for e, (unit_own, unit_residual, _) in enumerate(units):
+                states = (own - hidden.mean(0)) @ of_hidden @ (unit_own - hidden.mean(0)).T
+                out[i, e] = (states * (residual @ matrix @ of_delta @ (unit_residual @ matrix).T)).mean()
+        return out
+
+    def input(self, rows, units) -> np.ndarray:
+        """With the gradient of the embedding of position t taken to be that of its hidden state."""
+        matrix = self.matrix
+        delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
+        share = np.bincount(np.concatenate([token for *_, token in rows]), minlength=len(matrix)) / len(delta)
+        weight = 1.0 / (share + self.features.epsilon * share[share > 0].mean())
+        second = delta.T @ delta / len(delta)
+        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
+        out = np.zeros((len(rows), len(units)))
+        for i, (_, residual, token) in enumerate(rows):
+            for e, (_, unit_residual, unit_token) in enumerate(units):
+                product = (residual @ matrix) @ inverse @ (unit_residual @ matrix).T
+                out[i, e] = (product * (token[:, None] == unit_token) * weight[token][:, None]).mean()
+        return out
+
+
+def test_relevance_equals_the_float64_reference(root):
+    settings = world(root, features={"moment_positions": 10**6, "shift_match": True, "tilt_match": True})
+    found = arrays(build_artifact(settings, root / "exact"))
+    reference = Reference(settings)
+    rows = reference.rows(texts(40), settings.corpus.max_length)
+    units = []
+    for prompt, completion in zip(*_units(root), strict=True):
+        ids = reference.tokenizer(prompt)["input_ids"]
+        units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
+    order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
+    for name in ("token", "pooled", "input", "neighbour", "shift", "tilt"):
+        expected = getattr(reference, name)(rows, units)[:, order]
+        np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
+
+
+def _units(root: Path) -> tuple[list[str], list[str]]:
+    lines = [json.loads(line) for line in (root / "facts.jsonl").read_text().splitlines()]
+    return [line["prompt"] for line in lines], [line["completion"] for line in lines]
+
+
+def test_sketches_have_mean_squared_norm_one(built):
+    found = arrays(built)
+    for name in ("hidden_sketch", "residual_sketch", "product_sketch"):
+        assert (found[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_another_cut_into_shards_gives_the_same_numbers(root, built):
+    found = arrays(build_artifact(world(root, shard_rows=17), root / "other-shards"))
+    for name, expected in arrays(built).items():
+        np.testing.assert_allclose(found[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def test_sampled_moments_need_one_pass_and_come_close(root, built):
+    settings = world(root, features={"moment_rows": 60})
+    found, expected = arrays(build_artifact(settings, root / "sampled")), arrays(built)
+    for name in ("relevance_token", "relevance_pooled"):
+        correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
+        assert correlation > 0.95, name
+    for name in ("relevance_token", "relevance_input", "relevance_neighbour"):
+        assert_same({name: found[name]}, {name: expected[name]})
+
+
+@pytest.fixture
+def looked_at(monkeypatch) -> list[int]:
+    """How many positions the head was run at, call by call."""
+    found, real = [], extract.head_residual
+
+    def head_residual(head, hidden_PH, *rest):
+        found.append(len(hidden_PH))
+        return real(head, hidden_PH, *rest)
+
+    monkeypatch.setattr(extract, "head_residual", head_residual)
+    return found
+
+
+def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
+    root, tmp_path, monkeypatch, looked_at
+):
+    settings = world(root, features={"moment_positions": 10**6}, shard_rows=17)
+    once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
+    of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
+    assert positions < of_once < 1.5 * positions  # the rest are those of units
+    monkeypatch.setattr("grasp.build.moments.SEEN_BYTES", 0)
+    twice = ArtifactReader.open(build_artifact(settings, tmp_path / "twice"))
+    assert sum(looked_at) == 2 * of_once + positions
+    assert_same(arrays(once.path), arrays(twice.path))
+    assert_same(dict(once.moments), dict(twice.moments))
+
+
+@pytest.mark.parametrize(
+    ("features", "kernels"),
+    [
+        ({"match": "pooled"}, {"pooled"}),
+        ({"match": "token"}, {"token", "input", "neighbour"}),
+        ({"match": "token", "input_match": False, "neighbour_match": False}, {"token"}),
+        ({"input_match": False}, {"token", "pooled", "neighbour"}),
+        ({"neighbour_match": False}, {"token", "pooled", "input"}),
+    ],
+)
+def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
+    found = arrays(build_artifact(world(root, features=features), tmp_path / "some"))
+    others = {"token", "pooled", "input", "neighbour"} - kernels
+    expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
+    assert_same(found, expected)
+
+
+def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, looked_at):
+    settings = world(root).model_dump(mode="json")
+    del settings["features"]["product_width"]
+    settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
+    artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "pooled"))
+    (positions_of_units, *of_rows) = looked_at
+    assert positions_of_units > 6
+    assert 2.9 * artifact.n_rows < sum(of_rows) <= 3 * artifact.n_rows  # some rows are shorter
+    assert "product_sketch" not in artifact.array_names
+
+
+def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
+    settings = world(root)
+    inputs = prepare(settings, tmp_path / "tokens", Silent())
+    sums = forward.position_sums(inputs.model, inputs.store.shard(0), settings.features)
+    kernel = forward.PositionKernels.prepare(inputs.units, sums.moments(), settings.features, inputs.model)
+    own = kernel.unit_relevance(inputs.units)
+    assert own.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
+    monkeypatch.setattr(forward, "BATCH_ROWS", 4)
+    for name, found in kernel.unit_relevance(inputs.units).items():
+        np.testing.assert_allclose(found, own[name], rtol=1e-4)
+        assert (found > 0).all()
+
+
+def test_float16_keeps_three_digits(root, built):
+    found, expected = arrays(build_artifact(world(root, array_dtype="float16"), root / "half")), arrays(built)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
+
+
+class Notes(Silent):
+    """Remembers what it is told."""
+
+    def __init__(self):
+        self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
+
+    def note(self, line):
+        self.lines.append(line)
+
+    def stage(self, name, *, rows, tokens):
+        self.stages.append(name)
+
+    def advance(self, rows, tokens):
+        self.rows += rows
+        self.read[self.stages[-1]] += tokens
+
+    def plan(self, tokens):
+        self.planned = dict(tokens)
+
+
+@pytest.mark.parametrize("moment_rows", [16, 100])
+def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, moment_rows):
+    notes = Notes()
+    build_artifact(world(root, features={"moment_rows": moment_rows}), tmp_path / "art", progress=notes)
+    passes = {"token moments", "pooled moments", "forward"} & {*notes.stages}
+    assert list(notes.planned) == [stage for stage in notes.stages if stage in passes]
+    for stage in passes:
+        assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage
+
+
+def test_the_same_build_again_says_that_it_is_finished(root, built):
+    assert not (built / "work").exists()
+    notes = Notes()
+    assert build_artifact(world(root), built, progress=notes) == built
+    assert notes.lines == [f"{built}: finished already, with these settings; nothing was read again"]
+    assert notes.stages == []
+
+
+def test_settings_that_a_later_version_has_do_not_change_what_was_built(root, built, tmp_path):
+    path = shutil.copytree(built, tmp_path / "artifact")
+    lines = (path / RUN).read_text().splitlines(keepends=True)
+    assert "like: null\n" in lines
+    (path / RUN).write_text("".join(line for line in lines if not line.startswith("like:")))
+    assert build_artifact(world(root), path) == path
+
+
+def test_another_build_in_its_place_is_refused_with_every_difference_also_in_a_published_copy(root, built, tmp_path):
+    path = shutil.copytree(built, tmp_path / "artifact")
+    (path / RUN).unlink()
+    (path / MARKER).unlink()
+    every = (
+        r"a finished artifact, built with other settings: features\.tau: was 0\.01, now 0\.02; shard_rows: was 8, now 9"
+    )
+    for place in (built, path):
+        with pytest.raises(ArtifactError, match=every):
+            build_artifact(world(root, shard_rows=9, features={"tau": 0.02}), place)
+    assert build_artifact(world(root), path) == path
+
+
+def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
+    path = shutil.copytree(built, tmp_path / "artifact")
+    assert verify(path).ok
+    shard = next(path.glob("tokens/shard-*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    (path / RUN).write_text((path / RUN).read_text().replace("tau: 0.01", "tau: 0.02"))
+    assert [problem.file for problem in verify(path).problems] == [RUN, f"tokens/{shard.name}"]
+    with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged: checksum"):
+        _ = ArtifactReader.open(path).tokens_path
+    discard(path / "tokens")  # it may be removed
+    (path / RUN).unlink()
+    assert verify(path).ok
+
+
+def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
+    notes, fewer, made = Notes(), Notes(), Notes()
+    build_artifact(world(root), tmp_path / "art", progress=notes)
+    columns, labels, rows, special, questions, leaks, which = notes.lines
+    assert leaks == "facts: no row contains a question"
+    assert special.startswith("special tokens: texts begin without")
+    assert columns == "columns: text from 'text', names of rows from 'row_id'"
+    assert labels == "labels: topic"
+    assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)
+    assert questions == "questions: all 6 of facts"
+    says(which, "a new model, from scratch", "rows rank by token, input, neighbour", "nats a token")
+    assert notes.stages == ["rows", "model", "units", "token moments", "forward"]
+    some = world(root).targets.model_copy(update={"units_per_target": 4})
+    prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
+    assert "questions: 4 of the 6 of facts" in fewer.lines
+
+    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
+    unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
+    (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
+    corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
+    build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
+    says(made.lines[0], "names of rows are made from content", "--id-column url")
+
+
+def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
+    notes = Notes()
+    seen = []
+    notes.advance = lambda rows, tokens: seen.append((notes.stages[-1], rows, tokens))
+    settings = world(root, shard_rows=65)
+    build_artifact(settings, tmp_path / "art", progress=notes)
+    forward = [(rows, tokens) for stage, rows, tokens in seen if stage == "forward"]
+    assert len(forward) > 3
+    assert sum(rows for rows, _ in forward) == 65
+    assert max(tokens for _, tokens in forward) <= settings.model.batch_tokens
+
+
+@pytest.mark.parametrize("more", [{}, {"train": "further", "keep_features": True}])
+def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_path, more):
+    settings, out = world(root, **more), tmp_path / "art"
+    rows, questions, kernels, lasts, disk = foretell(out, settings.model_dump(), untrained=True).splitlines()
+    assert not has_work(out)
+    notes = Notes()
+    build_artifact(settings, out, progress=notes)
+    art = ArtifactReader.open(out)
+    assert notes.rows < 2 * art.n_rows + 40  # the corpus was cut already
+    assert (rows, questions) == (f"rows: {art.n_rows} of 40 documents", "questions: 6 of facts")
+    ranking = {f"relevance_{name}" for name in kernels.removeprefix("kernels: ").split(", ")}
+    assert ranking | {"relevance_pooled"} == {n for n in art.array_names if n.startswith("relevance_")}
+    assert "relevance_pooled" not in ranking  # it is there as well, and ranks nothing
+    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, by the first \d+ rows", lasts)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    told, unit = re.match(r"disk: about ([\d.]+) (\w+), and .* more until it is finished", disk).groups()
+    assert size / 2 < float(told) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
+    with pytest.raises(ArtifactError, match="is finished, so there is nothing to foretell"):
+        foretell(out, settings.model_dump())
+    with pytest.raises(ModelError, match="looks untrained"):
+        foretell(tmp_path / "new", settings.model_dump())
+
+
+def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
+    said = r"model: looks untrained: .* nats a token, guessing gives 5.7\. .* go on all the same with --untrained"
+    for _ in range(2):  # the rows that the first attempt left change nothing
+        with pytest.raises(ModelError, match=said):
+            build_artifact(world(root), tmp_path / "art", must_be_trained=True)
+    assert build_artifact(world(root), tmp_path / "art").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": {"names": ["scqi"]}}, "did you mean sciq"),
+        ({"corpus": {"path": "nowhere.jsonl"}}, "no such file"),
+        ({"corpus": {"text_column": "body"}}, "no text column 'body'"),
+        ({"corpus": {"row_id_column": "topic"}}, "row_id 'earth' occurs twice"),
+        ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
+        ({"targets": {"max_length": 2}}, "the completion has . tokens, expected at most 1"),
+        ({"model": {"path": "nowhere"}}, "none can be had from a hub"),
+    ],
+)
+def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):
+    good = world(root)
+    ((group, values),) = change.items()
+    wrong = build_settings(good.model_dump() | {group: getattr(good, group).model_dump() | values})
+    with pytest.raises(GraspError, match=message):
+        build_artifact(wrong, tmp_path / "art")
+    assert_same(arrays(build_artifact(good, tmp_path / "art")), arrays(built))
+
+
+def with_broken_model(root: Path, place: Path) -> BuildSettings:
+    """A world whose model computes NaN where rows say iron, and whose one question does not."""
+    settings = world(root)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("iron")["input_ids"][0]] = float("nan")
+    for part in (model, tokenizer):
+        part.save_pretrained(place / "model")
+    (place / "unit.jsonl").write_text('{"task": "facts", "prompt": "a", "completion": " sea", "unit_id": "u"}\n')
+    changed = {
+        "model": settings.model.model_copy(update={"path": str(place / "model"), "check": False}),
+        "targets": settings.targets.model_copy(update={"names": (str(place / "unit.jsonl"),)}),
+    }
+    return settings.model_copy(update=changed)
+
+
+def test_nan_from_the_model_names_the_row(root, tmp_path):
+    with pytest.raises(ModelError, match=r"^row 'row-\d+.*: the model computed NaN or infinity[^\n]*$"):
+        build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact")
+
+
+def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
+    """Build in a child that is killed after so many seconds; whether it was still running then."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        try:
+            build_artifact(settings, out)
+        except BaseException:  # noqa: BLE001  (a child must never fall back into the test runner)
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return False
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+@pytest.mark.parametrize(("train", "moment_rows"), [("new", 16), ("new", 65_536), ("further", 16)])
+def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, moment_rows):
+    features = {"moment_rows": moment_rows, "gradient_rows": 10, "gradient_coordinates": 3_000}
+    settings = world(tmp_path, n_rows=16, train=train, shard_rows=4, features=features)
+    begun = time.monotonic()
+    expected = arrays(build_artifact(settings, tmp_path / "whole"))
+    whole_seconds = time.monotonic() - begun
+    generator, kills, attempt = random.Random(moment_rows), 0, 0
+    while kills < 10:
+        out = tmp_path / f"attempt-{attempt}"
+        while killed_build(settings, out, generator.uniform(0.0, 1.2 * whole_seconds)):
+            kills += 1
+        assert_same(arrays(out), expected)
+        shutil.rmtree(out)
+        attempt += 1
+
+
+@pytest.fixture(scope="module")
+def joint(root, tmp_path_factory):
+    """The arrays of a build of both targets, for one way to train."""
+
+    @functools.cache
+    def of(train: str) -> dict[str, np.ndarray]:
+        names = (str(root / "facts.jsonl"), str(write_targets(root / "more.jsonl", task="more", seed=5)))
+        settings = world(root, train=train, targets={"names": names, "max_length": 64})
+        return arrays(build_artifact(settings, tmp_path_factory.mktemp("joint") / "art"))
+
+    return of
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("train", ["new", "further"])
+def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, tmp_path, train, keep):
+    expected = joint(train)
+    out = build_artifact(world(root, train=train, keep_features=keep), tmp_path / "grown")
+    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
+    assert add_target(out, more) == ("kept features" if keep else "pass")
+    assert add_target(out, more) == "there already"
+    assert ArtifactReader.open(out).targets == ("facts", "more")
+    grown = arrays(out)
+    for name, array in expected.items():
+        tolerance = (2e-3 if keep else 1e-5) * np.abs(array).max()
+        np.testing.assert_allclose(grown[name], array, atol=tolerance, err_msg=name)
+
+
+def test_positions_of_a_capped_head_are_kept_with_what_top_k_cut_off(root, tmp_path):
+    settings = world(root)
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **tokens, final_logit_softcapping=2.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(settings.model.path).save_pretrained(tmp_path / "model")
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    of_model = {"model": settings.model.model_copy(update={"path": str(tmp_path / "model")}), "keep_features": True}
+    grown = build_artifact(settings.model_copy(update=of_model), tmp_path / "grown")
+    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
+    assert add_target(grown, more) == "kept features"
+    names = {"targets": settings.targets.model_copy(update={"names": (*settings.targets.names, *more.names)})}
+    joint = build_artifact(settings.model_copy(update=of_model | names), tmp_path / "joint")
+    for name, array in arrays(joint).items():
+        np.testing.assert_allclose(arrays(grown)[name], array, atol=2e-3 * np.abs(array).max(), err_msg=name)
+
+
+def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    out = build_artifact(world(root), tmp_path / "art")
+    add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
+    origin = BuildSource(ArtifactReader.open(out))
+    first = {unit.target: one.first for unit, one in zip(origin.units.units, origin.unit_tokens, strict=True)}
+    assert first["more"] == 1 < first["facts"]
+
+
+def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
+    out = build_artifact(world(root, features={"input_match": False}), tmp_path / "artifact")
+    manifest = ArtifactReader.open(out).manifest
+    del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
+    SIGNED_MANIFEST.write(out, manifest)
+    before = set(arrays(out))
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    artifact = ArtifactReader.open(out)
+    assert set(artifact.array_names) == before
+    with pytest.raises(ArtifactError, match=r"no 'input' relevance, only .*; build it with features.input_"):
+        artifact.relevance_name("input")
+
+
+def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
+    out = build_artifact(world(root, keep_features=True), tmp_path / "artifact")
+    kept = ArtifactReader.open(out).features(0)
+    assert len(kept["position.input_P"]) == len(kept["position.row_P"])
+    del kept["position.input_P"]
+    with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):
+        ShardForward.unspool(kept, 300)
+
+
+def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
+    settings = world(root)
+    corpus = tmp_path / "corpus.jsonl"
+    shutil.copy(settings.corpus.path, corpus)
+    moved = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(corpus)})})
+    out = build_artifact(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
+    corpus.write_text(corpus.read_text().replace("water", "fire"))
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    with pytest.raises(ArtifactError, match="corpus changed since it was built"):
+        add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
+
+
+def test_sampled_rows_hold_the_positions_asked_for_and_no_more_rows_than_needed():
+    length = np.random.default_rng(0).integers(2, 30, size=200)
+    index = token_sample(length - 1, 500, seed=3)
+    held = (length[index] - 1).sum()
+    assert held >= 500
+    assert held - (length - 1).max() < 500
+    assert np.array_equal(token_sample(length - 1, 10**9, seed=3), np.arange(200))
+
+
+def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
+    scale = relevance_scale(np.array([0.0, 1.0, 400.0, 1e-8]))
+    assert np.array_equal(np.exp2(np.round(np.log2(scale))), scale)
+    assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
+
+
+@pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("gradient",))])
+def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(root, tmp_path, train, kernels):
+    artifact = ArtifactReader.open(build_artifact(world(root, train=train), tmp_path / "artifact"))
+    there = {name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")}
+    assert there == {"pooled", "token", "input", *kernels}
+    assert artifact.manifest.settings["train"] == train
+    weights = {"token": 1.0, "input": 1.0, "neighbour": 1.0}
+    if train == "further":
+        weights = dict.fromkeys(("token", "input"), BESIDE_GRADIENT) | {"gradient": 1.0}
+    assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
+
+
+def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):
+    silent = write_checkpoint(tmp_path / "silent", train=None)
+    settings = world(root, train=None)
+    assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
+    unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
+    with pytest.raises(SettingsError, match=r"--train: say what will be trained on this corpus: `--train further`"):
+        build_artifact(unsaid, tmp_path / "artifact")
+    assert not (tmp_path / "artifact").exists()
+
+
+def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
+    settings = world(root, train="further")
+    assert len(list(regime(settings, 0.6 * math.log(300), 300))) == 1
+    *_, odd = regime(settings, 0.9 * math.log(300), 300)
+    assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
+    assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
+
+
+def test_shift_and_tilt_kernels_need_the_moments_of_the_input_kernel(root):
+    with pytest.raises(SettingsError, match="shift_match, tilt_match: got true without the input kernel"):
+        world(root, features={"shift_match": True, "tilt_match": True, "input_match": False})
+
+
+def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):
+    """The whole folder may move as well: paths are meant from where the build was run."""
+    world(tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+    settings = world(tmp_path / "project")
+    model, corpus = (
+        one.model_copy(update={"path": name})
+        for one, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
+    )
+    build_artifact(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for place in ("project", "moved"):
+        if place == "moved":
+            (tmp_path / "project").rename(tmp_path / "moved")
+        origin = BuildSource(ArtifactReader.open(tmp_path / place / "out/art"))
+        assert origin.model.fingerprint() == origin.artifact.manifest.fingerprints["model"]
+        assert origin.tokenizer.fingerprint == origin.artifact.manifest.fingerprints["tokenizer"]
+        assert Path(corpus_settings(origin.artifact).path).samefile(tmp_path / place / "corpus.jsonl")
+        assert corpus_settings(origin.artifact, "mine.jsonl").path == "mine.jsonl"

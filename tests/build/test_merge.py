@@ -1,0 +1,254 @@
+"""Laws of merging: parts give the numbers of one build of all rows, and parts that differ are refused by name."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import grasp
+from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.writer import ArtifactWriter
+from grasp.errors import ArtifactError, ModelError, SettingsError
+from grasp.build.build import add_targets
+from grasp.build.forecast import foretell
+from grasp.build.pipeline import build_artifact
+from grasp.build.merge import merge
+from grasp.yaml_files import write_yaml
+from tests.cli.grasp_command import arrays, refused, succeed
+from tests.build.world import texts, world, write_targets
+
+DOCUMENTS = 20, 14  # of each part; some become two rows
+
+
+def write_lines(path: Path, first: int, lines: list[str], **labels: object) -> str:
+    rows = [{"row_id": f"row-{first + i}", "text": text, **labels} for i, text in enumerate(lines)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> SimpleNamespace:
+    root = tmp_path_factory.mktemp("parts")
+    settings = world(root, train="further")
+    lines = texts(sum(DOCUMENTS), seed=5)
+    one = write_lines(root / "one.jsonl", 0, lines[: DOCUMENTS[0]], source="news", year=1999)
+    two = write_lines(root / "two.jsonl", DOCUMENTS[0], lines[DOCUMENTS[0] :], source="code")
+    (root / "all.jsonl").write_text(Path(one).read_text() + Path(two).read_text())
+
+    def built(name: str, corpus: str, like: str | None = None, **changes: object) -> str:
+        corpus_settings = settings.corpus.model_copy(update={"path": corpus})
+        own = settings.model_copy(update={"corpus": corpus_settings, "like": like, **changes})
+        return str(build_artifact(own, root / name))
+
+    first = built("first", one)
+    second = built("second", two, like=first, shard_rows=5)
+    together = built("together", str(root / "all.jsonl"), like=first)
+    merge([first, second], root / "merged")
+    sizes = [ArtifactReader.open(path).n_rows for path in (first, second)]
+    assert sizes[0] % settings.shard_rows  # so that a shard holds rows of both
+    return SimpleNamespace(
+        sizes=sizes,
+        root=root,
+        settings=settings,
+        built=built,
+        first=first,
+        second=second,
+        together=together,
+        two=two,
+        lines=lines,
+    )
+
+
+def test_merged_parts_have_the_numbers_of_one_build(parts):
+    merged, together = arrays(parts.root / "merged"), arrays(parts.together)
+    assert merged.keys() == together.keys()
+    for name, array in merged.items():
+        np.testing.assert_allclose(array, together[name], rtol=2e-4, atol=1e-5 * np.abs(together[name]).max())
+    ours, theirs = ArtifactReader.open(parts.root / "merged"), ArtifactReader.open(parts.together)
+    for name in theirs.sums:
+        np.testing.assert_allclose(ours.sums[name], theirs.sums[name], rtol=1e-4, atol=1e-4)
+    for name in theirs.moments:
+        assert np.array_equal(ours.moments[name], theirs.moments[name])
+
+
+def test_merging_keeps_relevance_bit_for_bit(parts):
+    merged, first, second = (arrays(path) for path in (parts.root / "merged", parts.first, parts.second))
+    for name in merged:
+        if name.startswith("relevance_"):
+            assert np.array_equal(merged[name], np.concatenate([first[name], second[name]])), name
+
+
+def test_a_label_that_a_part_lacks_is_null_there(parts):
+    merged, together = (pq.read_table(Path(path) / "rows.parquet") for path in (parts.root / "merged", parts.together))
+    assert merged["year"].to_pylist() == [1999] * parts.sizes[0] + [None] * parts.sizes[1]
+    other = ["loss", "doc_id"]  # made names of documents hold their place in their own corpus
+    assert merged.drop_columns(other).to_pylist() == together.drop_columns(other).to_pylist()
+    np.testing.assert_allclose(merged["loss"], together["loss"], rtol=1e-5)
+    assert grasp.open(parts.root / "merged").labels == ("source", "year")
+
+
+def test_questions_have_the_answers_of_one_build(parts):
+    ours, theirs = grasp.open(parts.root / "merged"), grasp.open(parts.together)
+    assert ours.score("facts").to_arrow()["row_id"] == theirs.score("facts").to_arrow()["row_id"]
+    assert ours.select("30%", "facts").row_ids == theirs.select("30%", "facts").row_ids
+    for name, column in theirs.predict(by="source").to_arrow().to_pydict().items():
+        found = ours.predict(by="source").to_arrow()[name].to_pylist()
+        if all(isinstance(value, float) for value in column):
+            np.testing.assert_allclose(found, column, rtol=1e-3, atol=1e-4)
+        else:
+            assert found == column
+
+
+def test_the_other_verbs_work_and_files_are_whole(parts, tmp_path):
+    pytest.importorskip("jinja2")
+    merged = grasp.open(parts.root / "merged")
+    assert merged.verify().ok
+    assert merged.mix("source", "facts").to_arrow().num_rows >= 2
+    assert set(merged.detect("facts").to_arrow()["row_id"].to_pylist()) <= set(
+        merged.rows.to_arrow()["row_id"].to_pylist()
+    )
+    assert merged.report(tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda merged, place: merged.select("30%", "facts").export(place / "kept"),
+        lambda merged, place: merged.explain("facts", "row-3"),
+        lambda merged, place: merged.distil("facts", place / "scorer"),
+        lambda merged, place: add_targets(merged.path, str(write_targets(place.parent / "more.jsonl", "more"))),
+    ],
+)
+def test_what_needs_texts_says_to_ask_the_parts(parts, tmp_path, ask):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactError, match=f"ask the parts: {parts.first}, {parts.second}"):
+        ask(grasp.open(parts.root / "merged"), tmp_path / "empty")
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_parts_are_named_in_the_manifest_and_the_fingerprint_follows_from_theirs(parts, tmp_path):
+    merged = ArtifactReader.open(parts.root / "merged").manifest
+    assert [(part["path"], part["rows"]) for part in merged.details["parts"]] == [
+        (parts.first, parts.sizes[0]),
+        (parts.second, parts.sizes[1]),
+    ]
+    turned = merge([parts.second, parts.first], tmp_path / "turned").manifest
+    assert turned.fingerprints["corpus"] != merged.fingerprints["corpus"]
+    assert turned.fingerprints["model"] == merged.fingerprints["model"]
+
+
+def another_model(parts, place):
+    damaged = Path(shutil.copytree(parts.second, place / "other"))
+    manifest = SIGNED_MANIFEST.read(damaged)
+    changed = {"fingerprints": manifest.fingerprints | {"model": "another", "tokenizer": "strange"}}
+    SIGNED_MANIFEST.write(damaged, manifest.model_copy(update=changed))
+    return damaged
+
+
+def fewer_units(parts, place):
+    (place / "facts.jsonl").write_text("".join((parts.root / "facts.jsonl").read_text().splitlines(True)[:4]))
+    targets = parts.settings.targets.model_copy(update={"names": (str(place / "facts.jsonl"),)})
+    return parts.built("fewer-units", parts.two, like=parts.first, targets=targets)
+
+
+def another_type(parts, place):
+    corpus = write_lines(place / "typed.jsonl", 100, parts.lines[:9], year="nineteen")
+    return parts.built("typed", corpus, like=parts.first)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda parts, _: parts.first, r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in all\)"),
+        (lambda parts, _: parts.built("own-moments", parts.two), r"merged with .*moments\.pooled\.mean: other"),
+        (another_model, r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"),
+        (fewer_units, r"targets\.facts: was 6, now 4; units\.unit_id: other values"),
+        (another_type, r"label year: is int64 in .*first and string in .*typed"),
+    ],
+)
+def test_parts_whose_numbers_do_not_mean_the_same_are_refused(parts, tmp_path, other, message):
+    part = other(parts, tmp_path)
+    with pytest.raises(ArtifactError, match=message):
+        merge([parts.first, part], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_knows_nothing_and_other_features_are_refused_with_given_moments_as_well(parts, tmp_path):
+    corpus = parts.settings.corpus.model_copy(update={"path": parts.two})
+    settings = parts.settings.model_copy(update={"corpus": corpus, "like": parts.first})
+    for _ in range(2):  # the first attempt leaves nothing that the second takes for work
+        with pytest.raises(ModelError, match="looks untrained"):
+            build_artifact(settings, tmp_path / "art", must_be_trained=True)
+    other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
+    for ask in (build_artifact, lambda *_: foretell(tmp_path / "art", other.model_dump(), untrained=True)):
+        with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
+            ask(other, tmp_path / "art")
+    assert not (tmp_path / "art" / "work").exists()
+
+
+def test_outputs_are_guarded(parts, tmp_path):
+    both = [parts.first, parts.second]
+    for sources, out, said in (
+        ([parts.first], tmp_path / "out", "parts: got 1"),
+        (both, parts.second, "--out: .*second is there already"),
+        (both, Path(parts.first) / "inside", "which is a part"),
+        (both, "s3://bucket/art", "expected a directory on this machine"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            merge(sources, out)
+
+
+def test_nothing_appears_before_it_is_whole(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(ArtifactWriter, "finish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        merge([parts.first, parts.second], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("after", [0, 5, 40])
+def test_a_full_disk_names_the_place_and_offers_no_resuming(parts, tmp_path, monkeypatch, after):
+    fsync, left = os.fsync, [after]
+
+    def full(descriptor):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    message = refused("merge", parts.first, parts.second, "--out", tmp_path / "out")
+    assert message.startswith(f"{tmp_path / 'out'}: ")
+    assert "No space left on device" in message
+    assert "--resume" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_build_and_merge_parts(parts, tmp_path):
+    write_yaml(parts.settings.model_dump(mode="json"), tmp_path / "settings.yaml")
+    flags = ("--config", tmp_path / "settings.yaml", "--corpus", parts.two, "--like", parts.first)
+    succeed("build", *flags, "--out", tmp_path / "part")
+    done = succeed("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
+    assert done.lines == [f"{tmp_path / 'art'}: {sum(parts.sizes)} rows of 2 parts x facts"]
+    found, expected = arrays(tmp_path / "art"), arrays(parts.root / "merged")
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())
+    assert "is there already" in refused("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
+
+
+def test_a_build_that_was_cut_off_keeps_the_moments_that_it_copied(parts, tmp_path, monkeypatch):
+    like = Path(shutil.copytree(parts.first, tmp_path / "like"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, "write_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            parts.built("cut-off", parts.two, like=str(like))
+    shutil.rmtree(like)
+    gone_on, expected = arrays(parts.built("cut-off", parts.two, like=str(like))), arrays(parts.second)
+    for name, array in gone_on.items():
+        np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())

@@ -1,0 +1,171 @@
+"""Two workers on a local Ray cluster give what one process gives, bit for bit, also when they are killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.writer import lock_artifact
+from grasp.errors import EngineError, MissingExtraError, ModelError
+from grasp.build import ray_cluster as cluster
+from grasp.build.ray_cluster import ClusterSpec, connected
+from grasp.build.pipeline import build_artifact
+from grasp.progress import Silent
+from tests.cli.grasp_command import arrays
+from tests.build.test_chat_build import chat_settings
+from tests.build.test_local import assert_same, with_broken_model
+from tests.build.world import world
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+# Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    """A cluster of two workers, kept over the tests of this file."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ClusterSpec(workers=2)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def built(root) -> Path:
+    return build_artifact(world(root), root / "local")
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAfter(Silent):
+    """A build that is cut off after so many shards of its forward pass."""
+
+    def __init__(self, shards: int) -> None:
+        self.left, self.name, self.stages = shards, "", []
+
+    def stage(self, name, *, rows, tokens):
+        self.name = name
+        self.stages.append(name)
+
+    def advance(self, rows, tokens):
+        self.left -= self.name == "forward"
+        if self.left == 0:
+            raise Stop
+
+
+@pytest.mark.parametrize("features", [{}, {"moment_rows": 16}, {"gradient_match": True, "gradient_rows": 16}])
+def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
+    expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
+    found = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
+    assert_same(arrays(found), arrays(expected))
+    moments = ArtifactReader.open(expected).moments
+    for name, array in ArtifactReader.open(found).moments.items():
+        assert array.tobytes() == moments[name].tobytes(), name
+    theirs = {
+        name: entry for name, entry in ArtifactReader.open(expected).manifest.files.items() if "units" not in name
+    }
+    ours = ArtifactReader.open(found).manifest.files
+    assert all(ours[name] == entry for name, entry in theirs.items())
+
+
+def test_conversations_give_the_same_too(spec, tmp_path):
+    """Which tokens carry loss travels with the rows."""
+    settings = chat_settings(tmp_path)
+    assert_same(
+        arrays(build_artifact(settings, tmp_path / "ray", cluster=spec)),
+        arrays(build_artifact(settings, tmp_path / "local")),
+    )
+
+
+@pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
+def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order):
+    clusters = {"local": None, "ray": spec}
+    out, watch = tmp_path / "artifact", StopsAfter(2)
+    with pytest.raises(Stop):
+        build_artifact(world(root), out, cluster=clusters[order[0]], progress=watch)
+    assert watch.stages.count("forward") == 1
+    build_artifact(world(root), out, cluster=clusters[order[1]])
+    assert_same(arrays(out), arrays(built))
+
+
+def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp_path):
+    class Killer(Silent):
+        """Kills every worker once, after the first shard."""
+
+        def __init__(self):
+            self.killed, self.forward = [], False
+
+        def stage(self, name, *, rows, tokens):
+            self.forward = name == "forward"
+
+        def advance(self, rows, tokens):
+            if self.forward and not self.killed:
+                below = psutil.Process().children(recursive=True)
+                self.killed = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
+                for pid in self.killed:
+                    os.kill(pid, signal.SIGKILL)
+
+    killer = Killer()
+    found = build_artifact(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
+    assert len(killer.killed) >= 2  # those of the build before may not have ended yet
+    assert_same(arrays(found), arrays(built))
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
+    """The row is named, in one line, as one process does; what is not ready is released."""
+    with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
+        build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact", cluster=spec)
+    with lock_artifact(tmp_path / "artifact"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (ClusterSpec(workers=64), r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
+        (ClusterSpec(threads=64), r"^threads: got 64, but no node has so many cores"),
+    ],
+)
+def test_more_than_there_is_room_for(spec, asked, message):
+    with pytest.raises(EngineError, match=message), connected(asked):
+        pass
+
+
+def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)  # the cluster was started elsewhere
+    settings = world(root)
+    model = settings.model.model_copy(update={"path": "model"})
+    found = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
+    assert_same(arrays(found), arrays(built))
+
+
+def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 2.0)
+
+    class Holder:
+        def ready(self):
+            return True
+
+    holder = ray.remote(Holder).options(num_cpus=1).remote()
+    assert ray.get(holder.ready.remote())
+    with (
+        pytest.raises(EngineError, match=r"the cluster has room for [01] workers now, expected 2; its cores"),
+        connected(spec),
+    ):
+        pass
+    with connected(ClusterSpec()) as some:
+        assert some.workers == 1
+    ray.kill(holder)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with (
+        pytest.raises(MissingExtraError, match=r"--engine ray needs `ray`.*pip install 'ray>="),
+        connected(ClusterSpec()),
+    ):
+        pass

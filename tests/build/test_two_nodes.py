@@ -1,0 +1,149 @@
+"""Two nodes of a Ray cluster on one machine: one dies and another joins, or the head is lost; all goes on."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from grasp.distil.ngrams import LENGTHS, SLOTS
+from grasp.distil.scorer import Scorer
+from grasp.build.ray_cluster import ClusterSpec
+from grasp.build.pipeline import build_artifact
+from grasp.progress import Silent
+from grasp.yaml_files import write_yaml
+from tests.select.scorers import scorer_of
+from tests.cli.grasp_command import arrays
+from tests.corpus.world import write_parquet
+from tests.build.test_local import assert_same
+from tests.build.world import texts, world
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+# Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def nodes():
+    """A head and a second node, a core each."""
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.second = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def replace_second(nodes) -> None:
+    """The second node dies without a word, and another one joins."""
+    nodes.remove_node(nodes.second, allow_graceful=False)
+    nodes.second = nodes.add_node(num_cpus=1)
+
+
+class Replaces(Silent):
+    """Replaces the second node when the first shard of the forward pass has come."""
+
+    def __init__(self, nodes) -> None:
+        self.nodes, self.forward, self.done = nodes, False, False
+
+    def stage(self, name, *, rows, tokens):
+        self.forward = name == "forward"
+
+    def advance(self, rows, tokens):
+        if self.forward and not self.done:
+            self.done = True
+            replace_second(self.nodes)
+
+
+def test_a_build_survives_a_node_that_dies_when_another_joins(nodes, tmp_path):
+    expected = build_artifact(world(tmp_path), tmp_path / "local")
+    watch = Replaces(nodes)
+    spec = ClusterSpec(address=nodes.address, workers=2)
+    found = build_artifact(world(tmp_path), tmp_path / "ray", cluster=spec, progress=watch)
+    assert watch.done
+    assert_same(arrays(found), arrays(expected))
+
+
+STOPS = """
+import sys, time
+from pathlib import Path
+from grasp.build.ray_cluster import ClusterSpec
+from grasp.build.pipeline import build_artifact
+from grasp.progress import Silent
+from grasp.settings import BuildSettings
+from grasp.yaml_files import read_yaml
+
+class Stops(Silent):
+    forward = False
+    def stage(self, name, *, rows, tokens):
+        self.forward = name == "forward"
+    def advance(self, rows, tokens):
+        if self.forward and len(sys.argv) > 4:
+            Path(sys.argv[4]).touch()
+            time.sleep(600)  # the head is lost meanwhile
+
+settings = BuildSettings.model_validate(read_yaml(Path(sys.argv[1])))
+build_artifact(settings, Path(sys.argv[2]), cluster=ClusterSpec(address=sys.argv[3], workers=2), progress=Stops())
+"""
+
+
+def test_a_build_whose_head_was_lost_goes_on_under_a_new_one(nodes, tmp_path):
+    expected = build_artifact(world(tmp_path), tmp_path / "local")
+    settings, out, mark = tmp_path / "settings.yaml", tmp_path / "ray", tmp_path / "mark"
+    write_yaml(world(tmp_path).model_dump(mode="json"), settings)
+    command = [sys.executable, "-c", STOPS, str(settings), str(out)]
+    with subprocess.Popen([*command, nodes.address, str(mark)], stderr=subprocess.DEVNULL) as child:
+        until = time.monotonic() + PATIENCE
+        while not mark.exists():
+            assert child.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        nodes.shutdown()
+        child.kill()
+    assert not (out / "manifest.json").exists()
+    begun = {path.name: path.stat().st_mtime_ns for path in out.glob("tokens/shard-*")}
+    again = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        subprocess.run([*command, again.address], check=True, timeout=PATIENCE, stderr=subprocess.DEVNULL)
+    finally:
+        again.shutdown()
+    assert begun
+    assert {path.name: path.stat().st_mtime_ns for path in out.glob("tokens/shard-*")} == begun
+    assert_same(arrays(out), arrays(expected))
+
+
+def scorer() -> Scorer:
+    """A scorer of random numbers, which no artifact is needed for."""
+    draw = np.random.default_rng(0)
+    tables_KV = draw.normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
+    return scorer_of(tables_KV, draw.random(SLOTS).astype(np.float32))
+
+
+def test_ray_data_scores_every_document_although_a_node_dies(nodes, tmp_path):
+    documents = texts(160)
+    for k in range(16):
+        rows = [{"doc_id": str(i), "text": documents[i]} for i in range(10 * k, 10 * k + 10)]
+        write_parquet(Path(tmp_path / "corpus" / f"{k:02d}.parquet"), rows)
+    own = scorer()
+
+    def slowly(table: pa.Table) -> pa.Table:
+        time.sleep(0.2)  # so that the node dies before all is done
+        return own.add_scores(table)
+
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
+    data = ray.data.read_parquet(str(tmp_path / "corpus"), override_num_blocks=16)
+    found: dict[str, float] = {}
+    scored = data.map_batches(slowly, batch_format="pyarrow")
+    for batch in scored.iter_batches(batch_size=10, batch_format="pyarrow"):
+        if not found:
+            replace_second(nodes)
+        found |= dict(zip(batch["doc_id"].to_pylist(), batch["score"].to_pylist(), strict=True))
+    expected, _ = own.score(documents)
+    assert len(found) == len(documents)
+    np.testing.assert_array_equal([found[str(i)] for i in range(len(documents))], expected)

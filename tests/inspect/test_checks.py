@@ -1,0 +1,384 @@
+"""grasp info --check on small artifacts: measured from kept features or the model, told apart, mended as advised."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.moments import unspool_moments
+from grasp.build.pipeline import build_artifact
+from grasp.errors import EnvironmentDataError, GraspError, SettingsError
+from grasp.geometry import sketch_checks
+from grasp.geometry import sketch_measures as geometric
+from grasp.geometry.sketched import RANKS, Kernels
+from grasp.inspect import health as checking
+from grasp.inspect import rescoring as sample
+from grasp.inspect.health import check
+from grasp.inspect.rescoring import environment_subsets, features_alone, reopened, sample_features, sample_rows
+from grasp.kernels.whitening import Whitener
+from grasp.predict.scoring_rule import default_protocol
+from grasp.runs.alignment import Joined
+from grasp.settings import build_settings
+from tests.build.world import world
+from tests.cli.grasp_command import refused, succeed
+from tests.rules import rule
+from tests.runs import environments
+from tests.runs.environments import UNITS, write_artifact, write_environment
+from tests.vision.images_world import settings as image_settings
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checks")
+
+
+@pytest.fixture(scope="module")
+def plain(root):
+    return ArtifactReader.open(build_artifact(world(root / "world"), root / "plain"))
+
+
+@pytest.fixture(scope="module")
+def kept(root, plain):
+    return ArtifactReader.open(build_artifact(world(root / "world", keep_features=True), root / "kept"))
+
+
+def by_name(found):
+    return {one.name: one for one in found.checks}
+
+
+def test_kept_features_are_those_of_the_model(plain, kept):
+    index = sample_rows(plain, 20, seed=0)
+    ours = sample_features(kept, index, GraspError("unused"))
+    theirs = sample_features(plain, index, reopened(plain))
+    assert (ours.source, theirs.source) == ("kept features", "the model")
+    np.testing.assert_allclose(ours.hidden_NH, theirs.hidden_NH, atol=1e-5)
+    np.testing.assert_allclose(ours.residual_NV.toarray(), theirs.residual_NV.toarray(), atol=1e-6)
+    np.testing.assert_array_equal(ours.positions.row_P, theirs.positions.row_P)
+    np.testing.assert_allclose(ours.positions.hidden_PH, theirs.positions.hidden_PH, atol=2e-2)
+    gap = abs(ours.residual_PV - theirs.residual_PV).max()
+    assert gap < 2e-3
+
+
+def protocol(**components):
+    """The one that ships, with geometry."""
+    return rule(**(default_protocol().model_dump() | {"components": components}))
+
+
+ALL = rule(name="all", match={"token": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
+PLAIN = {
+    *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
+    "moments drawn again",
+    "residual beyond top-k",
+    "batch invariance",
+    "ranking stability",
+}
+POOLED = {"pooled for tokens", "pooled against token relevance"}
+GEOMETRY = {
+    *(f"{half} sketch" for half in ("hidden", "residual", "product")),
+    *(f"{half} sketch for product" for half in ("hidden", "residual", "joint")),
+    *(f"effective rank, {half} sketch" for half in ("hidden", "residual", "product")),
+    "direct sum for product",
+    "opposed gradients",
+    "direct-sum bound",
+    "pairs that complement, joint.pair",
+}
+
+
+@pytest.fixture(scope="module")
+def of_plain(plain):
+    return check(plain, rows=32, subsets=20)
+
+
+@pytest.fixture(scope="module")
+def all_of_plain(plain):
+    return check(plain, rows=32, subsets=20, protocol=ALL)
+
+
+def says_what_is_healthy(finding):
+    """A number to compare with, in words: a dash is none."""
+    return len(finding.healthy) > 8 and any(letter.isdigit() for letter in finding.healthy)
+
+
+def test_what_a_protocol_uses_is_measured_and_every_line_says_what_is_healthy(of_plain, all_of_plain):
+    assert {one.name for one in of_plain.checks} == PLAIN
+    tails = {name for name in PLAIN if name.startswith("tail")} - {"tail, token"}
+    assert {one.name for one in all_of_plain.checks} == PLAIN - tails | {"tail, pooled"} | POOLED | GEOMETRY
+    for found in (of_plain, all_of_plain):
+        named = by_name(found)
+        assert found.source == "the model"
+        assert len(named) == len(found.checks)
+        for finding in found.checks:
+            assert says_what_is_healthy(finding), finding
+            assert bool(finding.advice) == (finding.verdict != "healthy")
+        assert f" of {len(found.checks)} checks are healthy, " in found.headline
+        assert named["batch invariance"].verdict == "healthy"
+        assert named["ranking stability"].verdict == "not measured"
+        rows = found.to_arrow().to_pylist()
+        assert [(row["check"], row["verdict"]) for row in rows] == [(one.name, one.verdict) for one in found.checks]
+        numbers = {row["check"]: row["number"] for row in rows}
+        assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
+        assert numbers["ranking stability"] is None
+        unmeasured = {"ranking stability"} | ({"moments drawn again"} if found is all_of_plain else set())
+        assert {one.name for one in found.checks if one.verdict == "not measured"} == unmeasured
+
+
+def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(plain, of_plain, monkeypatch):
+    named = by_name(of_plain)
+    for kernel in ("token", "input", "neighbour"):
+        square_NE = plain.array_rows(f"relevance_{kernel}", np.arange(plain.n_rows)).astype(np.float64) ** 2
+        share_E = square_NE.max(axis=0) / np.maximum(square_NE.sum(axis=0), 1e-300)
+        assert named[f"tail, {kernel}"].numbers["median"] == pytest.approx(np.median(share_E))
+        assert named[f"tail, {kernel}"].verdict == ("healthy" if np.median(share_E) <= 0.2 else "look")
+    again = named["moments drawn again"].numbers
+    assert again["ranks"] == min(again[target] for target in plain.targets)
+    # the same rows twice: nothing is drawn again
+    monkeypatch.setattr(sample, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
+    same = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
+    assert same.numbers["ranks"] == pytest.approx(1.0)
+    assert same.verdict == "healthy"
+    # moments of a single row are no moments
+    monkeypatch.setattr(sample, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
+    shaky = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
+    assert shaky.numbers["ranks"] < 0.95
+    assert shaky.verdict == "look"
+
+
+def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with_loss():
+    supervised_N = np.array([50] + [5] * 40)
+    for seed in range(20):
+        first, second = sample._two_samples(supervised_N, 60, seed)
+        assert not set(first) & set(second)
+        assert min(supervised_N[first].sum(), supervised_N[second].sum()) >= 60
+        first, second = sample._two_samples(np.array([2, 90]), 60, seed)
+        assert len(first) == len(second) == 1
+
+
+@pytest.fixture(scope="module")
+def widest(root):
+    """All probabilities, and sketches as wide as can be."""
+    features = {"hidden_width": 16, "residual_width": 4096, "product_width": 4096, "top_k": 300}
+    return ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "widest"))
+
+
+@pytest.fixture(scope="module")
+def of_widest(widest):
+    return by_name(check(widest, rows=40, subsets=40, protocol=ALL))
+
+
+def test_a_sketch_as_wide_as_the_features_has_no_error(of_widest):
+    named = of_widest
+    assert named["hidden sketch"].numbers["error"] < 1e-4  # the projection is the identity
+    assert named["hidden sketch"].numbers["ranks"] == pytest.approx(1.0)
+    assert named["hidden sketch"].verdict == "healthy"
+    assert 1e-4 < named["residual sketch"].numbers["error"] < 0.1
+
+
+@pytest.fixture(scope="module")
+def narrow(root):
+    """Sketches of four numbers, whose norms are near enough and whose order is lost."""
+    features = {"hidden_width": 4, "residual_width": 4, "product_width": 4, "top_k": 300}
+    return ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "narrow"))
+
+
+def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(root, narrow):
+    named = by_name(check(narrow, rows=40, subsets=40, protocol=ALL))
+    widths = {}
+    for half in ("hidden", "residual", "product"):
+        numbers = named[f"{half} sketch"].numbers
+        assert numbers["error"] < 2 * np.sqrt(2 / 4)  # which alone would have passed
+        assert numbers["ranks"] < RANKS
+        assert named[f"{half} sketch"].verdict == "look"
+        widths[f"{half}_width"] = int(numbers["healthy_width"])
+        assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice
+    art = ArtifactReader.open(
+        build_artifact(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised")
+    )
+    mended = by_name(check(art, rows=40, subsets=40, protocol=ALL))
+    for half in ("hidden", "residual", "product"):
+        assert mended[f"{half} sketch"].verdict == "healthy"
+        promised = named[f"{half} sketch"].numbers["healthy_ranks"]
+        assert mended[f"{half} sketch"].numbers["ranks"] == pytest.approx(promised, abs=0.02)
+
+
+def test_a_sketch_of_the_stored_width_is_the_one_that_is_stored(plain, kept):
+    for art in (plain, kept):
+        index = sample_rows(art, 20, seed=0)
+        kernels = Kernels.from_artifact(
+            art, sample_features(art, index, GraspError("unused") if art is kept else reopened(art))
+        )
+        for half in ("hidden", "residual", "product"):
+            stored = art.array_rows(f"{half}_sketch", index) / art.manifest.arrays[f"{half}_sketch"].gain
+            atol = (2e-2 if half == "product" else 1e-4) * abs(stored).max()  # positions are float16
+            np.testing.assert_allclose(kernels.sketch(half, 8), stored, atol=atol)
+
+
+def test_the_product_is_compared_with_what_it_is_a_sketch_of(of_widest):
+    """K of a sketch that is wide enough is that of the positions, and not that of pooled rows or of a direct sum."""
+    named = of_widest
+    assert named["product sketch"].numbers["ranks"] > 0.9
+    assert named["product sketch"].numbers["pooled_ranks"] < 0.9
+    for half in ("hidden", "residual", "joint"):
+        numbers = named[f"{half} sketch for product"].numbers
+        assert numbers["ranks"] == pytest.approx(numbers["full_ranks"], abs=0.1)
+        assert named[f"{half} sketch for product"].verdict == "look"
+        assert "no width mends it" in named[f"{half} sketch for product"].advice
+
+
+def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(root):
+    features, answers = {"token_positions": "stride:3", "pooling": "tail:4"}, []
+    for keep in (False, True):
+        settings = world(root / "world", features=features, keep_features=keep)
+        art = ArtifactReader.open(build_artifact(settings, root / f"strided-{keep}"))
+        answers.append(by_name(check(art, rows=32, subsets=20, protocol=ALL)))
+    for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
+        assert answers[1][name].numbers == pytest.approx(answers[0][name].numbers, abs=0.05)
+
+
+def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, all_of_plain):
+    """The share is that of the summary that is kept, over the positions that the gradient is of."""
+    features = {"pooling": "tail:1", "token_positions": "tail:1"}
+    art = ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "last"))
+    one = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled for tokens"]
+    assert one.numbers["share"] == pytest.approx(1.0)
+    assert one.verdict == "healthy"
+    many = by_name(all_of_plain)["pooled for tokens"]
+    assert many.numbers["share"] < many.numbers["same_share"] < 0.5  # the last 32 positions of up to 47
+    assert many.verdict == "look"
+
+
+def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
+    index = sample_rows(plain, 20, seed=0)
+    features = sample_features(plain, index, reopened(plain))
+    moments = unspool_moments(plain.moments, "token.")
+    whitener = Whitener.fit(moments, tau=0.01, alpha=1.0, epsilon=0.3)
+    at, root = features.positions, np.sqrt(whitener.precondition_V)
+    hidden, residual = (at.hidden_PH - whitener.mean_H) @ whitener.map_HH, features.residual_PV.toarray() * root
+    shares = []
+    for i in range(len(index)):
+        mine = at.row_P == i
+        whole = np.einsum("th,tv->hv", hidden[mine], residual[mine]) / mine.sum()
+        own = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
+        kept = np.outer(own, features.residual_NV[[i]].toarray()[0] * root)
+        shares.append((whole * kept).sum() ** 2 / ((whole**2).sum() * (kept**2).sum()))
+    assert Kernels.from_artifact(plain, features).positions.kept_share == pytest.approx(np.mean(shares), rel=1e-5)
+
+
+def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
+    art = ArtifactReader.open(
+        build_artifact(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
+    )
+    own = rule(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
+    named = by_name(check(art, rows=32, subsets=10, protocol=own))
+    assert "there is none: features.product_width is 0" in named["product sketch"].advice
+    for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
+        assert named[name].verdict != "not measured"
+
+
+def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
+    def lines(**components):
+        found = by_name(check(plain, rows=32, subsets=5, protocol=protocol(**components)))
+        return {name: finding for name, finding in found.items() if name.startswith("pairs that complement")}
+
+    index = sample_rows(plain, 32, seed=0)
+    sketch = plain.array_rows("residual_sketch", index)
+    expected = geometric.negative_pairs(sketch @ sketch.T)
+    (line,) = lines(**{"residual.cent": -0.1, "residual.self": -0.1}).values()
+    assert (line.numbers["pairs"], line.numbers["mass"]) == pytest.approx(expected)
+    assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
+    both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
+    assert both["pairs that complement, hidden.pair"].verdict == "look"
+    assert "hidden states are centred" in both["pairs that complement, hidden.pair"].advice
+    assert "rewards large norms" in both["pairs that complement, product.raw"].advice
+
+
+def test_aligned_rows_are_called_healthy(plain, monkeypatch):
+    monkeypatch.setattr(sketch_checks, "_sketch", lambda subject, half: np.ones((len(subject.index), 2)))
+    named = by_name(check(plain, rows=16, subsets=5, protocol=protocol(**{"product.raw": -0.1})))
+    assert named["pairs that complement, product.raw"].verdict == "healthy"
+    assert named["direct-sum bound"].verdict == "healthy"  # rows that are all alike
+
+
+def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_neither(root, plain, kept, tmp_path):
+    def without(artifact, part):
+        place = shutil.copytree(artifact.path, tmp_path / f"{artifact.path.name}-without-{part}")
+        shutil.rmtree(place / part)
+        return check(ArtifactReader.open(place), rows=16, subsets=5, protocol=ALL)
+
+    named = by_name(without(plain, "tokens"))
+    features = {name for name in GEOMETRY if "sketch" in name and "rank" not in name}
+    others = {"direct sum for product", "residual beyond top-k", "pooled for tokens", "opposed gradients"}
+    for name in features | others:
+        assert named[name].verdict == "not measured"
+        assert "keeps no rows; build it with keep_tokens: true" in named[name].advice
+    assert all(says_what_is_healthy(finding) for finding in named.values())
+    assert named["direct-sum bound"].verdict in ("healthy", "look")
+    found = without(kept, "tokens")
+    named = by_name(found)
+    assert found.source == "kept features"
+    assert named["product sketch"].verdict != "not measured"
+    assert named["batch invariance"].verdict == "not measured"
+    settings = world(root / "gone", features={"gradient_match": True})
+    art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
+    assert "all but pooled and gradient" in by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice
+    shutil.rmtree(settings.model.path)  # it is not asked of a hub
+    named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
+    assert "not on this disk" in named["batch invariance"].advice
+    assert named["batch invariance"].advice == named["product sketch"].advice
+
+
+def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
+    def shifted(origin, index):
+        pooled = features_alone(origin, index)
+        return replace(pooled, hidden_NH=pooled.hidden_NH + 0.01)
+
+    monkeypatch.setattr(checking, "features_alone", shifted)
+    finding = by_name(check(plain, rows=16, subsets=5))["batch invariance"]
+    assert finding.verdict == "look"
+    assert "model.dtype: float32" in finding.advice
+
+
+def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "UNITS", {"sciq": UNITS["sciq"], "pooled": UNITS["boolq"]})
+    art = write_artifact(tmp_path / "art")
+    env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
+    found = check(art, rows=60, subsets=12, runs=env)
+    assert "rows, 12 subsets of env as far as they are among them" in found.notes[0]
+    stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
+    assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, pooled"}
+    assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
+
+    index = sample_rows(art, 60, seed=0)
+    weights = environment_subsets(art, env, index, 12)
+    masks = np.concatenate([block.weights_BN.toarray() for block in Joined.from_environment(env, art).blocks])
+    for mine, mask in zip(weights, masks, strict=False):
+        np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
+    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):
+        environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
+
+
+def test_an_image_classifier_is_checked_alike(tmp_path):
+    art = ArtifactReader.open(build_artifact(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
+    kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
+    assert "code is run only if you ask for it yourself" in kept_out.advice
+    own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
+    named = by_name(check(art, rows=30, subsets=10, own=own, protocol=ALL))
+    assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
+    assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
+    assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)
+    assert named["batch invariance"].verdict == "healthy"
+
+
+def test_the_command(plain, root):
+    out = succeed("info", plain.path, "--check").out
+    assert "halves of them, full features from the model" in out
+    assert " checks are healthy, " in out
+    assert out.count("    healthy: ") == len(PLAIN)
+    assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
+    assert "--runs: no meaning without --check" in refused("info", plain.path, "--runs", plain.path)
+    few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
+    assert "checks need at least 8" in refused("info", few, "--check")
+    with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):
+        check(plain, rows=3)

@@ -1,0 +1,241 @@
+"""grasp detect finds planted mistakes in images and in texts, and refuses what would make it look good."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
+from grasp.errors import ArtifactError, GraspError
+from grasp.inspect.detect import detect, standardised_blocks
+from grasp.progress import Silent
+from grasp.settings import build_settings
+from grasp.vision.fit_head import fit_head
+from grasp.vision.images import ImageStore, decode_image
+from tests.build.world import texts, world, write_checkpoint, write_targets
+from tests.cli.grasp_command import succeed
+from tests.rounding import rounding
+from tests.vision.images_world import pictures, settings, write_parquet
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """60 pictures, every tenth with a wrong label, under a head fitted to the labels as they are."""
+    root = tmp_path_factory.mktemp("noisy")
+    data = settings(root)
+    classes = pictures(60, seed=4)[1]
+    changed = [i % 10 == 3 for i in range(60)]
+    labels = [(c + 1) % 3 if bad else c for c, bad in zip(classes, changed, strict=True)]
+    write_parquet(root / "train.parquet", 60, seed=4, label=labels, changed=changed, one=[True] * 60)
+    fitting = build_settings(data)
+    fit_head(fitting.model, fitting.corpus, root / "head.safetensors", decay=0.3)
+    data["model"]["classifier"] |= {"fitted_head": str(root / "head.safetensors")}
+    return ArtifactReader.open(build_artifact(build_settings(data), root / "art"))
+
+
+def test_wrong_labels_come_first(noisy):
+    found = detect(noisy, "trusted", truth="changed")
+    assert list(found.scores) == ["relevance", "geometry", "fused"]
+    detections = found.record.detections
+    assert detections["fused"].n_planted == 6
+    assert detections["relevance"].auroc > 0.95
+    assert detections["geometry"].auroc > 0.95
+    assert detections["fused"].at_k.recall >= 5 / 6
+
+
+def test_the_command_writes_a_table_and_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
+    out, page = tmp_path / "suspects.parquet", tmp_path / "report.html"
+    told = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
+    assert "against the truth: 6 of 60 rows planted" in told
+    assert "12 x 12 pixels" in told
+    table = pq.read_table(out)
+    assert table["rank"].to_pylist() == list(range(1, 61))
+    assert table["fused"].to_pylist() == sorted(table["fused"].to_pylist(), reverse=True)
+    succeed("report", noisy.path, "--detect", out, "--out", page)
+    section = page.read_text().partition('<section id="suspects"')[2].partition("</section>")[0]
+    encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', section)
+    assert len(encoded) == 12
+    shown = [decode_image(base64.b64decode(one)) for one in encoded]
+    first = table["row_id"].to_pylist()[0]
+    index = pq.read_table(noisy.path / "rows.parquet")["row_id"].to_pylist().index(first)
+    own = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
+    assert shown[0].tobytes() == own.tobytes()
+    assert "6 rows planted" in section
+
+
+def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
+    data = settings(tmp_path)
+    write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
+    found = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
+    assert "1 rows are alone with their image_class: geometry says nothing of them" in found.notes
+
+
+def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_path):
+    data = settings(tmp_path)
+    images, classes = pictures(30)
+    table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
+    pq.write_table(pa.table(table), tmp_path / "trusted.parquet")
+    artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
+    with pytest.raises(ArtifactError) as caught:
+        detect(artifact, "trusted")
+    assert "3 of 3 trusted units of trusted are rows of the corpus: " in str(caught.value)
+    assert "trusted:t1 = train-4" in str(caught.value)
+
+
+def _with(settings, **corpus):
+    """Settings of a build, one row a document."""
+    return settings.model_copy(
+        update={"corpus": settings.corpus.model_copy(update={"max_rows_per_document": 1} | corpus)}
+    )
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """Texts with columns that are no truth, and labels that say nothing."""
+    root = tmp_path_factory.mktemp("marked")
+    base = world(root)
+    lines = [
+        {"row_id": f"row-{i}", "text": text, "one": "x", "own": str(i), "checked": i < 30}
+        | {"part": None if i == 4 else True, "minus": -1 if i == 5 else 0, "nan": float("nan") if i == 6 else 1.0}
+        for i, text in enumerate(texts(40))
+    ]
+    pq.write_table(pa.Table.from_pylist(lines), root / "marked.parquet")
+    return ArtifactReader.open(build_artifact(_with(base, path=str(root / "marked.parquet")), root / "art"))
+
+
+@pytest.mark.parametrize(("name", "why"), [("one", "one is the same for all"), ("own", "every row is alone with")])
+def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
+    found = detect(marked, "facts", label=name)
+    assert list(found.scores) == ["relevance"]
+    assert why in found.notes[0]
+    assert "ranked by relevance alone" in found.notes[0]
+
+
+def test_rows_checked_to_be_right_are_the_null_distribution(marked):
+    found = detect(marked, "facts", clean="checked", false_positives=0.1)
+    assert list(found.scores) == ["relevance"]  # nothing is said of labels
+    assert found.record.threshold.value == np.sort(found.scores["relevance"][:30])[27]
+    said = succeed(
+        "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
+    ).out
+    assert "holds on average for right rows like those checked" in said
+
+
+ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
+
+
+def test_texts_with_one_preamble_are_not_one_text(tmp_path):
+    write_checkpoint(tmp_path / "model", context=512)
+    base = world(tmp_path)
+    lines = [{"row_id": f"row-{i}", "text": f"{ALPACA}{text[:20]}"} for i, text in enumerate(texts(30))]
+    asked = [{"task": "facts", "prompt": ALPACA, "completion": f"{i} it is", "unit_id": f"u{i}"} for i in range(4)]
+    lines[9]["text"] = ALPACA + "2 it is<|endoftext|>"
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    targets = base.targets.model_copy(update={"max_length": 512})
+    settings = _with(base, max_length=512).model_copy(update={"targets": targets})
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
+    with pytest.raises(ArtifactError, match=r"1 of 4 trusted units of facts are rows of the corpus: u2 = row-9;"):
+        detect(artifact, "facts")
+
+
+@pytest.fixture(scope="module")
+def leaked(tmp_path_factory):
+    """Texts of which two hold the text of a unit, word for word."""
+    root = tmp_path_factory.mktemp("leaked")
+    base = world(root)
+    units = [json.loads(line) for line in write_targets(root / "facts.jsonl").read_text().splitlines()]
+    lines = [{"row_id": f"row-{i}", "text": text, "leak": False} for i, text in enumerate(texts(40))]
+    for i, unit in ((7, units[1]), (21, units[4])):
+        lines[i] = {"row_id": f"row-{i}", "text": unit["prompt"] + unit["completion"], "leak": True}
+    (root / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return ArtifactReader.open(build_artifact(base, root / "art")), units
+
+
+def test_trusted_texts_that_are_rows_are_refused(leaked):
+    artifact, units = leaked
+    with pytest.raises(ArtifactError, match="2 of 6 trusted units of facts are rows of the corpus") as caught:
+        detect(artifact, "facts")
+    assert f"{units[1]['unit_id']} = row-7" in str(caught.value)
+
+
+def test_flags_that_chance_explains_are_no_suspects(marked):
+    found = detect(marked, "facts", false_positives=0.2)
+    assert found.record.threshold.n_flagged <= 8 + 2 * 8**0.5
+    assert found.headline.startswith("No suspects by relevance: ")
+    assert found.headline.endswith("no more than chance flags (about 8 of 40 rows).")
+    assert all(len(sentence.split()) < 25 for sentence in found.headline.split(". "))
+
+
+def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
+    found = detect(marked, "facts", top=3)
+    lines = repr(found).splitlines()
+    assert lines[0] == found.headline
+    assert [line.split()[3] for line in lines[2:5]] == found.table["row_id"].to_pylist()[:3]
+    assert lines[5] == found.notes[0]
+    assert "<td>row-" in found._repr_html_()
+    frame = found.to_pandas()
+    assert len(frame) == 40
+    assert frame["relevance"].is_monotonic_decreasing
+
+
+def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
+    base = world(tmp_path)
+    lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    artifact = build_artifact(_with(base), tmp_path / "art")
+    shown = succeed("detect", artifact, "--target", "facts", "--label", "topic", "--out", tmp_path / "s.parquet")
+    assert "Most rows have one and the same score: the threshold says nothing." in shown.out
+    assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
+
+
+def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
+    one = ArtifactReader.open(build_artifact(_with(world(tmp_path)), tmp_path / "one"))
+    other = ArtifactReader.open(
+        build_artifact(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other")
+    )
+    score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_token")]).astype(float)
+    score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
+    terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
+    for artifact in (one, other):
+        blocks = list(standardised_blocks(artifact, "relevance_token", "facts", Silent()))
+        assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
+        found_NE = np.concatenate([block for _, block in blocks])
+        np.testing.assert_allclose(found_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
+        found_N = detect(artifact, "facts").scores["relevance"]
+        np.testing.assert_allclose(found_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
+
+
+REFUSED = [
+    ("noisy", {"truth": "one"}, "60 of 60 rows are planted"),
+    ("noisy", {"truth": "image_class"}, "truth image_class: row train-0 has 'blue'"),
+    ("noisy", {"clean": "changed"}, "clean changed: 6 rows are known to be right"),
+    ("noisy", {"clean": "nothing"}, r"no columns \['nothing'\]"),
+    ("noisy", {"truth": "nothing"}, r"no columns \['nothing'\]"),
+    ("noisy", {"neighbours": 0}, "neighbours: got 0"),
+    ("noisy", {"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
+    ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
+    ("noisy", {"match": "input"}, "no 'input' relevance"),
+    ("marked", {"neighbours": 5}, "neighbours: no meaning without a label"),
+    ("marked", {"k": 5}, "k: no meaning without truth"),
+    ("marked", {"top": -1}, "top: got -1"),
+    ("marked", {"truth": "part"}, "truth part: row row-4 has no value"),
+    ("marked", {"truth": "minus"}, "truth minus: row row-5 has -1"),
+    ("marked", {"truth": "nan"}, "truth nan: row row-6 has no value"),
+    ("few", {}, "has 9 rows, expected at least 10"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), REFUSED)
+def test_what_detects_nothing_is_refused(request, tmp_path, name, changes, said):
+    if name == "few":
+        artifact = ArtifactReader.open(build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art"))
+    else:
+        artifact = request.getfixturevalue(name)
+    with pytest.raises(GraspError, match=said):
+        detect(artifact, **changes)

@@ -1,0 +1,349 @@
+"""What the words of a row add is exactly its effect, kernel by kernel; hostile text; rows and models that are gone."""
+
+import io
+import json
+import shutil
+import unicodedata
+from contextlib import redirect_stdout
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+import grasp
+from grasp.api.score import score
+from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.artifact.rows import row_index
+from grasp.build.moments import unspool_position_moments
+from grasp.build.pipeline import build_artifact
+from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
+from grasp.inspect.explain import Explainer, explain
+from grasp.inspect.explanation import Explanation, joined_words
+from grasp.kernels.whitening import Whitener
+from grasp.models.causal_lm import pad_rows
+from grasp.models.forward_pass import extract
+from grasp.models.tokenizer import HfTokenizer
+from grasp.report.example_rows import _shaded_words
+from grasp.text import visible
+from tests.build.world import world, write_checkpoint
+from tests.cli.grasp_command import refused, run, succeed
+from tests.rules import rule
+from tests.says import says
+
+EVERY = {"shift_match": True, "tilt_match": True, "neighbour_match": True, "gradient_match": True}
+UNIT = "facts-2"  # its answer has several tokens
+BOTH_SIGNS = rule(name="both signs count alike")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("explain")
+
+
+@pytest.fixture(scope="module")
+def art(root):
+    """Every kernel, stored in float32."""
+    return ArtifactReader.open(build_artifact(world(root / "world", features=EVERY), root / "art"))
+
+
+@pytest.fixture(scope="module")
+def explainer(art):
+    return Explainer(art)
+
+
+def unit_of(art):
+    return next(unit for unit in art.units.to_pylist() if unit["unit_id"] == UNIT)
+
+
+def stored(art, kernel, unit=None):
+    """(N,) relevance in the artifact to a target, or to a unit of it."""
+    names = art.units["unit_id"].to_pylist()
+    matrix = np.concatenate([block for _, block in art.array_blocks(RELEVANCE[kernel])]).astype(np.float64)
+    return matrix.mean(axis=1) if unit is None else matrix[:, names.index(unit)]
+
+
+@pytest.mark.parametrize("unit", [None, UNIT])
+@pytest.mark.parametrize("kernel", list(RELEVANCE))
+def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, unit):
+    relevance_N = stored(art, kernel, unit)
+    # the gradients of a unit, and of each of its words, are rounded to bfloat16 apart
+    rounded = 2**-8 * np.abs(relevance_N).max() if kernel == "gradient" and unit else 0.0
+    for index in (0, 7, 23):
+        row = art.rows(np.array([index]))["row_id"][0].as_py()
+        found = explainer.explain("facts", row, unit=unit, match=kernel, protocol=BOTH_SIGNS)
+        added = np.nansum(found.contributions)
+        assert added * relevance_N.std() == pytest.approx(
+            relevance_N[index], rel=2e-4, abs=1e-6 * relevance_N.std() + rounded
+        )
+        assert found.average == pytest.approx(-relevance_N.mean() / relevance_N.std(), rel=1e-4)
+        assert added + found.average == pytest.approx(found.effect, abs=1e-3 + rounded / relevance_N.std())
+        assert found.kernels["kernel"].to_pylist() == [kernel]
+
+
+@pytest.mark.parametrize("unit", [None, UNIT])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"match": {"token": 1.0, "input": 0.5, "pooled": -0.3}, "negative": 0.25},
+        {"match": {"neighbour": 1.0, "shift": 2.0, "tilt": 1.0}, "negative": 0.0},
+        {"match": {"token": 1.0, "pooled": 1.0}, "standardize": {"task": "mean_of_standardised"}, "weighting": "count"},
+    ],
+)
+def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explainer, choice, unit):
+    protocol = rule(**({"name": "tried"} | choice)) if choice else None
+    ordered = score(art, "facts", protocol=protocol, unit=unit).to_pandas().set_index("row_id")["effect"]
+    for row in ("row-0", "row-31"):
+        found = explainer.explain("facts", row, unit=unit, protocol=protocol)
+        assert found.effect == pytest.approx(ordered[row])
+        assert np.nansum(found.contributions) + found.average == pytest.approx(found.effect, abs=1e-3)
+        by_kernel = found.to_pandas()[found.kernels["kernel"].to_pylist()].sum(axis=1)
+        np.testing.assert_allclose(by_kernel, np.nan_to_num(found.contributions), atol=1e-12)
+
+
+@pytest.mark.parametrize("positions", ["tail:7", "stride:3"])
+def test_positions_that_no_kernel_uses_add_nothing(root, positions):
+    features = {"token_positions": positions, "pooling": "tail:4"}
+    art = ArtifactReader.open(
+        build_artifact(world(root / "world", features=features), root / positions.replace(":", "-"))
+    )
+    for kernel in ("token", "pooled"):
+        found = explain(art, "facts", "row-3", unit=UNIT, match=kernel)
+        assert np.nansum(found.contributions) + found.average == pytest.approx(found.effect, abs=1e-3)
+    assert np.count_nonzero(found.contributions[:-4] > 0) == 0
+    assert np.isnan(found.contributions[0])
+
+
+def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
+    every = explainer.explain("facts", "row-5")
+    total = np.nansum(every.contributions)
+    assert sum(every.questions["contribution"].to_pylist()) == pytest.approx(total)
+    assert every.questions["contribution"].to_pylist() == sorted(every.questions["contribution"].to_pylist())[::-1]
+    one = explainer.explain("facts", "row-5", unit=UNIT)
+    assert np.nansum(one.received) == pytest.approx(np.nansum(one.contributions))
+    assert sum(one.pairs["contribution"].to_pylist()) == pytest.approx(np.nansum(one.received), rel=0.05)
+    assert np.count_nonzero(~np.isnan(one.received)) == unit_of(art)["n_positions"]
+    text = "".join(one.tokens)
+    for pair in one.pairs.to_pylist():
+        assert pair["row_text"] in text
+        assert "".join(one.answer_tokens[pair["answer_position"] :]).startswith(pair["answer_text"])
+
+
+def test_a_row_that_helps_mostly_one_question_says_so(explainer):
+    noted = []
+    for found in (explainer.explain("facts", f"row-{k}") for k in range(12)):
+        adds = [max(0.0, added) for added in found.questions["contribution"].to_pylist()]
+        line = f"{found.questions['unit_id'][0]} alone gets {adds[0] / sum(adds):.0%} of the help" if adds[0] else "no"
+        noted.append(any(note.startswith(line) for note in found.notes))
+        assert noted[-1] == (adds[0] > sum(adds) / 2)
+    assert len(set(noted)) == 2
+
+
+def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
+    """The token kernel from its definition, one pair of positions after the other, in float64."""
+    found = explainer.explain("facts", "row-5", unit=UNIT, match="token", protocol=BOTH_SIGNS)
+    origin, unit = explainer._origin, unit_of(art)
+    whitener = Whitener.fit(unspool_position_moments(art.moments).token, tau=0.01, alpha=1.0, epsilon=0.3)
+    prompt, answer = origin.model.tokenizer.encode([unit["prompt"], unit["completion"]])
+    row = each_position(origin, whitener, origin.rows.rows(row_index(art, ["row-5"])).ids(0), first=1)
+    said = each_position(origin, whitener, np.array([*prompt, *answer], dtype=np.int32), first=len(prompt))
+    pair = [[float(h @ g) * float(x @ (whitener.precondition_V * y)) for g, y in said] for h, x in row]
+    pair_LS = np.array(pair) / (len(row) * len(said) * stored(art, "token", UNIT).std())
+    np.testing.assert_allclose(found.contributions[1:], pair_LS.sum(axis=1), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(found.received[len(prompt) :], pair_LS.sum(axis=0), rtol=1e-3, atol=1e-5)
+
+
+def each_position(origin, whitener, ids, first):
+    """Whitened hidden state and dense residual of every position that predicts a token from `first` on."""
+    batch = extract(origin.model, *pad_rows([ids], [first]), ("all",), origin.settings.features.top_k)
+    found = []
+    for place in range(len(batch.hidden_PH)):
+        dense_V = np.zeros(origin.model.vocab_size)
+        np.add.at(dense_V, batch.residual.index_PK[place].numpy(), batch.residual.value_PK[place].numpy())
+        found.append(((batch.hidden_PH[place].double().numpy() - whitener.mean_H) @ whitener.map_HH, dense_V))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ as it is shown
+
+
+def test_words_are_tokens_joined():
+    joined, starts = joined_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
+    assert joined == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
+    assert starts.tolist() == [0, 1, 4, 7, 8, 9, 10]
+
+
+def test_it_reads_as_text_in_colour_and_as_html(explainer):
+    found = explainer.explain("facts", "row-5", unit=UNIT)
+    text, colour, html = repr(found), found.as_text(colour=True), found._repr_html_()
+    assert text.startswith("row row-5: effect ")
+    says(text, "its answer, by what each word received:", "strongest pairs", "above 0 it helps")
+    assert "blue: the row teaches" in colour
+    assert "\x1b[30;48;5;" in colour
+    assert "<span style=" in html
+    every = repr(explainer.explain("facts", "row-5"))
+    assert "questions it helps most" in every
+
+
+HOSTILE = (
+    "water \u202e\u0631\u062d\u0644\u0629 \u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f52c cell\u200b\u200d light "
+    "\x1b[31mred\x1b[0m \x07\x08 <script>alert(1)</script> {{7*7}} stone\u2066 \ud7ff end \U0001f600"
+)
+
+
+@pytest.fixture(scope="module")
+def hostile(root):
+    settings = world(root / "hostile", n_rows=12)
+    corpus = root / "hostile.jsonl"
+    lines = [json.dumps({"row_id": f"r{i}", "text": f"{HOSTILE} {i}"}) for i in range(12)]
+    corpus.write_text("\n".join(lines))
+    settings = world(root / "hostile", corpus={"path": str(corpus), "max_length": 128})
+    return ArtifactReader.open(build_artifact(settings, root / "hostile-art"))
+
+
+def test_no_text_steers_a_terminal_or_a_page(hostile):
+    found = explain(hostile, "facts", "r3", unit=UNIT)
+    assert "\U0001f469" in "".join(found.tokens)
+    assert "\u05e9\u05dc\u05d5\u05dd" in "".join(found.tokens)
+    for text in (repr(found), found._repr_html_()):
+        assert not [ch for ch in text if ch not in "\n\u200d" and unicodedata.category(ch) in ("Cc", "Cf")]
+    assert "\x1b[31m" not in found.as_text(colour=True)
+    assert "<script>" not in found._repr_html_()
+    with redirect_stdout(io.StringIO()) as out:
+        print(found)
+    assert "{{7*7}}" in out.getvalue()
+
+
+def test_pieces_of_a_text_are_the_text(root):
+    tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(root / "world" / "model"), vocab_size=300)
+    (ids,) = tokenizer.encode([HOSTILE])
+    assert "".join(tokenizer.pieces(ids)) == HOSTILE
+    assert len(tokenizer.pieces(ids)) == len(ids)
+    broken = tokenizer.encode(["\U0001f600"])[0][:2]
+    assert "".join(tokenizer.pieces([*broken, *tokenizer.encode([" water"])[0]])).endswith(" water")
+
+
+def test_a_long_row_is_shown_in_part(root):
+    write_checkpoint(root / "long" / "model", context=6_001)
+    settings = world(root / "long-world", n_rows=2)
+    lines = [
+        json.dumps({"row_id": name, "text": text}) for name, text in (("long", "river stone " * 4_000), ("b", "a b"))
+    ]
+    (root / "long.jsonl").write_text("\n".join(lines))
+    settings = world(
+        root / "long-world",
+        model={"path": str(root / "long" / "model"), "threads": 1},
+        corpus={"path": str(root / "long.jsonl"), "max_length": 6_000, "max_rows_per_document": 1},
+        features={"match": "token", "input_match": False, "neighbour_match": False},
+    )
+    art = ArtifactReader.open(build_artifact(settings, root / "long-art"))
+    found = explain(art, "facts", "long")
+    assert len(found.tokens) == 6_000
+    assert abs(found.gap) < 1e-3
+    shown = repr(found)
+    assert "words after this add" in shown or "words before this add" in shown
+    assert len(shown) < 6_000
+
+
+# ------------------------------------------------------------------------------------------ what is not there
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({"row": "nope"}, SettingsError, "row: got 'nope', .*row-0"),
+        ({"unit": "facts-99"}, ProtocolError, "no unit 'facts-99'"),
+        ({"target": "nope"}, ProtocolError, r"target: got \['nope'\]"),
+        ({"match": "nope"}, ArtifactError, "match: got 'nope'"),
+    ],
+)
+def test_what_is_not_there_is_named(art, asked, error, said):
+    with pytest.raises(error, match=said):
+        explain(art, **({"target": "facts", "row": "row-1"} | asked))
+
+
+def test_an_artifact_without_tokens(art, tmp_path):
+    shutil.copytree(art.path, tmp_path / "art")
+    shutil.rmtree(tmp_path / "art" / "tokens")
+    with pytest.raises(ArtifactError, match="keep_tokens: true"):
+        explain(ArtifactReader.open(tmp_path / "art"), "facts", "row-1")
+
+
+def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
+    settings = world(tmp_path / "world", n_rows=12)
+    art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
+    before = explain(art, "facts", "row-1")
+    place = shutil.move(settings.model.path, tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"not on this disk.*--set model\.path=DIR"):
+        explain(art, "facts", "row-1")
+    moved = explain(art, "facts", "row-1", own={"model": {"path": place}})
+    np.testing.assert_array_equal(moved.contributions, before.contributions)
+    other = write_checkpoint(tmp_path / "other", vocab=301)
+    with pytest.raises(ArtifactError, match="model and tokenizer changed since it was built"):
+        explain(art, "facts", "row-1", own={"model": {"path": str(other)}})
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
+    place = art.path
+    shown = succeed("explain", place, "--target", "facts", "--row", "row-5").out
+    assert shown.strip() == repr(grasp.open(place).explain("facts", "row-5"))
+    files = "--json", tmp_path / "why.json", "--out", tmp_path / "why.html"
+    succeed("explain", place, "--target", "facts", "--row", "row-5", "--unit", UNIT, *files)
+    found = json.loads((tmp_path / "why.json").read_text())
+    assert (found["row_id"], found["unit_id"], found["tokens"][0]["contribution"]) == ("row-5", UNIT, None)
+    assert (tmp_path / "why.html").read_text().startswith("<!doctype html>")
+    succeed("explain", place, "--target", "facts", "--row", "row-5", "--out", tmp_path / "why.parquet")
+    assert pq.read_table(tmp_path / "why.parquet").column_names[:3] == ["position", "text", "contribution"]
+    best = succeed("explain", place, "--target", "facts", "--unit", UNIT).out
+    assert best.startswith(f"the 5 most helpful and the 5 most harmful of 65 rows for {UNIT} of facts, by effect")
+    assert "got neither --row nor --unit" in refused("explain", place, "--target", "facts")
+    assert "no meaning without --row" in refused(
+        "explain", place, "--target", "facts", "--unit", UNIT, "--json", tmp_path / "x.json"
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[30;48;5;" in run("explain", place, "--target", "facts", "--row", "row-5").out
+
+
+TAB, BREAK, SPACE = "\u21e5", "\u21b5", "\u2423"
+
+
+def test_white_space_that_counts_is_seen():
+    tokens, adds = (
+        ("def", " f", ":", "\n", "\t\t", "x", " ", "\t", "\n"),
+        (0.1, 0.1, 0.0, 1.0, -0.9, 0.3, 0.5, 0.0, 0.01),
+    )
+    found = Explanation(
+        table=pa.table({"text": tokens, "contribution": adds}),
+        **{"row_id": "r", "target": "t", "unit_id": "u", "effect": 0.0, "average": 0.0, "gap": 0.0},
+        kernels=pa.table({}),
+        answer=pa.table({"text": (" [", "\n"), "received": (0.5, 0.6)}),
+        pairs=pa.table(
+            {
+                "contribution": [0.5],
+                "row_position": [4],
+                "row_text": ["\t\t"],
+                "answer_position": [1],
+                "answer_text": ["\n"],
+            }
+        ),
+    )
+    shown = repr(found)
+    assert f"def f:{BREAK}[+1]{TAB}{TAB}[-0.9]x[+0.3]{SPACE}[+0.5]  " in shown + "  "
+    assert f"def f: [{TAB}{TAB}]" in shown
+    assert f"[[{BREAK}]" in shown
+    assert "\ufffd" not in shown + found._repr_html_()
+    assert f"{BREAK}\n</span>" in found._repr_html_()  # where the line breaks it goes on breaking
+    in_report = list(_shaded_words(tokens, np.array(adds)))
+    assert "".join(word for word, _ in in_report) == f"def f:{BREAK}\n{TAB}{TAB}x{SPACE}\t\n"
+
+
+def test_a_long_run_of_white_space_is_cut():
+    assert visible(" " * 24) == SPACE * 6 + "..."
+    assert visible("\r\n") == "\u240d" + BREAK + "\n"
+    assert [visible(word) for word in ("", " a", "a\n")] == ["", " a", "a\n"]

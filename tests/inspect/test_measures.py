@@ -1,0 +1,142 @@
+"""The measurements behind the diagnostics equal their definitions, written out in loops."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from grasp.geometry import sketch_measures as geometric
+from grasp.inspect import health_metrics as measures
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def features(seed, n=9, h=5, v=6):
+    generator = np.random.default_rng(seed)
+    residual = generator.normal(size=(n, v)) * (generator.random((n, v)) < 0.6)
+    return generator.normal(size=(n, h)), residual
+
+
+@given(SEEDS)
+def test_subset_norms_are_the_norms_of_weighted_sums(seed):
+    hidden, residual = features(seed)
+    weight = np.random.default_rng(seed).random((4, 9))
+    hidden_NN, residual_NN = geometric.gram(hidden, csr_array(residual))
+    np.testing.assert_allclose(geometric.subset_norms(weight, hidden_NN), ((weight @ hidden) ** 2).sum(1), rtol=1e-9)
+    product = np.einsum("nh,nv->nhv", hidden, residual).reshape(9, -1)
+    found = geometric.subset_norms(weight, hidden_NN * residual_NN)
+    np.testing.assert_allclose(found, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
+
+
+def positions(seed, n=5):
+    """Positions of rows 0, 0, 0, 1, 1, 2, 4, 4, 4 and the gradients G_i written out; row 3 has none."""
+    hidden, residual = features(seed)
+    row = np.array([0, 0, 0, 1, 1, 2, 4, 4, 4])
+    gradient = [
+        np.einsum("th,tv->hv", hidden[row == i], residual[row == i]) / max(1, (row == i).sum()) for i in range(n)
+    ]
+    return hidden, residual, row, np.stack(gradient)
+
+
+@given(SEEDS, st.sampled_from([1, 60, 10**6]))
+def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
+    hidden, residual, row, gradient = positions(seed)
+    flat = gradient.reshape(5, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometric, "BLOCK_ELEMENTS", block)
+        found = geometric.position_gram(hidden, csr_array(residual), row, 5)
+    np.testing.assert_allclose(found, flat @ flat.T, atol=1e-10)
+
+
+@given(SEEDS)
+def test_uncentred_gram_is_that_of_hidden_states_with_their_mean(seed):
+    hidden, residual, row, gradient = positions(seed)
+    offset = np.random.default_rng(seed + 1).normal(size=5)
+    flat = gradient.reshape(5, -1)
+    found = geometric.uncentred_gram(flat @ flat.T, offset, hidden, csr_array(residual), row)
+    expected = geometric.position_gram(hidden + offset, csr_array(residual), row, 5)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def test_scaled_error_does_not_see_a_factor():
+    true = np.array([1.0, 2.0, 4.0])
+    assert geometric.scaled_error(7 * true, true) == pytest.approx(0)
+    assert geometric.relative_error(7 * true, true) == pytest.approx(6)
+    assert geometric.scaled_error(np.array([1.0, 2.0, 5.0]), true) == 0  # of the median
+    assert geometric.scaled_error(np.zeros(3), true) == 1
+
+
+@given(SEEDS)
+def test_the_direct_sum_bound_holds_on_any_features_and_is_reached_by_two_rows(seed):
+    hidden, residual = features(seed)
+    found = geometric.direct_sum_bound(hidden, residual)
+    assert found.off < 1e-12
+    assert 0 <= found.mean <= found.largest <= found.bound + 1e-12
+    two = geometric.direct_sum_bound(hidden[:2], residual[:2] + 0.1)
+    assert two.largest == pytest.approx(two.bound)  # of one pair the largest distances are its own
+    assert geometric.direct_sum_bound(hidden, 0 * residual) == geometric.DirectSumBound(0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_gap_is_small_only_where_rows_are_close():
+    generator = np.random.default_rng(1)
+    near, far = 1 + 0.05 * generator.normal(size=(2, 60, 8)), generator.normal(size=(2, 60, 8))
+    assert geometric.direct_sum_bound(*near).mean < 1e-3
+    assert geometric.direct_sum_bound(*far).mean > 0.5
+
+
+def test_effective_rank_counts_directions():
+    generator = np.random.default_rng(0)
+    wide = generator.normal(size=(4000, 8))
+    assert geometric.effective_rank(wide) == pytest.approx(8, abs=0.1)
+    assert geometric.effective_rank(wide[:, :1] @ np.ones((1, 8))) == pytest.approx(1)
+    assert geometric.effective_rank(np.ones((5, 3))) == 0.0
+
+
+def test_mass_outside_is_what_top_k_cut_off():
+    generator = np.random.default_rng(2)
+    probability = generator.dirichlet(np.full(20, 0.3), size=7)
+    residual = probability - np.eye(20)[3]
+    kept = np.argsort(-probability, axis=1)[:, :4]
+    cut = np.zeros_like(residual)
+    for i, line in enumerate(kept):
+        cut[i, [*line, 3]] = residual[i, [*line, 3]]
+    expected = np.mean((abs(residual).sum(1) - abs(cut).sum(1)) / abs(residual).sum(1))
+    assert measures.mass_outside(csr_array(cut)) == pytest.approx(expected)
+    assert measures.mass_outside(csr_array(residual)) == pytest.approx(0, abs=1e-12)
+
+
+def test_negative_pairs():
+    assert geometric.negative_pairs(np.array([[1.0, -3.0, 1.0], [-3.0, 1.0, 2.0], [1.0, 2.0, 1.0]])) == (1 / 3, 0.5)
+
+
+@given(SEEDS)
+def test_rank_one_share_is_the_squared_cosine(seed):
+    hidden, residual, row, gradient = positions(seed)
+    own_hidden, own_residual = features(seed + 1, n=5)
+    shares = []
+    for i in (0, 1, 2, 4):
+        pooled = np.outer(own_hidden[i], own_residual[i])
+        if gradient[i].any() and pooled.any():
+            shares.append((gradient[i] * pooled).sum() ** 2 / ((gradient[i] ** 2).sum() * (pooled**2).sum()))
+    found = geometric.rank_one_share(hidden, csr_array(residual), row, own_hidden, csr_array(own_residual))
+    assert found == pytest.approx(np.mean(shares))
+
+
+def test_a_row_of_one_position_is_its_own_summary():
+    hidden, residual = features(0)
+    residual = residual + 0.1
+    assert geometric.rank_one_share(hidden, csr_array(residual), np.arange(9), hidden, csr_array(residual)) == (
+        pytest.approx(1)
+    )
+
+
+@given(SEEDS)
+def test_accuracy_is_never_below_what_the_bound_promises(seed):
+    generator = np.random.default_rng(seed)
+    realized = generator.normal(size=12)
+    found = measures.stability(3 * realized + generator.normal(size=12) * generator.random(), realized)
+    assert found.bound <= found.certain <= found.accuracy + 1e-12
+    perfect = measures.stability(5 * realized - 2, realized)
+    assert (perfect.bound, perfect.accuracy) == (1.0, 1.0)
+    assert measures.stability(-realized, realized).accuracy == 0.0  # a wrong prediction is not turned round

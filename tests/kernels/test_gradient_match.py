@@ -1,0 +1,188 @@
+"""The gradient kernel: exact where all coordinates are taken, unbiased where some are, whatever the architecture."""
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.baselines.gradients.factors import materialise
+from grasp.baselines.gradients.layers import as_matrix
+from grasp.build.backward import halved
+from grasp.errors import ModelError
+from grasp.kernels.gradient import (
+    GradientKernel,
+    SampledGradients,
+    SquareSums,
+    Tiles,
+    by_member,
+    gradient_preconditioner,
+)
+from grasp.models.sampled_gradients import Example, Use
+from grasp.seeds import stream
+from grasp.settings import FeatureSettings
+from tests.baselines.gradient_world import autograd, reference, rows, units
+from tests.rounding import rounding
+
+CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
+DAMPING = 0.01
+
+
+def asked_for(count: int | None = None, seed: int = 0) -> FeatureSettings:
+    return FeatureSettings(gradient_coordinates="all" if count is None else count, seed=seed)
+
+
+def opened(family: str, count: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64):
+    return SampledGradients.choose(reference(family, dtype, batch_tokens=512), asked_for(count, seed))
+
+
+def gradients_by_autograd(gradients: SampledGradients, examples) -> torch.Tensor:
+    """Whole gradients of the body, (n, all), one row alone at a time."""
+    engine = gradients.engine
+    found = [autograd(engine.model, example) for example in examples]
+    return torch.stack([torch.cat([as_matrix(b, one).flatten() for b in engine.layers.blocks]) for one in found])
+
+
+def of_sample(gradients: SampledGradients, whole_NP: torch.Tensor) -> torch.Tensor:
+    """The sample's coordinates of whole gradients; 0 where a group has fewer members."""
+    columns, begin = [], 0
+    for block, tiles in zip(gradients.engine.layers.blocks, gradients.sample.tiles, strict=True):
+        matrix = whole_NP[:, begin : begin + block.size].view(-1, block.left, block.right)
+        padded = torch.nn.functional.pad(matrix, (0, 1, 0, 1))
+        columns += [
+            padded[:, left][:, :, right].flatten(1) for left, right in zip(tiles.left_GR, tiles.right_GC, strict=True)
+        ]
+        begin += block.size
+    return torch.cat(columns, dim=1)
+
+
+def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damping: float) -> torch.Tensor:
+    """sum_j g_ij g_ej / (v_j + damping mean v), in float64 throughout."""
+    v_P = whole_NP.double().square().mean(dim=0)
+    return (whole_NP.double() / (v_P + damping * v_P.mean())) @ units_EP.double().T
+
+
+def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
+    """As a build computes it."""
+    squares = SquareSums(gradients.sample.size)
+    for example in examples:
+        squares.add(gradients.compute([example])[0])
+    square_K = squares.square_K / squares.count
+    kernel = GradientKernel.prepare(gradients.engine.model, asked, square_K, asked_for(None))
+    out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
+    for index in gradients.batches(examples):
+        taken_BK, _ = gradients.compute([examples[int(i)] for i in index])
+        out_NE[torch.from_numpy(index)] = torch.from_numpy(kernel.relevance(taken_BK)).double()
+    return out_NE
+
+
+def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(family):
+    gradients, examples, asked = opened(family), rows(), units()
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    expected = relevance_by_definition(*whole, DAMPING)
+    found = relevance(gradients, examples, asked)
+    spread = float(expected.abs().max())
+    # v of the rows themselves divides: an error of a gradient counts up to 1 / damping times in its worst coordinate
+    assert float((found - expected).abs().max()) <= CLOSE / DAMPING * spread
+
+
+def test_the_sample_holds_the_coordinates_that_autograd_gives(family):
+    gradients, examples = opened(family, count=4_000), rows()
+    assert gradients.sample.size < 2 * 4_000 < gradients.engine.layers.size
+    expected = of_sample(gradients, gradients_by_autograd(gradients, examples))
+    found, _ = gradients.compute(examples)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= CLOSE * float(expected.abs().max())
+
+
+def test_every_output_and_every_input_is_in_exactly_one_tile():
+    gradients = opened("llama", count=3_000)
+    for block, tiles in zip(gradients.engine.layers.blocks, gradients.sample.tiles, strict=True):
+        for member, width in ((tiles.left_GR, block.left), (tiles.right_GC, block.right)):
+            real = member[member < width]
+            assert sorted(real.tolist()) == list(range(width))
+        assert tiles.weight == (1 if block.left == 1 else len(tiles.left_GR))
+
+
+def test_sums_over_the_sample_are_unbiased():
+    """Over many draws the mean of weighted products is the whole product, within its own standard error."""
+    generator = torch.Generator().manual_seed(0)
+    use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
+    whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
+
+    def taken(tiles: Tiles, one: Use) -> torch.Tensor:
+        return tiles.take(by_member(one.left), by_member(one.right))
+
+    def estimate(seed: int) -> float:
+        draw = stream(seed, "tiles")
+        sides = [draw.permutation(np.append(np.arange(n), np.full(-n % 5, n))).reshape(5, -1) for n in (10, 7)]
+        tiles = Tiles(torch.from_numpy(sides[0]), torch.from_numpy(sides[1]), 0)
+        return tiles.weight * float((taken(tiles, use[0]) * taken(tiles, use[1])).sum())
+
+    found = np.array([estimate(seed) for seed in range(4_000)])
+    assert abs(found.mean() - whole) <= 5 * found.std() / len(found) ** 0.5
+    assert found.std() > 0.1 * abs(whole)  # it is a sample, not the whole
+
+
+def test_a_draw_depends_on_seed_and_name_alone():
+    one, same, other = (opened("llama", count=3_000, seed=seed).sample for seed in (0, 0, 1))
+    assert all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, same.tiles, strict=True))
+    assert not all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, other.tiles, strict=True))
+
+
+def test_sixteen_bits_of_the_units_move_no_relevance():
+    """Rounded to bfloat16 a number is off by 2^-9 of itself at most; so is a sum, of its terms' magnitudes."""
+    gradients, examples, asked = opened("llama", dtype=torch.float32), rows(), units()
+    found = relevance(gradients, examples, asked)
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    v_P = whole[0].double().square().mean(dim=0)
+    terms = (whole[0].double().abs() / (v_P + DAMPING * v_P.mean())) @ whole[1].double().abs().T
+    assert bool(((found - relevance_by_definition(*whole, DAMPING)).abs() <= 2**-8 * terms).all())
+
+
+def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
+    assert gradient_preconditioner(np.zeros(3), np.array([2.0, 2.0, 1.0]), 0.01).tolist() == [2.0, 2.0, 1.0]
+
+
+def test_a_row_whose_gradient_is_not_finite_counts_nothing():
+    gradients = opened("llama", dtype=torch.float32)
+    kernel = GradientKernel(gradients, torch.ones(2, gradients.sample.size), np.ones(2))
+    taken_BK = torch.ones(2, gradients.sample.size)
+    taken_BK[1, 5] = torch.inf
+    found = kernel.relevance(taken_BK)
+    assert np.isfinite(found).all()
+    assert found[1].tolist() == [0.0, 0.0]
+
+
+def test_what_positions_add_is_the_whole(family):
+    """Also where some positions carry no loss."""
+    gradients, asked = opened(family, count=4_000), units()
+    side_EK = torch.cat([gradients.compute([unit])[0] for unit in asked])
+    gaps = np.array([False, True, True, False, False, True, False, True])
+    for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), labelled=gaps)):
+        whole_E = (gradients.compute([example])[0] @ side_EK.T)[0].numpy()
+        added_LE = gradients.by_position(example, side_EK)
+        assert added_LE.shape == (len(example.input_ids), len(asked))
+        np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())
+
+
+def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
+    asked = []
+
+    def run(index):
+        asked.append(len(index))
+        if len(index) > 2:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return index.sum()
+
+    assert [(part.tolist(), found) for part, found in halved(np.arange(7), run)] == [
+        ([0, 1], 1),
+        ([2, 3], 5),
+        ([4, 5], 9),
+        ([6], 6),
+    ]
+    assert asked == [7, 4, 2, 2, 3, 2, 1]
+
+    def never(index):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    with pytest.raises(ModelError, match="no memory for a backward pass over one row"):
+        list(halved(np.arange(3), never))

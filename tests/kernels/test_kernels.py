@@ -1,0 +1,82 @@
+"""What every kernel of positions promises: a row's relevance depends on its own positions alone, and on no block."""
+
+import pytest
+import torch
+
+from grasp.kernels import embedding as input_match
+from grasp.kernels import hidden_affine as tilt_match
+from grasp.kernels import knn as neighbour_match
+from grasp.kernels import output_layer as token_match
+from tests.kernels import test_input_match as of_input
+from tests.kernels import test_neighbour_match as of_neighbour
+from tests.kernels import test_shift_match as of_shift
+from tests.kernels import test_tilt_match as of_tilt
+from tests.kernels import test_token_match as of_token
+from tests.rounding import rounding
+
+# Of a kernel: the row of every position, and its relevance where some positions are of rows that are given anew.
+
+
+def token():
+    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = of_token.world(3)
+    units = token_match.prepare_targets(unit_hidden, unit_residual, unit, of_token.E, whitener, of_token.N)
+    return row, lambda at, *rows: token_match.token_relevance(units, hidden[at], residual.at(at), *rows)
+
+
+def input_():
+    head, (residual, ids, row), asked, whitener = of_input.world(3)
+    units = of_input.prepared(head, asked, whitener)
+    return row, lambda at, *rows: input_match.input_relevance(units, head, residual.at(at), ids[at], *rows)
+
+
+def neighbour():
+    (hidden, label, row), asked, whitener, moments = of_neighbour.world(3)
+    units = of_neighbour.prepared(asked, whitener, moments)
+    return row, lambda at, *rows: neighbour_match.neighbour_relevance(units, hidden[at], label[at], *rows)
+
+
+def shift():
+    head, (hidden, label, row), asked = of_shift.world(1)
+    delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
+    units = input_match.prepare_shift(unit_delta, asked[2], of_shift.E, of_shift.plain_whitener())
+    return row, lambda at, *rows: input_match.shift_relevance(units, delta[at], *rows)
+
+
+def tilt():
+    head, (hidden, label, row), asked = of_shift.world(1)
+    delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
+    units = tilt_match.prepare_tilt(asked[0], unit_delta, asked[2], of_shift.E, of_tilt.moments_of(hidden, delta))
+    return row, lambda at, *rows: tilt_match.tilt_relevance(units, hidden[at], delta[at], *rows)
+
+
+KERNELS = pytest.mark.parametrize("kernel", [token, input_, neighbour, shift, tilt])
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=rounding(of_input.TERMS + of_neighbour.TERMS, expected))
+
+
+@KERNELS
+def test_a_row_has_the_relevance_of_its_positions_and_none_without(kernel):
+    row_P, relevance = kernel()
+    every, n_rows = torch.ones_like(row_P, dtype=torch.bool), int(row_P.max()) + 1
+    whole_NE = relevance(every, row_P, n_rows)
+    alone_E = relevance(row_P == 2, torch.zeros_like(row_P[row_P == 2]), 1)[0]
+    assert_close(alone_E, whole_NE[2])
+    spread_NE = relevance(every, 2 * row_P, 2 * n_rows)
+    assert not spread_NE[1::2].any()
+    assert_close(spread_NE[::2], whole_NE)
+
+
+@KERNELS
+@pytest.mark.parametrize(("elements", "cached"), [(1, 0), (100, 0), (1, 10**9), (10**9, 0)])
+def test_blocks_and_caches_do_not_change_the_result(monkeypatch, kernel, elements, cached):
+    def whole_NE():
+        row_P, relevance = kernel()
+        return relevance(torch.ones_like(row_P, dtype=torch.bool), row_P, int(row_P.max()) + 1)
+
+    expected_NE = whole_NE()
+    for module in (token_match, neighbour_match, tilt_match):
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
+    assert_close(whole_NE(), expected_NE)

@@ -1,0 +1,117 @@
+"""The filter step inside real datatrove pipelines keeps what the filtered corpus holds."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import grasp
+from grasp.build.pipeline import build_artifact
+from grasp.distil.scorer import Scorer
+from grasp.errors import CorpusError
+from grasp.select.export import kept_documents
+from tests.build.world import world
+from tests.corpus.world import write_parquet
+from tests.select.test_export import build, choose, records, rows_of
+
+executors = pytest.importorskip("datatrove.executor")
+readers = pytest.importorskip("datatrove.pipeline.readers")
+writers = pytest.importorskip("datatrove.pipeline.writers")
+
+from datatrove.data import Document  # noqa: E402
+
+from grasp.distil.datatrove_step import ScoredDocuments, SelectedDocuments  # noqa: E402
+
+
+def lines_of(out) -> list[dict]:
+    return [line for file in sorted(out.glob("*.parquet")) for line in pq.read_table(file).to_pylist()]
+
+
+def run(reader, step, out) -> list[dict]:
+    """Documents that a pipeline on two tasks lets through."""
+    writer = writers.ParquetWriter(str(out))
+    executors.LocalPipelineExecutor(
+        pipeline=[reader, step, writer], tasks=2, workers=1, logging_dir=str(out) + "-logs", skip_completed=False
+    ).run()
+    return lines_of(out)
+
+
+@pytest.fixture
+def selected(tmp_path):
+    """A corpus of named documents in two files, the list of the kept ones, and their texts."""
+    rows = [row for row in records() if row["text"]]
+    path = tmp_path / "corpus"
+    write_parquet(path / "a.parquet", rows[:12])
+    write_parquet(path / "b.parquet", rows[12:])
+    artifact = build(tmp_path, path)
+    chosen_N = choose(artifact)
+    kept = kept_documents(rows_of(artifact), chosen_N, "half")
+    kept.write_ids(tmp_path / "kept.txt")
+    texts = {row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep}
+    assert 3 < len(texts) < len(rows) - 3
+    return path, str(tmp_path / "kept.txt"), texts
+
+
+def test_by_id_and_by_a_field_of_the_metadata(selected, tmp_path):
+    path, ids, texts = selected
+    by_id = run(readers.ParquetReader(str(path), id_key="row_id"), SelectedDocuments(ids), tmp_path / "by-id")
+    assert {line["text"] for line in by_id} == texts
+    by_field = run(readers.ParquetReader(str(path)), SelectedDocuments(ids, by="row_id"), tmp_path / "by-field")
+    assert {line["text"] for line in by_field} == texts
+
+
+def test_by_content_where_documents_have_no_names(tmp_path):
+    rows = [row for row in records(named=False) if row["text"]]
+    path = write_parquet(tmp_path / "corpus" / "c.parquet", rows)
+    artifact = build(tmp_path, path)
+    chosen_N = choose(artifact)
+    kept = kept_documents(rows_of(artifact), chosen_N, "half")
+    kept.write_ids(tmp_path / "kept.txt")
+    reader = readers.ParquetReader(str(path.parent))
+    found = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
+    assert {line["text"] for line in found} == {
+        row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep
+    }
+
+
+def test_what_is_dropped_is_counted_and_can_be_kept(selected, tmp_path):
+    path, ids, texts = selected
+    step = SelectedDocuments(ids, exclusion_writer=writers.ParquetWriter(str(tmp_path / "dropped")))
+    run(readers.ParquetReader(str(path), id_key="row_id"), step, tmp_path / "out")
+    dropped = lines_of(tmp_path / "dropped")
+    assert {line["metadata"]["filter_reason"] for line in dropped} == {"not_selected"}
+    assert not {line["text"] for line in dropped} & texts
+
+
+def test_the_list_is_read_by_the_worker_and_not_sent_along(selected):
+    _, ids, _ = selected
+    step = SelectedDocuments(ids)
+    name = Path(ids).read_text(encoding="utf-8").splitlines()[0]
+    assert step.filter(Document(text="", id=name)) is True
+    assert step.filter(Document(text="", id="nobody")) == (False, "not_selected")
+    copy = pickle.loads(pickle.dumps(step))
+    assert copy._names is None
+    assert copy.filter(Document(text="", id=name)) is True
+
+
+def test_lists_and_fields_that_are_missing(tmp_path):
+    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read as a list of names"):
+        SelectedDocuments(str(tmp_path / "gone.txt")).filter(Document(text="", id="a"))
+    (tmp_path / "kept.txt").write_text("a\n")
+    document = Document(text="", id="a", metadata={"topic": np.str_("x")})
+    with pytest.raises(CorpusError, match="have no field 'url'; they have topic"):
+        SelectedDocuments(str(tmp_path / "kept.txt"), by="url").filter(document)
+
+
+def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):
+    settings = world(tmp_path)
+    scorer = grasp.open(build_artifact(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
+    texts = ["water and salt", "", "stone, iron, wind", "star"]
+    documents = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
+    expected, _ = Scorer.open(tmp_path / "scorer").score(texts)
+    least = float(np.median(expected))
+    step = pickle.loads(pickle.dumps(ScoredDocuments(tmp_path / "scorer", at_least=least)))
+    assert [int(doc.id) for doc in step.run(iter(documents))] == np.flatnonzero(expected >= least).tolist()
+    assert [doc.metadata["score"] for doc in documents] == scorer.score(texts)[0].tolist()

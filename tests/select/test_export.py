@@ -1,0 +1,378 @@
+"""Exports: exactly the chosen rows, or the right documents, untouched, in every format; another corpus is refused."""
+
+import datetime
+import decimal
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.corpus import RowStore
+from grasp.errors import CorpusError, SettingsError
+from grasp.files import entry_of
+from grasp.select.budget import excluded
+from grasp.select.export import (
+    Exporter,
+    Kept,
+    corpus_settings,
+    kept_documents,
+    kept_records,
+    proven_rows,
+    row_tables,
+    write_corpus,
+)
+from grasp.targets import Unit
+from grasp.yaml_files import read_yaml
+from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl
+from tests.runs.environments import write_arrays
+
+
+def texts(n=25, seed=0):
+    """Documents of 0 to 30 words: up to four rows of eight tokens, and none for the empty ones."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(f"w{rng.integers(99)}-{i}" for _ in range(rng.integers(0, 30))) for i in range(n)]
+
+
+def records(n=25, named=True, seed=0):
+    rows = [{"text": text, "topic": "ab"[i % 2], "nested": {"score": i}} for i, text in enumerate(texts(n, seed))]
+    return [{"row_id": f"doc-{i}", **row} for i, row in enumerate(rows)] if named else rows
+
+
+def build(directory, path, **changes) -> ArtifactReader:
+    """An artifact of the rows of a corpus; its arrays say nothing."""
+    corpus = settings_for(path, **changes)
+    store = RowStore.write(directory / "rows", corpus, Words(), shard_rows=6)
+    table = pa.concat_tables(store.shard(k).table for k in range(store.n_shards))
+    ones = np.ones((store.n_rows, 1), np.float32)
+    return write_arrays(
+        directory / "art",
+        {"relevance_token": ones},
+        table.append_column("loss", pa.array(ones[:, 0])),
+        [Unit("u", "sciq", "", "x")],
+        6,
+        settings={"corpus": corpus.model_dump(mode="json")},
+        details={"n_documents": store.n_documents, "columns": store.details["columns"]},
+        fingerprints={"corpus": store.fingerprint},
+    )
+
+
+def choose(artifact, seed=0, share=0.5):
+    return np.random.default_rng(seed).random(artifact.n_rows) < share
+
+
+def slow_kept(artifact, chosen_N, rule) -> list[str]:
+    """Names of kept documents: rows are `name`, `name#1`, ...; no name of the tests holds a `#`."""
+    tokens, chosen = {}, {}
+    for row, is_chosen in zip(artifact.rows(np.arange(artifact.n_rows)).to_pylist(), chosen_N, strict=True):
+        name = row["row_id"].split("#")[0]
+        tokens[name] = tokens.get(name, 0) + row["n_tokens"]
+        chosen[name] = chosen.get(name, 0) + row["n_tokens"] * bool(is_chosen)
+    enough = {
+        "any": lambda n: chosen[n] > 0,
+        "half": lambda n: chosen[n] >= tokens[n] / 2,
+        "all": lambda n: chosen[n] == tokens[n],
+    }
+    return [name for name in tokens if enough[rule](name)]
+
+
+def rows_of(artifact, path=None):
+    return proven_rows(artifact, corpus_settings(artifact, path), Words())
+
+
+def decode(batch):
+    return [" ".join(map(str, ids)) for ids in batch]
+
+
+def export(artifact, row_index, out, kind="parquet", path=None):
+    """What `Selection.export` does, with a tokenizer that can be read by eye; the lines that were written."""
+    index = np.asarray(row_index)
+    tables = row_tables(artifact, rows_of(artifact, path), index, -1.0 * index, decode)
+    found = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
+    lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
+    assert found.records == len(lines)
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("named", [True, False])
+def test_exactly_the_chosen_rows_are_written(kind, packing, named, tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
+    rows = records(named=named)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    store = RowStore.open(tmp_path / "rows")
+    chosen = np.random.default_rng(1).permutation(artifact.n_rows)[: artifact.n_rows // 3]
+    lines = export(artifact, chosen, tmp_path / "kept", kind)
+    wanted = np.sort(chosen)
+    shard, table = store.rows(wanted), artifact.rows(wanted).to_pylist()
+    assert [line["input_ids"] for line in lines] == [shard.ids(i).tolist() for i in range(len(shard))]
+    for line, row in zip(lines, table, strict=True):
+        assert {name: line[name] for name in ("row_id", "doc_id", "n_tokens", "topic")} == {
+            name: row[name] for name in ("row_id", "doc_id", "n_tokens", "topic")
+        }
+        assert line["effect"] == -1.0 * chosen[line["order"]]
+        words = len(line["text"].split())  # Words has a token a word, and one at the end of each document
+        assert words <= len(line["input_ids"]) <= words + 1 + 2 * line["text"].count("\n\n") + 8 * (packing == "concat")
+    manifest = read_yaml(tmp_path / "kept" / "_manifest.yaml")
+    assert (manifest["corpus"], manifest["holds"], manifest["records"]) == ("x", "rows", len(chosen))
+    for name, entry in manifest["files"].items():
+        assert entry_of(tmp_path / "kept" / name).model_dump() == entry
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_an_exported_corpus_gives_the_same_rows_again(packing, tmp_path):
+    """Tokens are used as they are, so training reads what was chosen."""
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()), packing=packing)
+    chosen = np.arange(artifact.n_rows)[::3]
+    export(artifact, chosen, tmp_path / "kept")
+    again = build(tmp_path / "again", tmp_path / "kept")
+    assert again.rows(np.arange(again.n_rows))["row_id"].to_pylist() == artifact.rows(chosen)["row_id"].to_pylist()
+    shard, kept = RowStore.open(tmp_path / "again" / "rows").shard(0), RowStore.open(tmp_path / "rows").rows(chosen)
+    assert [shard.ids(i).tolist() for i in range(len(shard))] == [kept.ids(i).tolist() for i in range(len(shard))]
+
+
+def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
+    """`page0` and `page0#1` are rows of the user's own: each is chosen or not for itself."""
+    pages = [
+        {"row_id": f"page{p}" + (f"#{c}" if c else ""), "doc_id": f"page{p}", "text": f"chunk {c} of page {p}"}
+        for p in range(4)
+        for c in range(3)
+    ]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", pages))
+    chosen = [10, 1, 5]
+    lines = export(artifact, chosen, tmp_path / "kept")
+    assert [(line["row_id"], line["text"]) for line in lines] == [
+        (pages[i]["row_id"], pages[i]["text"]) for i in sorted(chosen)
+    ]
+    assert [line["doc_id"] for line in lines] == ["page0", "page1", "page3"]
+    kept = kept_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
+    assert kept.names == ("page0#1", "page1#2", "page3#1")
+    kept.write_ids(tmp_path / "kept.csv")
+    assert [pages[record]["row_id"] for record in pacsv.read_csv(tmp_path / "kept.csv")["record"].to_pylist()] == [
+        "page0#1",
+        "page1#2",
+        "page3#1",
+    ]
+
+
+def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
+    pytest.importorskip("datasets")
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    kinds = ["parquet", "jsonl", "parquet", "jsonl"]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(export, artifact, np.arange(i, artifact.n_rows, 4), tmp_path / f"kept{i}", kind)
+            for i, kind in enumerate(kinds)
+        ]
+        names = [[line["row_id"] for line in job.result()] for job in jobs]
+    everything = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
+    assert names == [everything[i::4] for i in range(4)]
+    assert not list(tmp_path.glob(".kept*"))
+
+
+def test_datasets_loads_what_was_written_as_it_is(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    for kind in ("parquet", "jsonl"):
+        lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
+        loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
+        assert loaded.to_list() == lines
+    tables = row_tables(artifact, rows_of(artifact), np.array([1, 3]), np.zeros(2), decode)
+    write_corpus(tmp_path / "saved", "datasets", "rows", tables, 0, {})
+    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
+
+
+@pytest.mark.parametrize("rule", ["any", "half", "all"])
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("named", [True, False])
+def test_documents_are_kept_by_the_share_of_their_tokens(rule, packing, named, tmp_path):
+    rows = records(named=named)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    chosen_N = choose(artifact, share=0.6)
+    kept = kept_documents(rows_of(artifact), chosen_N, rule)
+    want = slow_kept(artifact, chosen_N, rule)
+    assert list(kept.names) == want
+    names = [row["row_id"] for row in rows] if named else None
+    positions = np.flatnonzero(kept.mask_M).tolist()
+    assert positions == [names.index(n) for n in want] if names else [int(n.rpartition("-")[2]) for n in want]
+    n_tokens = artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_numpy()
+    assert kept.tokens - kept.added + kept.lost == n_tokens[chosen_N].sum()
+    assert {"any": kept.lost == 0, "half": True, "all": kept.added == 0}[rule]
+
+
+def parts(directory):
+    return sorted(file for file in directory.iterdir() if file.name != "_manifest.yaml")
+
+
+def copy(path, kept_M, out, kind):
+    """Whole documents by position."""
+    return write_corpus(out, kind, "documents", kept_records(settings_for(path), kept_M), 0, {})
+
+
+def read(files):
+    if files[0].suffix == ".parquet":
+        return [row for file in files for row in pq.read_table(file).to_pylist()]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("grasp.select.export.SHARD_RECORDS", 4)
+    rows = records()
+    path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
+    artifact = build(tmp_path, path)
+    kept = kept_documents(rows_of(artifact), choose(artifact), "half")
+    want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
+    for kind in ("parquet", "jsonl"):
+        assert copy(path, kept.mask_M, tmp_path / kind, kind).records == len(want) > 4
+        assert len(parts(tmp_path / kind)) > 1
+        assert read(parts(tmp_path / kind)) == want
+        assert build(tmp_path / f"again-{kind}", tmp_path / kind).n_rows <= artifact.n_rows  # a corpus like any other
+    copy(path, kept.mask_M, tmp_path / "saved", "datasets")
+    assert datasets.load_from_disk(str(tmp_path / "saved")).to_list() == want
+    copy(tmp_path / "saved", np.ones(len(want), dtype=bool), tmp_path / "back", "jsonl")
+    assert read(parts(tmp_path / "back")) == want
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
+    day = datetime.date(2020, 1, 2)
+    table = pa.table({"text": ["a"], "day": [day], "price": pa.array([decimal.Decimal("1.50")]), "raw": ["\ud7ff"]})
+    pq.write_table(table, tmp_path / "c.parquet")
+    copy(tmp_path / "c.parquet", np.ones(1, dtype=bool), tmp_path / "out", "jsonl")
+    (line,) = read(parts(tmp_path / "out"))
+    assert line == {"text": "a", "day": "2020-01-02", "price": 1.5, "raw": "\ud7ff"}
+    pq.write_table(pa.table({"text": ["a"], "image": [b"\xff"]}), tmp_path / "b.parquet")
+    with pytest.raises(CorpusError, match=r"bytes.*; JSON lines cannot hold it, write parquet"):
+        copy(tmp_path / "b.parquet", np.ones(1, dtype=bool), tmp_path / "bytes", "jsonl")
+    assert not (tmp_path / "bytes").exists()
+
+
+def test_directories_that_are_there_are_left_alone(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", records())
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "part-00099.jsonl").write_text("somebody's own")
+    copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+    assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
+    assert [file.name for file in parts(tmp_path / "out")] == ["part-00000.jsonl"]
+    with pytest.raises(SettingsError, match="out: is there already"):
+        copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+    with pytest.raises(SettingsError, match=r"there is no directory .*nowhere"):
+        copy(path, np.ones(25, dtype=bool), tmp_path / "nowhere" / "out", "jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[:-1], "ends where .* has row 'doc-24'|has 'doc.*' where"),
+        (lambda rows: [*rows, {"row_id": "new", "text": "a b c"}], "has 'new' beyond the"),
+        (lambda rows: [rows[1], rows[0], *rows[2:]], "where .* has row 'doc-[01]'"),
+        (lambda rows: [row | {"row_id": f"other-{i}"} for i, row in enumerate(rows)], r"has 'other-\d+' where"),
+        (
+            lambda rows: [*rows[:-1], rows[-1] | {"text": "v" + rows[-1]["text"][1:]}],
+            "and other tokens",
+        ),
+    ],
+)
+def test_another_corpus_is_refused_and_nothing_is_left(change, said, tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", records())
+    artifact = build(tmp_path, path)
+    other = write_jsonl(tmp_path / "other.jsonl", change(records()))
+    before = sorted(file.name for file in tmp_path.iterdir())
+    with pytest.raises(CorpusError, match=said):
+        export(artifact, np.arange(artifact.n_rows), tmp_path / "kept", path=str(other))
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
+
+
+def test_the_corpus_may_have_moved(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", records())
+    artifact = build(tmp_path, path)
+    path.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(SettingsError, match="say with `corpus` where"):
+        export(artifact, [0], tmp_path / "kept")
+    assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    long = build(tmp_path / "long", write_jsonl(tmp_path / "long.jsonl", [{"text": " ".join("abcdefghijklmnopqrst")}]))
+    first_N = np.arange(long.n_rows) == 0
+    assert len(kept_documents(rows_of(long), first_N, "any").names) == 1
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    one = Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
+    for said, attempt in (
+        ("of whose tokens half were chosen", lambda: kept_documents(rows_of(long), first_N, "half")),
+        ("of whose tokens all were chosen", lambda: kept_documents(rows_of(long), first_N, "all")),
+        ("format: got 'csv'", lambda: Exporter.from_options(artifact, form="csv")),
+        (r"'a\\nb': a list with one name a line", lambda: one.write_ids(tmp_path / "kept.txt")),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            attempt()
+    assert not list(tmp_path.glob("kept*"))
+    artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
+    with pytest.raises(SettingsError, match="its rows are images"):
+        corpus_settings(artifact)
+    artifact.manifest.settings.clear()
+    with pytest.raises(SettingsError, match="does not record the corpus"):
+        corpus_settings(artifact)
+
+
+def test_exclusion_lists_name_rows_or_documents(tmp_path):
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records(named=False)))
+    rows = artifact.rows(np.arange(artifact.n_rows)).to_pylist()
+    (tmp_path / "list.txt").write_text(f"{rows[0]['row_id']}\r\n\nnot there\n{rows[5]['doc_id']}\n")
+    mask_N, note = excluded(artifact, tmp_path / "list.txt")
+    want = [i == 0 or row["doc_id"] in (rows[5]["doc_id"], rows[0]["row_id"]) for i, row in enumerate(rows)]
+    np.testing.assert_array_equal(mask_N, want)
+    assert note.endswith(f": 3 names exclude {sum(want)} rows; 1 are unknown")
+    long = build(
+        tmp_path / "long", write_jsonl(tmp_path / "long.jsonl", [{"id": 2**60 + i, "text": "a b"} for i in range(3)])
+    )
+    listed = pa.array([decimal.Decimal(2**60 + 1)], pa.decimal128(20, 0))
+    pq.write_table(pa.table({"row_id": listed}), tmp_path / "decimals.parquet")
+    assert excluded(long, tmp_path / "decimals.parquet")[0].tolist() == [False, True, False]
+    pq.write_table(pa.table({"doc_id": [rows[5]["doc_id"], None]}), tmp_path / "list.parquet")
+    mask_N, _ = excluded(artifact, tmp_path / "list.parquet")
+    np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("list.txt", b"nobody\n", "none of its 1 names is a row_id or doc_id"),
+        ("list.txt", b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        ("list.parquet", b"PAR", "cannot be read: "),
+        ("list.parquet", pa.table({"url": ["a"]}), r"has columns \['url'\]"),
+        ("gone.txt", None, "no such file"),
+    ],
+)
+def test_exclusion_lists_that_are_none(name, content, said, tmp_path):
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    if isinstance(content, pa.Table):
+        pq.write_table(content, tmp_path / name)
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingsError, match=f"{name}: .*{said}"):
+        excluded(artifact, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "written"),
+    [
+        ({"text": "some words 2"}, {}, {"text": "some words 2"}),
+        ({"body": "some words 2"}, {"text_column": "body"}, {"body": "some words 2"}),
+        ({"input_ids": [3, 4, 5]}, {}, {"input_ids": [3, 4, 5], "text": "3 4 5"}),  # decoded
+        ({"text": "a", "effect": "high", "order": 7}, {}, {"effect": -2.0, "effect_": "high", "order": 0, "order_": 7}),
+    ],
+)
+def test_columns_keep_their_names_beside_ours(own, settings, written, tmp_path):
+    first = [{name: value if name != "input_ids" else [1, 2] for name, value in own.items()}] * 2
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, own]), **settings)
+    (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")
+    assert line.items() >= written.items()
+    assert ("text" in line) == ("body" not in own)

@@ -1,0 +1,313 @@
+"""Mixtures: the quadratic is the prediction, the solver's answer is optimal by linear programmes and by brute force."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from grasp.errors import ProtocolError, SettingsError
+from grasp.geometry import mixture_search as quadratic
+from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH, Exposure
+from grasp.predict.slices import label_slices
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import Weights
+from grasp.select.mix import mix
+from grasp.select.quadratic_program import Programme, Segments, solve
+from tests.rounding import rounding
+from tests.select.world import World, predictor_of, protocol
+
+GEOMETRY = {"joint.raw": -0.4, "product.self": 0.2, "hidden.cent": -0.1, "residual.pair": -0.2}
+FREE = ["0%"]  # a floor that lets every value go
+
+
+def slices_of(source, **fields):
+    return label_slices(source.labels, source.tokens, **fields)
+
+
+def mixed(source, chosen, target="sciq", floors=FREE, caps=(), **options):
+    """Without the usual bounds, unless they are asked for."""
+    options = {"max_repeat": 1e6} | options
+    return mix(source, "topic", target, floor=floors, cap=caps, protocol=chosen, **options)
+
+
+def proposed(got) -> np.ndarray:
+    return got.table["proposed"].to_numpy()
+
+
+def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
+    """What the predictor says of mixtures as weighted subsets, (B, T)."""
+    weights_BN = (source.n_rows * np.asarray(p_BG) / slices.rows_G)[:, slices.codes_N]
+    return predictor_of(source, chosen, list(targets)).change(Weights(csr_array(weights_BN)))
+
+
+@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
+def test_the_quadratic_is_the_prediction(side, weighting):
+    source = World()
+    chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"token": 1.0, "pooled": 0.5})
+    predictor, slices = predictor_of(source, chosen), slices_of(source)
+    parts = predictor.sums(slices.each)
+    weights_T = np.array([0.7, 0.3])
+    linear_G, quadratic_GG = quadratic.coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
+    p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
+    own_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
+    want_B = predicted(source, chosen, slices, p_BG, source.targets) @ weights_T
+    close = rounding(40 * 40, want_B, np.float64)  # pairs of 40 rows
+    np.testing.assert_allclose(own_B - own_B[0], want_B - want_B[0], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
+def test_the_gain_is_that_of_predict_and_nothing_feasible_is_better(side, weighting):
+    source = World()
+    chosen = protocol(side=side, weighting=weighting, components={"joint.raw": -0.4, "product.cent": -0.2})
+    got = mixed(source, chosen, "sciq=2,boolq=1", ["5%"], ["games:40%"])
+    games = got.table["value"].to_pylist().index("games")
+    assert got.optimum == "the best mixture"
+    assert proposed(got).sum() == pytest.approx(1.0, abs=1e-12)
+    assert proposed(got).min() >= 0.05
+    assert proposed(got)[games] <= 0.4
+    slices = slices_of(source)
+    want = predicted(source, chosen, slices, [proposed(got)], ["sciq", "boolq"])
+    assert got.targets["change"].to_pylist() == pytest.approx(want[0], rel=1e-5, abs=1e-5)
+    assert got.value == pytest.approx(want[0] @ [2 / 3, 1 / 3], rel=1e-5, abs=1e-4)
+    p_BG = np.random.default_rng(1).dirichlet(np.ones(4), 3000)
+    p_BG = p_BG[(p_BG >= 0.05).all(axis=1) & (p_BG[:, games] <= 0.4)]
+    assert len(p_BG) > 100
+    others = predicted(source, chosen, slices, p_BG, ["sciq", "boolq"]) @ [2 / 3, 1 / 3]
+    assert got.value >= others.max() - 1e-5
+    assert got.value - others.max() < 0.2 * (others.max() - np.median(others))  # many tries come near
+
+
+def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
+    """The formula by hand, against many mixtures."""
+    source, slices = World(n_rows=200, seed=2), None
+    source.tokens = np.full(200, 10)
+    slices = slices_of(source)
+    trained = 3 * 2000.0
+    got = mixed(source, protocol(), train_tokens=trained, max_repeat=20)
+    parts = predictor_of(source, protocol(), ["sciq"]).sums(slices.each)
+    mean_G = parts.effect_BT[:, 0] / slices.rows_G
+
+    def value(p_G):
+        return float(((mean_G + ANY_TEXT) * slices.rows_G / 200) @ Exposure(3.0)(p_G * 200 / slices.rows_G)) - ANY_TEXT
+
+    assert got.value == pytest.approx(value(proposed(got)), abs=0.01 * abs(got.value))
+    assert got.value < got.targets["change"][0].as_py()  # which is that of predict, for no budget
+    high_G = 20 * slices.rows_G / 200
+    tries = np.random.default_rng(0).dirichlet(np.ones(4) * 0.4, 4000)
+    best = max(value(p_G) for p_G in tries if (p_G <= high_G).all())
+    assert value(proposed(got)) >= best - 0.005 * abs(best)
+    assert any("no row is seen more than" in note and note.startswith("value ") for note in got.notes)
+
+
+@pytest.mark.parametrize("target", ["sciq", "boolq"])
+def test_without_being_asked_no_slice_is_all_there_is_and_no_row_is_seen_five_times(target):
+    source = World(n_rows=200)
+    source.topics = ["rare"] * 5 + ["common"] * 195
+    for more in ({}, {"train_tokens": source.tokens.sum() / 10}, {"train_tokens": 1e9}):
+        got = mix(source, "topic", target, protocol=protocol(), **more)
+        factor_G = got.table["times_as_often"].to_numpy()
+        epochs = min(1.0, more.get("train_tokens", 1e9) / source.tokens.sum())
+        assert (factor_G * epochs <= 4 + 1e-6).all()
+        assert (factor_G >= 0.25 - 1e-6).all()
+        assert "no row is seen more than 4 times" in got.notes[0]
+    asked = mix(source, "topic", target, protocol=protocol(), floor=["rare:50%"])
+    assert proposed(asked)[asked.table["value"].to_pylist().index("rare")] >= 0.5 - 1e-9  # twenty times: asked for
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000), n=st.integers(2, 8), distance=st.booleans())
+def test_concave_pieces_are_filled_as_a_linear_programme_says(seed, n, distance):
+    """Without pieces, the same straight lines give the same optimum; with them, the value is that of the pieces."""
+    rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
+    worth_G = rng.standard_normal(n)
+    knots_GK = np.linspace(low_G, high_G, 5, axis=1)
+    lines = Segments(knots_GK, worth_G[:, None] * knots_GK)
+    flat = Programme(np.zeros(n), low_G, high_G, current_G, far, lines)
+    assert flat.value(solve(flat)) == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
+    bent = Segments(knots_GK, np.abs(worth_G)[:, None] * np.sqrt(knots_GK))
+    programme = Programme(np.zeros(n), low_G, high_G, current_G, far, bent)
+    value = programme.value(solve(programme))
+    assert value == pytest.approx(bent.value(solve(programme)))
+    assert value >= bent.value(current_G) - 1e-7
+
+
+def feasible(seed, n, *, distance):
+    rng = np.random.default_rng(seed)
+    current_G = rng.dirichlet(np.ones(n))
+    low_G = np.minimum(current_G, rng.random(n) * 0.3 / n)
+    high_G = np.minimum(1.0, np.maximum(current_G, rng.random(n)))
+    return rng, current_G, low_G, high_G, (float(rng.random()) * 0.5 + 0.01 if distance else None)
+
+
+def best_linear(programme, worth_G) -> float:
+    """max worth'y over what is feasible, by scipy's simplex."""
+    n = len(worth_G)
+    eye = np.eye(n)
+    rows, right = np.empty((0, 2 * n)), np.empty(0)
+    if programme.distance is not None:
+        rows = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), np.ones((1, n))]])
+        right = np.concatenate([programme.current_G, -programme.current_G, [2 * programme.distance]])
+    bounds = [*zip(programme.low_G, programme.high_G, strict=True), *[(0, None)] * n]
+    equal = np.concatenate([np.ones((1, n)), np.zeros((1, n))], axis=1)
+    found = linprog(
+        np.concatenate([-worth_G, np.zeros(n)]),
+        A_ub=rows if len(rows) else None,
+        b_ub=right if len(rows) else None,
+        A_eq=equal,
+        b_eq=[1.0],
+        bounds=bounds,
+    )
+    assert found.status == 0
+    return -float(found.fun)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(2, 24),
+    rank=st.integers(0, 30),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    distance=st.booleans(),
+)
+def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, distance):
+    """The first-order condition, which is sufficient for a concave function: max over y of gradient'(y - p) is 0."""
+    rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
+    root = rng.standard_normal((n, rank))
+    quadratic_GG = -scale * (root @ root.T)
+    programme = Programme(scale * rng.standard_normal(n), low_G, high_G, current_G, far)
+    found = quadratic.solve(programme, quadratic_GG)
+    assert found.is_global
+    p_G = found.p_G
+    assert p_G.sum() == pytest.approx(1.0, abs=1e-9)
+    assert (p_G >= low_G).all()
+    assert (p_G <= high_G).all()
+    if far is not None:
+        assert 0.5 * np.abs(p_G - current_G).sum() <= far + 1e-6
+    gradient_G = programme.linear_G + 2 * quadratic_GG @ p_G
+    slack = best_linear(programme, gradient_G) - gradient_G @ p_G
+    assert slack <= 1e-5 * scale * (1 + rank)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000), up=st.floats(0.5, 5.0))
+def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, up):
+    """Three values, against a fine grid; said to be local."""
+    rng, current_G, low_G, high_G, _ = feasible(seed, 3, distance=False)
+    root = rng.standard_normal((3, 3))
+    quadratic_GG = up * np.outer(root[0], root[0]) - np.outer(root[1], root[1])
+    programme = Programme(rng.standard_normal(3), low_G, high_G, current_G)
+    found = quadratic.solve(programme, quadratic_GG)
+    assume(np.linalg.eigvalsh(quadratic_GG).max() > 1e-3)
+    assert not found.is_global
+    steps = np.linspace(0, 1, 101)
+    grid = np.array([(a, b, 1 - a - b) for a in steps for b in steps])
+    grid = grid[(grid >= low_G).all(axis=1) & (grid <= high_G).all(axis=1)]
+    assume(len(grid) > 0)
+    best = max(programme.value(p_G) + p_G @ quadratic_GG @ p_G for p_G in grid)
+    assert found.value >= best - 1e-6
+    assert (found.p_G >= low_G).all()
+    assert (found.p_G <= high_G).all()
+
+
+def test_a_rewarded_geometry_is_said_to_be_solved_locally():
+    got = mixed(World(), protocol(components={"joint.raw": 0.5}))
+    assert any("the problem is not convex: the best of 38 local searches is shown" in note for note in got.notes)
+    assert got.summary()["optimum"] == "the best of 38 local searches"
+
+
+def test_without_geometry_and_bounds_the_last_row_of_every_slice_that_helps_is_worth_the_same():
+    """exposure'(times) (m + b) is alike where slices lie inside, and less at 0; what hurts most goes."""
+    source = World()
+    tokens = float(source.tokens.sum())
+    got, slices = mixed(source, protocol(), train_tokens=30 * tokens), slices_of(source)
+    effect_N = predictor_of(source, protocol(), ["sciq"]).effect_NT[:, 0]
+    mean_G = np.array([effect_N[slices.codes_N == g].mean() for g in range(4)])
+    times_G = got.table["times_as_often"].to_numpy()
+    slope_G = (mean_G + ANY_TEXT) * np.exp(-30 * times_G / REPEAT_WORTH)
+    inside_G = times_G > 0
+    assert inside_G.sum() > 1
+    assert (times_G[mean_G < -ANY_TEXT] == 0).all()
+    np.testing.assert_allclose(slope_G[inside_G], slope_G[inside_G].mean(), rtol=0.3)  # straight pieces
+    assert got.optimum == "the best mixture"
+
+
+@settings(max_examples=25)
+@given(distance=st.integers(1, 90), floor=st.integers(0, 8))
+def test_the_distance_and_the_floors_hold(distance, floor):
+    source = World()
+    got = mixed(source, protocol(), floors=[f"{floor}%"], distance=f"{distance}%")
+    moved = 0.5 * np.abs(proposed(got) - got.table["now"].to_numpy()).sum()
+    assert moved <= distance / 100 + 1e-6
+    assert f"{100 * moved:.1f} % of the data change hands" in got.headline
+    assert proposed(got).min() >= floor / 100
+    assert got.value >= -1e-6
+
+
+def test_a_floor_raises_what_a_value_keeps_anyway_and_zero_lets_it_go():
+    source = World()
+    usual = mixed(source, protocol(), floors=(), max_repeat=4)
+    low = usual.table["now"].to_numpy() / 4
+    assert proposed(usual).min() >= low.min() - 1e-9
+    for floors, least in ((["1%"], low), (["10%"], np.maximum(low, 0.1)), (["0%"], 0 * low)):
+        got = proposed(mixed(source, protocol(), floors=floors, max_repeat=4))
+        assert (got >= least - 1e-9).all()
+        assert np.isclose(got, least, atol=1e-6).any()
+
+
+def test_the_tail_of_a_label_is_grouped_and_this_is_said():
+    source = World(n_rows=600)
+    source.topics = [f"host{i % 99 if i < 500 else i}" for i in range(600)]
+    got = mixed(source, protocol(), caps=["30%"])
+    assert len(got) == 100
+    assert got.table["value"].to_pylist()[-1] == "100 other values"
+    assert any("100 of the values are small and share one slice" in note for note in got.notes)
+    with pytest.raises(SettingsError, match=r"no value 'host550' here; .* its 100 smallest values share one slice"):
+        mixed(source, protocol(), caps=["host550:30%"])
+
+
+def test_the_weights_that_are_written_predict_the_same(tmp_path):
+    source, chosen = World(), protocol(components=GEOMETRY)
+    got = mixed(source, chosen, floors=["travel:10%"], caps=["60%"])
+    got.write_weights(tmp_path / "weights.parquet")
+    assert pq.read_table(tmp_path / "weights.parquet").column_names == ["subset_id", "row_id", "weight"]
+    (block,) = read_subsets(tmp_path / "weights.parquet", RowIndex.from_ids([f"r{i}" for i in range(40)]))
+    change = predictor_of(source, chosen, ["sciq"]).change(block.weights)[0, 0]
+    assert change == pytest.approx(got.targets["change"][0].as_py(), rel=1e-5)
+    assert json.loads(json.dumps(got.summary(), allow_nan=False))["value"] == got.value
+    assert got.write(tmp_path / "shares.csv").read_text().startswith('"value","expression","rows","now","proposed"')
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"side": "omitted"}, ProtocolError, "has no size for a mixture"),
+        ({"floors": ["30%"]}, SettingsError, "the floors add up to 120.0%"),
+        ({"caps": ["20%"]}, SettingsError, "the caps add up to 80.0%"),
+        ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, "games has a floor of 30.0% and a cap of 20"),
+        (
+            {"floors": ["games:90%"], "distance": "10%"},
+            SettingsError,
+            "games most of it, and the distance allows 10.0%",
+        ),
+        ({"floors": ["sport:3%"]}, SettingsError, "topic has no value 'sport'"),
+        ({"floors": ["games:300"]}, SettingsError, "floor games: got a number, a mixture has shares"),
+        ({"distance": "3"}, SettingsError, "distance: got '3'"),
+        ({"max_repeat": 0.5}, SettingsError, "max_repeat: got 0.5"),
+    ],
+)
+def test_what_cannot_be_met_is_told_in_one_line(change, error, said):
+    asked = {name: value for name, value in change.items() if name != "side"}
+    with pytest.raises(error, match=said) as caught:
+        mixed(World(), protocol(side=change.get("side", "retained")), **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_bounds_that_only_the_solver_sees_to_be_infeasible():
+    """Each bound can be met, all of them together with the distance cannot."""
+    with pytest.raises(SettingsError, match="floor, cap, distance: no mixture satisfies all of them"):
+        solve(Programme(np.ones(2), np.array([0.9, 0.0]), np.ones(2), np.full(2, 0.5), 0.1))

@@ -1,0 +1,461 @@
+"""A selection as a whole: the numbers are the predictor's, the proof holds, bad input is one line."""
+
+import contextlib
+import itertools
+import json
+import re
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from grasp.api.score import score
+from grasp.artifact.rows import ranked
+from grasp.errors import ProtocolError, SettingsError
+from grasp.geometry.greedy import choose
+from grasp.geometry.set_objective import Objective, is_aligned, upper_bound
+from grasp.predict.predictor import ANY_TEXT, Exposure
+from grasp.select.budget import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
+from grasp.select.objective import weighted_targets, with_diversity
+from grasp.select.select import _few_rows, select, token_guarantee
+from tests.select.world import World, best_subset, changes, planted, predictor_of, protocol
+
+GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}
+
+
+def selected(source, chosen, budget="20%", target="sciq", **options):
+    return select(source, budget, target, protocol=chosen, **options)
+
+
+def repeated(change, share, epochs):
+    """A change of plain rows, less what repetition takes where so much is kept and read so often."""
+    left = share * Exposure(epochs)(1 / share)
+    return left * (change + ANY_TEXT) - ANY_TEXT
+
+
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+@pytest.mark.parametrize("components", [{}, GEOMETRY])
+@pytest.mark.parametrize("budget", ["20%", "40", "700tokens"])
+def test_the_change_is_that_of_predict(side, weighting, components, budget):
+    source = World()
+    chosen = protocol(side=side, weighting=weighting, components=components, match={"token": 1.0, "pooled": 0.5})
+    got = selected(source, chosen, budget, "sciq=2,boolq=1")
+    want = changes(source, chosen, [got.row_index], ["sciq", "boolq"])[0]
+    np.testing.assert_allclose(got.targets["change"].to_pylist(), want, rtol=1e-6, atol=1e-6)
+    assert got.targets["weight"].to_pylist() == [2 / 3, 1 / 3]
+    assert got.value == pytest.approx(want @ [2 / 3, 1 / 3], rel=1e-6, abs=1e-6)
+    assert got.n_tokens == source.tokens[got.row_index].sum()
+    assert got.row_ids == [f"r{i}" for i in got.row_index]
+    place = got.curve.rows.index(len(got))
+    assert got.curve.value[place] == pytest.approx(got.value, rel=1e-6, abs=1e-6)
+    assert got.curve.tokens[place] == got.n_tokens
+
+
+def test_rows_come_in_the_order_of_score():
+    source, chosen = World(), protocol(match={"token": 1.0, "input": 1.0}, negative=0.25)
+    got = selected(source, chosen, "15")
+    assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
+
+
+def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
+    source, chosen = World(), protocol()
+    got = selected(source, chosen, "10", "sciq=1,boolq=3")
+    effect_N = predictor_of(source, chosen, ["sciq", "boolq"]).effect_NT @ [0.25, 0.75]
+    order = np.argsort(-effect_N, kind="stable")
+    assert got.curve.rows == tuple(range(1, 41))
+    np.testing.assert_allclose(got.curve.effect, effect_N[order], rtol=1e-6)
+    means = np.cumsum(effect_N[order]) / np.arange(1, 41)
+    np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
+    above = int((effect_N > 0).sum())
+    assert f"{above:,} of the 40 rows that may be taken are above the corpus average" in got.notes
+    assert "next row" in repr(got)
+    with_geometry = selected(source, protocol(components=GEOMETRY), "30")
+    prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
+    want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])
+    np.testing.assert_allclose(with_geometry.curve.value, want_B1[:, 0], rtol=1e-6, atol=1e-6)
+    assert with_geometry.table.column_names[3:6] == ["order", "effect", "gain"]
+
+
+@pytest.mark.parametrize("epochs", [0.05, 0.5, 3.0])
+def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
+    """Every number of rows tried; the formula by hand."""
+    source, chosen = World(n_rows=300), protocol()
+    source.tokens = np.full(300, 20)
+    trained = epochs * 6000
+    got = selected(source, chosen, None, train_tokens=f"{trained:.0f}")
+    effect_N = predictor_of(source, chosen, ["sciq"]).effect_NT[:, 0].astype(float)
+    means = np.cumsum(np.sort(effect_N)[::-1]) / np.arange(1, 301)
+    values = repeated(means, np.arange(1, 301) / 300, epochs)
+    assert len(got) == int(np.argmax(values)) + 1
+    assert got.value == pytest.approx(float(values.max()), rel=1e-5)
+    assert f"no budget was given: {len(got)} rows have the highest value" in got.notes[0]
+    assert f"each is seen {trained / got.n_tokens:.2g} times" in got.headline
+    half, repeats = (selected(source, chosen, "50%", train_tokens=t).value for t in (None, int(trained)))
+    assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
+
+
+def test_a_budget_is_proposed_within_floors_and_caps():
+    """Every number of rows tried."""
+    source, chosen = World(n_rows=200), protocol()
+    limits = {"by": "topic", "floor": ["travel:5%"], "cap": ["games:20%", "science:50%"], "train_tokens": "2k"}
+    got = selected(source, chosen, None, **limits)
+    values = {}
+    for size in range(1, 201):
+        with contextlib.suppress(SettingsError):  # few rows cannot meet the floor, many not the caps
+            values[size] = selected(source, chosen, str(size), **limits).value
+    assert got.value >= 0.999 * max(values.values())
+    assert got.value == pytest.approx(values[len(got)])
+    assert f"no budget was given: {len(got)} rows have the highest value" in got.notes[0]
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(1, 5),
+    omega=st.floats(-3.0, -0.05),
+    cap=st.integers(2, 9),
+    side=st.sampled_from(["retained", "omitted"]),
+    kind=st.sampled_from(["raw", "pair", "cent"]),
+)
+def test_no_subset_of_as_many_rows_exceeds_the_bound(seed, size, omega, cap, side, kind):
+    """Sketches of any direction: the bound needs no alignment."""
+    rng = np.random.default_rng(seed)
+    source = planted(rng.standard_normal((9, 3)), rng.standard_normal(9), seed=seed)
+    source.topics = ["a", "b", "c"] * 3
+    assume(3 * min(cap, 3) >= size)
+    chosen = protocol(components={f"product.{kind}": omega}, side=side)
+    got = selected(source, chosen, str(size), by="topic", cap=[str(cap)])
+    best = best_subset(
+        source, chosen, size, allowed=lambda rows: max(sum(i % 3 == t for i in rows) for t in range(3)) <= cap
+    )
+    assert got.bound is not None
+    assert got.value - 1e-5 <= best <= got.bound + 1e-5 * (1 + abs(best))
+
+
+def test_the_bound_is_close_where_there_are_many_rows():
+    rng = np.random.default_rng(0)
+    source = planted(rng.standard_normal((500, 4)) + 0.3, rng.standard_normal(500))
+    got = selected(source, protocol(components={"product.raw": -0.5}), "100")
+    assert 0 <= got.bound - got.value < 0.02 * got.value
+
+
+def test_more_steps_never_loosen_the_bound():
+    rng = np.random.default_rng(1)
+    source = planted(rng.standard_normal((60, 3)), rng.standard_normal(60))
+    objective = Objective.from_predictor(
+        predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12
+    )
+    limits = Limits.from_budget(Amount(12, False), np.ones(60, dtype=bool))
+    rows = choose(objective, limits).row_index
+    bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] < bounds[0]
+
+
+def test_without_geometry_the_selection_is_proven_optimal():
+    source, chosen = World(), protocol()
+    got = selected(source, chosen, "4")
+    rows = np.argsort(-source.arrays["relevance_token"][:, [0, 2, 4]].mean(axis=1))[:9]
+    assert got.value == pytest.approx(best_subset(source, chosen, 4, rows), rel=1e-5)
+    assert got.guarantee.startswith("optimal: ")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_most(seed):
+    rng = np.random.default_rng(seed)
+    cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
+    limits = Limits.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
+    picked = within(ranked(worth_N), limits)
+    said = token_guarantee(worth_N, picked, limits, alike=True)
+    mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
+    used = int(cost_N[picked].sum())
+    assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
+    every = (np.array(one) for size in range(1, 13) for one in itertools.combinations(range(12), size))
+    best = max(cost_N[one] @ worth_N[one] / used for one in every if cost_N[one].sum() == used)
+    assert mean <= best + 1e-3
+    assert best <= most + 1e-3
+    assert "the change counts rows alike, long or short" in said
+    assert "optimal" not in said
+
+
+def test_what_is_proven_depends_on_the_pool():
+    rng = np.random.default_rng(0)
+    aligned = planted(np.abs(rng.standard_normal((12, 3))), rng.random(12) + 3)
+    crossed = planted(rng.standard_normal((12, 3)), rng.random(12) + 3)
+    penalty = protocol(components={"product.raw": -0.1}, weighting="count")
+    assert ": at least 1 - 1/e of the best gain" in selected(aligned, penalty, "3").guarantee
+    assert ": no selection of as many rows exceeds the bound" in selected(crossed, penalty, "3").guarantee
+    reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
+    assert reward.bound is None
+    assert reward.guarantee == "no upper bound: a part of the geometry is rewarded: V is not concave"
+    assert any("rewards a part of the geometry" in note for note in reward.notes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_aligned_is_what_the_proposition_asks_for(seed):
+    rng = np.random.default_rng(seed)
+    sketch_ND = np.abs(rng.standard_normal((30, 3))) - 0.12 * seed
+    source = planted(sketch_ND, rng.random(30))
+    objective = Objective.from_predictor(
+        predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5
+    )
+    limits = Limits.from_budget(Amount(5, False), np.arange(30) != 3)
+    kept = np.delete(sketch_ND.astype("f4"), 3, axis=0)
+    assert is_aligned(objective, limits) == bool((kept @ kept.T >= 0).all())
+
+
+def test_floors_caps_exclusions_and_what_is_said_of_them():
+    source = World()
+    seen = [f"r{i}" for i in range(6)]
+    got = selected(
+        source,
+        protocol(components=GEOMETRY),
+        "50%",
+        by="topic",
+        floor=["games:25%", "travel:1"],
+        cap=["science:2"],
+        exclude=seen,
+    )
+    topics = [source.topics[i] for i in got.row_index]
+    share = {one["value"]: one for one in got.labels.to_pylist()}
+    assert not set(got.row_ids) & set(seen)
+    assert got.asked["excluded_rows"] == 6
+    named = {"games": "games", "science": "science", "(no label)": None, "travel": "travel"}
+    assert {name: one["taken"] for name, one in share.items()} == {n: topics.count(t) for n, t in named.items()}
+    assert topics.count("games") >= 5
+    assert topics.count("science") <= 2
+    summary = json.loads(json.dumps(got.summary(), allow_nan=False))
+    assert (summary["value"], summary["rows"], len(summary["labels"])) == (got.value, 20, 4)
+    assert (share["games"]["floor"], share["science"]["cap"], share["travel"]["cap"]) == (5, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "component"),
+    [
+        (["hidden_sketch", "residual_sketch", "product_sketch"], "joint.raw"),
+        (["product_sketch", "hidden_sketch"], "product.raw"),
+        (["hidden_sketch"], "hidden.raw"),
+    ],
+)
+def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component):
+    chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
+    assert dict(chosen.components) == {component: -0.5}
+    assert chosen.selected_on is None
+    assert not with_diversity(chosen, 0.0, names).interacts
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "said"),
+    [
+        ("41", {}, "got 41 rows, the pool has 40"),
+        (0, {}, "more than nothing"),
+        (float("nan"), {}, "a float is a share"),
+        (2.0, {}, "a float is a share"),
+        (None, {}, "or train_tokens"),
+        (None, {"train_tokens": "1k", "floor": ["games:1", "science:30"]}, "science needs 30"),
+        (None, {"train_tokens": "1k", "components": GEOMETRY}, "with geometry every budget is a search of its own"),
+        ("5documents", {"components": GEOMETRY}, "documents are chosen without geometry"),
+        ("20%", {"train_tokens": "0"}, "train_tokens: got '0'"),
+        ("20%", {"train_tokens": "20%"}, "train_tokens: got '20%'"),
+        ("1%", {}, "comes to 0 of 40 rows"),
+        ("3tokens", {}, "comes to 3 of "),
+        ("1Mtokens", {}, "got 1,000,000 tokens"),
+        ("36", {"exclude": [f"r{i}" for i in range(5)]}, "the pool has 35 of 40"),
+        ("8", {"floor": ["games:3", "travel:3", "science:3"]}, "together they take 9 rows"),
+        ("8", {"floor": ["games:3"], "cap": ["2"]}, "games has a floor of 3 and a cap of 2"),
+        ("8", {"cap": ["1"]}, "cap: leaves room for 4 rows"),
+        ("8", {"floor": ["sport:1"]}, "floor: topic has no value 'sport'"),
+        ("8", {"floor": ["games:10tokens"]}, "floor games: is in tokens"),
+        ("8", {"floor": ["games:1"], "by": None}, "need a label"),
+        ("8", {"floor": ["games:1", "games:2"]}, "games more than once"),
+        ("8", {"floor": [f"{name}:30" for name in ("games", "travel")]}, "games needs 30.*; travel needs 30"),
+        ("500tokens", {"floor": ["games:100"], "cap": ["games:110"]}, "closer than its longest row"),
+        ("8", {"documents": "some"}, "documents: got 'some'"),
+    ],
+)
+def test_what_cannot_be_met_is_told_in_one_line(budget, options, said):
+    components = options.get("components", {})
+    asked = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
+    with pytest.raises(SettingsError, match=said) as caught:
+        selected(World(), protocol(components=components), budget, **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_without_units_is_refused():
+    source = World()
+    source.unit_columns = lambda target: np.empty(0, dtype=int)
+    with pytest.raises(ProtocolError, match="sciq: has no units"):
+        selected(source, protocol())
+
+
+KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("sciq", {"sciq": 1.0}),
+        ("sciq=2, boolq = 1", {"sciq": 2 / 3, "boolq": 1 / 3}),
+        ("a,b", {"a,b": 1.0}),
+        ("a,b=3,sciq", {"a,b": 0.75, "sciq": 0.25}),
+        ("a,sciq", {"a": 0.5, "sciq": 0.5}),
+        ("x=2=3,sciq=1", {"x=2": 0.75, "sciq": 0.25}),
+        ("sciq=1e308,boolq=1e308", {"sciq": 0.5, "boolq": 0.5}),
+        (["a,b", "sciq"], {"a,b": 0.5, "sciq": 0.5}),
+        ({"sciq": 1e308, "boolq": 1e308}, {"sciq": 0.5, "boolq": 0.5}),
+    ],
+)
+def test_targets_go_by_their_own_names_and_weights_add_up_to_1(given, want):
+    assert weighted_targets(given, KNOWN) == want
+    assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}  # the only one need not be named
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("arc", "got 'arc', the artifact has sciq"),
+        ("sciq=-1", "got sciq with the weight -1"),
+        ("sciq=nan", "got sciq with the weight nan"),
+        ("sciq=inf", "got sciq with the weight inf"),
+        ("sciq=x", "got 'sciq=x'"),
+        ("sciq,sciq", "got sciq more than once"),
+        ("", "got none"),
+        (None, "got none, and the artifact has"),
+        ("=2", "got '=2'"),
+    ],
+)
+def test_what_is_no_target_is_told(text, said):
+    with pytest.raises(SettingsError, match=f"^target: {said}"):
+        weighted_targets(text, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("20%", Amount(0.2, True)),
+        ("5000", Amount(5000, False)),
+        ("5krows", Amount(5000, False, "rows")),
+        ("2Mtokens", Amount(2_000_000, False, "tokens")),
+        ("20% tokens", Amount(0.2, True, "tokens")),
+        ("300documents", Amount(300, False, "documents")),
+        (0.2, Amount(0.2, True)),
+        (1.0, Amount(1.0, True)),
+        (1, Amount(1, False)),
+        (12, Amount(12, False)),
+    ],
+)
+def test_budgets(text, want):
+    assert parse_budget(text) == want
+    assert [parse_tokens(one) for one in ("100B", "2.5T", "3k tokens", 5e9)] == [1e11, 2.5e12, 3000.0, 5e9]
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "1e3", "20%%", "5 apples", "120%", "0.5", "0%", "0", "nan", "1" * 400])
+def test_what_is_no_budget_is_told(text):
+    with pytest.raises(SettingsError, match=r"^budget: "):
+        parse_budget(text)
+
+
+def test_bounds_name_values_with_colons():
+    bounds = parse_bounds(["a: b:5%", "1%"], "floor")
+    assert {value: amount.value for value, amount in bounds.items()} == {"a: b": 0.05, None: 0.01}
+
+
+def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average():
+    source = World()
+    got = selected(source, protocol(), "5documents", by="topic", exclude=["r0"])
+    effect_N = got.effect_N
+    mean = {d: effect_N[2 * d : 2 * d + 2].mean() for d in range(1, 20)}  # d0 has an excluded row
+    best = sorted(mean, key=lambda d: -mean[d])[:5]
+    assert got.row_ids == [f"r{i}" for d in best for i in (2 * d, 2 * d + 1)]
+    assert got.asked["unit"] == "documents"
+    assert sum(one["taken"] for one in got.labels.to_pylist()) == 5
+    assert got.guarantee == "whole documents, by the mean effect of their rows"
+    assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
+    assert "what the next document is worth" in repr(got)
+    assert any("of the 19 documents that may be taken are above the corpus average" in note for note in got.notes)
+    assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
+    assert not any("kept in part" in note for note in got.notes)
+    assert got.curve.rows[-1] == 38
+
+
+def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
+    source = World()
+    got = selected(source, protocol(), "25%")
+    left = [i for i in range(40) if f"r{i}" not in got.row_ids]
+    gone = {topic: sum(source.topics[i] == topic for i in left) for topic in source.topics}
+    whole = {topic: source.topics.count(topic) for topic in gone}
+    (line,) = [note for note in got.notes if note.startswith("left out: 30 of 40 rows (75.0 %), their mean effect -")]
+    far = [t for t in gone if gone[t] / whole[t] > 0.75 + 2 * np.sqrt(0.75 * 0.25 / whole[t])]
+    assert ("; of topic above all " in line) is bool(far)  # three quarters go of every topic, and none stands out
+    of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
+    (cut,) = [note for note in got.notes if "kept in part" in note]
+    assert f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in cut
+    for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
+        assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
+    assert got.write_left_out(tmp_path / "gone.parquet") == 30
+    table = pq.read_table(tmp_path / "gone.parquet")
+    assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
+    assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
+
+
+@pytest.mark.parametrize(("seed", "lost", "named"), [(0, 10, True), (1, 4, False)])
+def test_values_that_lose_more_than_the_corpus_are_named(seed, lost, named):
+    source = World(seed=seed)
+    topics = ["lone" if i < 10 else f"t{i % 2}" for i in range(40)]
+    source.topics[:] = topics
+    effect = np.arange(40.0)
+    effect[:lost] = -1.0  # the worst rows are all of one topic, or some of it
+    order = np.random.default_rng(seed).permutation(np.arange(lost, 40))
+    effect[order] = np.arange(40 - lost)
+    source.arrays = {name: np.tile(effect[:, None], (1, array.shape[1])) for name, array in source.arrays.items()}
+    (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("left out")]
+    assert ("of topic above all lone (10 of 10)" in line) is named
+
+
+@pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])
+def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
+    source = World()
+    got = selected(source, protocol(), budget, documents="all")
+    documents = {row_id: int(row_id[1:]) // 2 for row_id in (f"r{i}" for i in range(40))}
+    kept = {documents[row_id] for row_id in got.row_ids}
+    assert sorted(got.row_ids) == sorted(row_id for row_id, d in documents.items() if d in kept)  # whole ones
+    cost = source.tokens if "tokens" in budget else np.ones(40, dtype=int)
+    of = np.bincount(np.arange(40) // 2, cost)
+    amount = parse_budget(budget).resolve(int(cost.sum()))
+    used = sum(of[d] for d in kept)
+    assert used <= amount
+    assert all(used + of[d] > amount for d in set(range(20)) - kept)  # no other one fits
+    assert ("only" in got.headline) == (used < 0.98 * amount)
+
+
+def test_whole_documents_are_not_chosen_row_by_row():
+    with pytest.raises(SettingsError, match="give any or half, or diversity 0"):
+        selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
+    got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
+    assert got.asked["items"] == "documents"
+    assert "next document" in repr(got)
+
+
+def test_a_budget_that_may_be_meant_as_a_share_is_told():
+    source = World()
+    assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)
+    (note,) = _few_rows(parse_budget(20), 10_000)
+    assert note == "budget: 20 is a number of rows, 0.20% of the corpus; a share is 20%"
+    assert _few_rows(parse_budget("20%"), 10_000) == _few_rows(parse_budget("20rows"), 10_000) == []
+    assert _few_rows(parse_budget(101), 100_000) == []
+
+
+def test_rows_too_short_to_trust_are_told_where_they_lead():
+    source = World()
+    ranking = score(source, "sciq", protocol=protocol(), top=10)
+    short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
+    assert short
+    assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
+    assert "noisy: --min-tokens 32 passes" in ranking.notes[0]
+    assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
+    images = World()
+    images.tokens[:] = 1  # there is nothing to choose from
+    assert len(score(images, "sciq", protocol=protocol(), top=10).notes) == 1
