@@ -60,7 +60,7 @@ def test_the_picture_of_the_house_has_every_package_of_the_road():
     packages = [name.strip() for name in road[1].replace("\n", " ").split(",")]
     contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert contract is not None
-    layers = re.findall(r'"grasp\.(\w+)"', contract[1])[::-1]
+    layers = [*dict.fromkeys(re.findall(r'"grasp\.(\w+)', contract[1]))][::-1]
     assert packages == [name for name in layers if name in packages]
     assert all(find_spec(f"grasp.{name}") for name in packages)
     assert {name for name in layers if (ROOT / "src/grasp" / name / "__init__.py").exists()} == set(packages)

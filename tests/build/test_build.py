@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grasp.artifact.inspection import verify
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from grasp.build.build import add_targets, build, split_names
-from tests.build.test_local import Notes
+from tests.build.test_pipeline import Notes
 from tests.build.world import world
 
 TAUGHT = {"untrained": True}  # the models here are random

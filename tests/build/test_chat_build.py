@@ -25,7 +25,7 @@ from grasp.build.provenance import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
-from tests.build.test_local import Notes
+from tests.build.test_pipeline import Notes
 from tests.build.world import WORDS, world, write_targets
 from tests.rounding import rounding
 

@@ -19,7 +19,7 @@ from grasp.models.sampled_gradients import Example
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference
-from tests.build.test_local import Notes
+from tests.build.test_pipeline import Notes
 from tests.build.world import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

@@ -15,7 +15,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.progress import Silent
 from tests.cli.grasp_command import arrays
 from tests.build.test_chat_build import chat_settings
-from tests.build.test_local import assert_same, with_broken_model
+from tests.build.test_pipeline import assert_same, with_broken_model
 from tests.build.world import world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")

@@ -18,7 +18,7 @@ from grasp.yaml_files import write_yaml
 from tests.select.scorers import scorer_of
 from tests.cli.grasp_command import arrays
 from tests.corpus.world import write_parquet
-from tests.build.test_local import assert_same
+from tests.build.test_pipeline import assert_same
 from tests.build.world import texts, world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")

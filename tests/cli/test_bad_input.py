@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -237,15 +238,22 @@ def test_a_disk_that_is_full(kilobytes, wide, said, root, art, tmp_path, small_d
 @pytest.mark.parametrize(
     ("asked", "place", "left"),
     [
-        ("build --out new --model m", "grasp.build.build.build", "what was finished is kept; the same command goes"),
-        ("score art", "grasp.open", "a result is written when it is whole, so this one was not"),
+        (
+            "build --out new --model m",
+            ("grasp.build.build", "build"),
+            "what was finished is kept; the same command goes",
+        ),
+        ("score art", ("grasp", "open"), "a result is written when it is whole, so this one was not"),
     ],
 )
 def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(place, stop, raising=False)  # grasp loads its names when they are asked for
+    module, name = place
+    monkeypatch.setattr(
+        import_module(module), name, stop, raising=False
+    )  # grasp loads its names when they are asked for
     outcome = run(*asked.split())
     assert outcome.code == 130
     assert [line.startswith(f"stopped: {left}") for line in outcome.complaints] == [True]

@@ -13,7 +13,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
-from tests.build.test_local import assert_same
+from tests.build.test_pipeline import assert_same
 from tests.cli.grasp_command import arrays
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 

@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import Any
 
 HOMES = {
-    "bind": "predictor",
-    "checks": "checks",
+    "bind": "geometry_predictor",
+    "checks": "sketch_checks",
     "choose_rows": "greedy",
     "controls": "controls",
     "evidence": "candidates",
-    "mixed": "mixture",
+    "mixed": "mixture_search",
     "predictions": "scored",
-    "protocol_type": "protocol",
+    "protocol_type": "geometry_rule",
 }
 
 

@@ -28,6 +28,7 @@ from grasp.build.add_targets import add_target
 from grasp.build.forecast import foretell
 from grasp.build.score_shard import ShardForward
 from grasp.build.inputs import ON_DISK, prepare
+from grasp.build import moments
 from grasp.build.pipeline import (
     build_artifact,
     decided,
@@ -235,7 +236,7 @@ def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_
     once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
     of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
     assert positions < of_once < 1.5 * positions  # the rest are those of units
-    monkeypatch.setattr("grasp.build.moments.SEEN_BYTES", 0)
+    monkeypatch.setattr(moments, "SEEN_BYTES", 0)
     twice = ArtifactReader.open(build_artifact(settings, tmp_path / "twice"))
     assert sum(looked_at) == 2 * of_once + positions
     assert_same(arrays(once.path), arrays(twice.path))

@@ -5,7 +5,7 @@ import torch
 
 from grasp.kernels.hidden_affine import RIDGE, prepare_tilt, tilt_relevance
 from grasp.kernels.whitening import MomentAccumulator, PositionMoments
-from tests.kernels.test_shift_match import TERMS, E, H, N, V, delta, world
+from tests.kernels.test_hidden_bias import TERMS, E, H, N, V, delta, world
 from tests.rounding import rounding
 
 
