@@ -130,8 +130,8 @@ def settings_of(job: Job, match: str, train: str = "new") -> Any:
             "train": train,
             "features": {
                 "match": match,
-                "moment_positions": max(2, job.rows * job.length // 8),
-                "gradient_rows": max(1, job.rows // 8),
+                "sample_positions": max(2, job.rows * job.length // 8),
+                "sample_rows": max(1, job.rows // 8),
             },
             "shard_rows": 256,
         }

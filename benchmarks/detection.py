@@ -37,7 +37,7 @@ def write_artifact(path: Path, n_rows: int, n_units: int) -> None:
     worth_CE = 0.5 * rng.standard_normal((CLUSTERS, n_units))
     specs = {
         "hidden_sketch": ArraySpec(WIDTH, "1", "none"),
-        "relevance_token": ArraySpec(n_units, "1", "positive: lowers the loss"),
+        "relevance_output_layer": ArraySpec(n_units, "1", "positive: lowers the loss"),
     }
     with lock_artifact(path):
         writer = ArtifactWriter.open(
@@ -64,7 +64,7 @@ def shard(
     relevance_NE[planted_N] -= 0.2
     arrays = {
         "hidden_sketch": centres_CD[cluster_N] + 0.7 * rng.standard_normal((n_rows, WIDTH)),
-        "relevance_token": relevance_NE,
+        "relevance_output_layer": relevance_NE,
     }
     rows = pa.table(
         {

@@ -36,7 +36,7 @@ def write_pool(path: Path, n_rows: int) -> None:
     worth_CE = 0.5 * rng.standard_normal((CLUSTERS, len(UNITS["unit_id"])))
     sketch = ArraySpec(WIDTH, "1", "none")
     specs = {"hidden_sketch": sketch, "residual_sketch": sketch}
-    specs["relevance_token"] = ArraySpec(worth_CE.shape[1], "1", "positive: lowers the loss")
+    specs["relevance_output_layer"] = ArraySpec(worth_CE.shape[1], "1", "positive: lowers the loss")
     with lock_artifact(path):
         writer = ArtifactWriter.open(
             path, identity={}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
@@ -61,7 +61,7 @@ def shard(
     arrays = {
         "hidden_sketch": sketch_ND[:, :WIDTH] / np.sqrt(WIDTH),
         "residual_sketch": sketch_ND[:, WIDTH:] / np.sqrt(WIDTH) + 0.05,
-        "relevance_token": relevance_NE,
+        "relevance_output_layer": relevance_NE,
     }
     rows = pa.table(
         {

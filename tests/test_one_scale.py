@@ -24,7 +24,7 @@ from tests.runs.environments import write_artifact, write_environment
 
 GEOMETRY = rule(
     name="geometry",
-    match={"token": 1.0, "pooled": 0.5},
+    match={"output_layer": 1.0, "pooled": 0.5},
     components={"joint.pair": -0.25, "hidden.cent": 0.2, "residual.self": -0.1},
 )
 

@@ -35,14 +35,14 @@ def settings_of(dtype: str) -> BuildSettings:
             "corpus": {"path": str(PAGES), "max_length": 128, "max_rows_per_document": 1, "limit": DOCUMENTS},
             "targets": {"names": ["sciq"], "units_per_target": 64, "max_length": 128},
             # fewer positions than the default: bfloat16 on a CPU without it is an order of magnitude slower
-            "features": {"moment_positions": 4096},
+            "features": {"sample_positions": 4096},
             "shard_rows": 50,
         }
     )
 
 
 def relevance(path: Path) -> np.ndarray:
-    return np.concatenate([block for _, block in ArtifactReader.open(path).array_blocks("relevance_token")])
+    return np.concatenate([block for _, block in ArtifactReader.open(path).array_blocks("relevance_output_layer")])
 
 
 def answer_auc(artifact: ArtifactReader, relevance_NE: np.ndarray) -> list[float]:

@@ -4,7 +4,7 @@
     cd experiments/finetune/work
     grasp build --train further --model model --corpus chats.jsonl \
         --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
-        --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.moment_positions=32768 \
+        --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.sample_positions=32768 \
         --out chats
     grasp score chats --target instructions
     grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl

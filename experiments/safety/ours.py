@@ -44,7 +44,7 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
             "corpus": {"path": str(corpus), "max_length": tuned.longest},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": tuned.longest},
             "train": "further",
-            "features": {"match": "forward", "pooling": positions, "token_positions": positions},
+            "features": {"match": "forward", "pooling": positions, "positions": positions},
         }
     )
     return ArtifactReader.open(build_artifact(settings, work / "artifact"))

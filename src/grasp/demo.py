@@ -84,7 +84,7 @@ class Demo:
 
     @property
     def settings(self) -> BuildSettings:
-        model, features = ModelSettings(path=str(self.model_path)), FeatureSettings(token_positions=POSITIONS)
+        model, features = ModelSettings(path=str(self.model_path)), FeatureSettings(positions=POSITIONS)
         return BuildSettings(model=model, corpus=self.corpus, targets=self.targets, features=features)
 
 

@@ -236,29 +236,23 @@ Train = Literal["further", "new"]
 
 
 class FeatureSettings(Settings):
-    """What the forward pass keeps, and how it is weighed."""
+    """Which kernels compare rows with answers, what they read of a row, and how it is weighed."""
 
-    match: Literal["pooled", "token", "forward", "all"] = Field(
-        "all",
-        description="Relevance kernels built: pooled, those of single positions (token), both (forward), or these and "
-        "`gradient`, which takes a backward pass, where `train` is further (all). Paper: pooled.",
+    rule: Literal["default", "forward", "paper"] = Field(
+        "default",
+        description="Which kernels are built: those that the default scoring rule reads, those of them that need no "
+        "backward pass (forward), or the paper's, with its sketches (paper).",
     )
-    pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
-    token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
-    input_match: bool = Field(True, description="Input-token kernel beside `token`. Not in the paper.")
-    neighbour_match: bool | None = Field(
+    kernels: tuple[str, ...] = Field(
+        (), description="Kernels and sketches by name, see docs/how-it-works.md; none: by `rule` and `train`."
+    )
+    positions: Positions = Field(
+        "all", description="Positions of a row that kernels read: all, tail:n or stride:n. Paper: tail:32."
+    )
+    summary_positions: Positions | None = Field(
         None,
-        description="Neighbour kernel beside `token`; null: where `train` is new. Not in the paper.",
-    )
-    shift_match: bool | None = Field(
-        None,
-        description="Shift kernel beside `input`; null: where `train` is further without `gradient`. Not in the paper.",
-    )
-    tilt_match: bool | None = Field(
-        None, description="Tilt kernel beside `input`; null: as the shift kernel. Not in the paper."
-    )
-    gradient_match: bool | None = Field(
-        None, description="Gradient kernel under `match: all`; null: where `train` is further. Not in the paper."
+        description="Positions that summaries average, for `pooled` and the sketches, whose moments are then those of "
+        "summaries; null: `positions`. Paper: tail:32.",
     )
     gradient_coordinates: int | Literal["all"] | None = Field(
         None,
@@ -271,9 +265,6 @@ class FeatureSettings(Settings):
         gt=0,
         allow_inf_nan=False,
         description="What is added to second moments of gradients, in units of their mean over the parameters.",
-    )
-    gradient_rows: int = Field(
-        256, ge=1, description="Rows sampled for the second moments of gradients; a smaller corpus is exact."
     )
     gradient_memory_mb: int = Field(
         4096,
@@ -289,29 +280,28 @@ class FeatureSettings(Settings):
     tau: float = Field(
         0.01, gt=0, allow_inf_nan=False, description="Tikhonov term of the whitening, in units of tr(Sigma)/width."
     )
-    moment_rows: int = Field(
-        65_536, ge=2, description="Rows sampled for the pooled moments; a smaller corpus is exact."
+    sample_rows: int = Field(
+        256, ge=2, description="Rows of the sample for moments, at least; a smaller corpus is exact. Paper: 65,536."
     )
-    moment_positions: int = Field(
-        131_072,
-        ge=2,
-        description="Positions sampled (in whole rows) for the token moments; a smaller corpus is exact.",
+    sample_positions: int = Field(
+        131_072, ge=2, description="Positions of the sample for moments, in whole rows, at least."
+    )
+    kept_mb: int = Field(
+        8192,
+        ge=0,
+        description="Disk for what the model gave for the sample, where that is the whole corpus: it need not pass "
+        "again. A corpus that needs more passes twice.",
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
-    product_width: int = Field(
-        64,
-        ge=0,
-        description="Width of the product sketch, which needs the head at `token_positions`; 0 builds none, and is the "
-        "default of `match: pooled`. Not in the paper.",
-    )
+    product_width: int = Field(64, ge=1, description="Width of the product sketch, if it is built. Not in the paper.")
     seed: int = Field(0, ge=0, description="Seed of the moment sample and of the projections.")
 
     @model_validator(mode="before")
     @classmethod
-    def _pooled_alone_runs_the_head_at_pooled_positions(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("match") == "pooled":
-            return {"product_width": 0} | data
+    def _as_in_the_paper(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("rule") == "paper":
+            return {"positions": "tail:32", "summary_positions": "tail:32", "sample_rows": 65_536} | data
         return data
 
     @field_validator("gradient_coordinates")
@@ -328,45 +318,42 @@ class FeatureSettings(Settings):
             raise ValueError(f"expected 1 or 0.5, got {value}")
         return value
 
-    @model_validator(mode="after")
-    def _shift_and_tilt_are_whitened_as_input(self) -> Self:
-        given = [name for name in ("shift_match", "tilt_match") if getattr(self, name)]
-        if given and "input" not in self.kernels:
-            raise ValueError(
-                f"{', '.join(given)}: got true without the input kernel; set input_match: true and match: all"
-            )
-        return self
+    def decided(self, train: "Train | None") -> Self:
+        """Return these settings with the kernels named, by what will be trained; None: a classifier."""
+        if self.kernels:
+            return self
+        kernels = ("pooled",) if self.rule == "paper" else KERNELS[self.rule, train]
+        return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
-    def kernels(self) -> tuple[str, ...]:
-        """Relevance kernels that are built."""
-        token = self.match != "pooled"
-        of_input = token and self.input_match
-        built = {
-            "pooled": self.match != "token",
-            "token": token,
-            "input": of_input,
-            "neighbour": token and self.neighbour_match is not False,
-            "shift": of_input and self.shift_match is not False,
-            "tilt": of_input and self.tilt_match is not False,
-            "gradient": self.match == "all" and self.gradient_match is not False,
-        }
-        return tuple(name for name, is_built in built.items() if is_built)
+    def row_positions(self) -> tuple[str, ...]:
+        """Return which positions of a row are read: by kernels, then by summaries if these are others."""
+        summary = self.summary_positions
+        return (self.positions,) if summary in (None, self.positions) else (self.positions, summary)
 
-    def decided(self, train: "Train") -> Self:
-        """With what is left open said: which kernels stand beside `token` and `input`."""
-        further = train == "further"
-        gradient = further and "gradient" in self.kernels
-        # a forward pass alone, to which shift and tilt then add
-        alone = further and not gradient and "input" in self.kernels
-        by_use = {"neighbour_match": not further, "gradient_match": gradient, "shift_match": alone, "tilt_match": alone}
-        return self.model_copy(update={name: use for name, use in by_use.items() if getattr(self, name) is None})
+    @property
+    def unit_positions(self) -> tuple[str, ...]:
+        """Return the same of a unit, of which kernels read all positions."""
+        return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
+
+
+# Kernels that the scoring rule reads, by what will be trained (None: a classifier is at hand).
+_NEW = ("output_layer", "embedding", "knn")
+KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("default", "new"): _NEW,
+    ("forward", "new"): _NEW,
+    ("default", "further"): ("output_layer", "embedding", "gradient"),
+    ("forward", "further"): ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
+    ("default", None): ("output_layer",),
+    ("forward", None): ("output_layer",),
+}
+SKETCHES = ("hidden_sketch", "residual_sketch")  # redundancy, maps and intervals read them
 
 
 class BuildSettings(Settings):
     """One build: corpus + targets + model -> artifact.
 
-    Of a classifier `features.input_match` is off, since an image has no input tokens, and `CLASSIFIER_FEATURES` holds.
+    Of a classifier `CLASSIFIER_FEATURES` hold.
     """
 
     model: ModelSettings
@@ -406,8 +393,9 @@ class BuildSettings(Settings):
     def _is_consistent(self) -> Self:
         if not self.targets.names and not self.targets.datasets:
             raise ValueError("targets: name at least one, e.g. `sciq`")
-        if self.model.classifier is not None and self.features.input_match:
-            raise ValueError("features.input_match: got true, but an image has no input tokens; leave it out")
+        tokens = {"embedding", "gradient", "knn"} & set(self.features.kernels)
+        if self.model.classifier is not None and tokens:
+            raise ValueError(f"features.kernels: got {', '.join(sorted(tokens))}, which are of texts; leave them out")
         if self.model.classifier is not None and self.targets.datasets:
             raise ValueError(
                 "targets.datasets: they are texts, the model is a classifier; name images in targets.names"
@@ -418,9 +406,6 @@ class BuildSettings(Settings):
 # tau: chosen on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with so
 # few rows a dimension whitening mostly adds noise. hidden_width: heads up to that width have an exact sketch.
 CLASSIFIER_FEATURES: dict[str, Any] = {
-    "input_match": False,
-    "neighbour_match": False,
-    "gradient_match": False,
     "tau": 100.0,
     "hidden_width": 2048,
 }

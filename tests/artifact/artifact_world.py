@@ -31,11 +31,11 @@ class World:
         steps = rng.integers(-500, 500, size=(self.n_rows, self.n_units))
         self.values = {
             "hidden_sketch": rng.integers(-99, 99, size=(self.n_rows, self.width)).astype(np.float32) / 16,
-            "relevance_token": (steps * self.scale).astype(np.float32),
+            "relevance_output_layer": (steps * self.scale).astype(np.float32),
         }
         self.specs = {
             "hidden_sketch": ArraySpec(self.width, "1", "none"),
-            "relevance_token": ArraySpec(self.n_units, "1", "positive: lowers loss", self.scale),
+            "relevance_output_layer": ArraySpec(self.n_units, "1", "positive: lowers loss", self.scale),
         }
         self.rows = pa.table(
             {
@@ -108,7 +108,7 @@ class World:
 
     @property
     def new_values(self) -> np.ndarray:
-        return self.values["relevance_token"][:, [1, 0]] * np.float32(64)
+        return self.values["relevance_output_layer"][:, [1, 0]] * np.float32(64)
 
     @contextmanager
     def open_extension(self, path: Path, **changes: Any) -> Iterator[ArtifactWriter]:
@@ -116,7 +116,7 @@ class World:
         arguments: dict[str, Any] = {
             "identity": {"seed": 1},
             "units": self.new_units,
-            "arrays": {"relevance_token": spec},
+            "arrays": {"relevance_output_layer": spec},
             "dtype": "float32",
         }
         ArtifactReader.open(path)  # before the lock, which would make the directory
@@ -127,8 +127,8 @@ class World:
         for k in range(extension.grid.n_shards) if shards is None else shards:
             if k in extension.left:
                 block = self.new_values[slice(*extension.grid.bounds(k))]
-                sums = {"relevance_token": block.astype(np.float64).sum(axis=0)}
-                extension.write_shard(k, {"relevance_token": block}, None, sums)
+                sums = {"relevance_output_layer": block.astype(np.float64).sum(axis=0)}
+                extension.write_shard(k, {"relevance_output_layer": block}, None, sums)
 
     def extend(self, path: Path) -> Path:
         with self.open_extension(path) as extension:

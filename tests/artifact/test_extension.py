@@ -19,26 +19,26 @@ def open_extension(world, path, **changes):
 @pytest.mark.parametrize("block_rows", [None, 1, 7])
 def test_columns_are_joined(world, tmp_path, columns, block_rows):
     artifact = ArtifactReader.open(world.extend(world.write(tmp_path / "art")))
-    whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
+    whole = np.concatenate([world.values["relevance_output_layer"], world.new_values], axis=1)
     expected = whole if columns is None else whole[:, columns]
-    blocks = artifact.array_blocks("relevance_token", columns=columns, block_rows=block_rows)
+    blocks = artifact.array_blocks("relevance_output_layer", columns=columns, block_rows=block_rows)
     np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), expected)
     rows = np.array([22, 3, 3, 10])
-    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows, columns=columns), expected[rows])
+    np.testing.assert_array_equal(artifact.array_rows("relevance_output_layer", rows, columns=columns), expected[rows])
     hidden = [block for _, block in artifact.array_blocks("hidden_sketch")]
     np.testing.assert_array_equal(np.concatenate(hidden), world.values["hidden_sketch"])
 
 
 def test_units_targets_sums_and_moments_are_joined(world, tmp_path):
     before = ArtifactReader.open(world.write(tmp_path / "art"))
-    old_sums = before.sums["relevance_token"]
+    old_sums = before.sums["relevance_output_layer"]
     artifact = ArtifactReader.open(world.extend(tmp_path / "art"))
     assert artifact.targets == ("sciq", "openbookqa", "boolq", "piqa")
     assert artifact.units["unit_id"].to_pylist() == ["0", "1", "2", "3", "a", "b"]
     assert artifact.unit_columns("piqa").tolist() == [5]
-    assert artifact.manifest.arrays["relevance_token"].width == 6
+    assert artifact.manifest.arrays["relevance_output_layer"].width == 6
     new_sums = world.new_values.astype(np.float64).sum(axis=0)
-    np.testing.assert_array_equal(artifact.sums["relevance_token"], np.concatenate([old_sums, new_sums]))
+    np.testing.assert_array_equal(artifact.sums["relevance_output_layer"], np.concatenate([old_sums, new_sums]))
     np.testing.assert_array_equal(artifact.sums["hidden_sketch"], before.sums["hidden_sketch"])
     assert set(artifact.moments) == {*world.moments, "more"}
     assert artifact.manifest.fingerprints == {"corpus": "abc", "targets": "new"}
@@ -67,17 +67,17 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
         extension.finish(manifest={}, moments={})
     artifact = ArtifactReader.open(tmp_path / "art")
     assert artifact.unit_columns("arc").tolist() == [6, 7]
-    got = artifact.array_rows("relevance_token", np.arange(23), columns=slice(4, 8))
+    got = artifact.array_rows("relevance_output_layer", np.arange(23), columns=slice(4, 8))
     np.testing.assert_array_equal(got, np.concatenate([world.new_values, world.new_values], axis=1))
-    assert len(artifact.sums["relevance_token"]) == 8
+    assert len(artifact.sums["relevance_output_layer"]) == 8
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays to extend: .*hidden_sketch"),
-        ({"arrays": {"relevance_token": ArraySpec(3, "1", "positive: lowers loss")}}, "units: got 2, expected 3"),
-        ({"arrays": {"relevance_token": ArraySpec(2, "nat", "none")}}, "relevance_token: got unit 'nat'"),
+        ({"arrays": {"relevance_output_layer": ArraySpec(3, "1", "positive: lowers loss")}}, "units: got 2, expected 3"),
+        ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer: got unit 'nat'"),
     ],
 )
 def test_columns_that_do_not_belong(world, tmp_path, changes, said):
@@ -95,10 +95,10 @@ def test_refusals_of_an_extension(world, tmp_path):
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
-        with pytest.raises(ArtifactError, match=r"relevance_token: row 8 .*column 1: got nan"):
-            extension.write_shard(1, {"relevance_token": block}, None, {})
+        with pytest.raises(ArtifactError, match=r"relevance_output_layer: row 8 .*column 1: got nan"):
+            extension.write_shard(1, {"relevance_output_layer": block}, None, {})
         with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
-            extension.write_shard(1, {"relevance_token": world.new_values[5:10]}, None, {"count": np.zeros(2)})
+            extension.write_shard(1, {"relevance_output_layer": world.new_values[5:10]}, None, {"count": np.zeros(2)})
         world.fill_extension(extension)
         with pytest.raises(ArtifactError, match=r"moments: .*\['step'\] already"):
             extension.finish(manifest={}, moments={"step": np.zeros(1)})

@@ -59,8 +59,8 @@ def test_killed_extension_leaves_the_artifact_readable_and_resumes(monkeypatch, 
             else:
                 break
         artifact = ArtifactReader.open(path)
-        blocks = [block for _, block in artifact.array_blocks("relevance_token", columns=slice(0, 4))]
-        np.testing.assert_array_equal(np.concatenate(blocks), world.values["relevance_token"])
+        blocks = [block for _, block in artifact.array_blocks("relevance_output_layer", columns=slice(0, 4))]
+        np.testing.assert_array_equal(np.concatenate(blocks), world.values["relevance_output_layer"])
         assert verify(path).ok
         world.extend(path)
         assert contents(path) == expected

@@ -82,7 +82,7 @@ CHANGES = {
     "a gain that is no number": lambda raw: raw["arrays"]["hidden_sketch"].update(gain="1"),
     "no groups": lambda raw: raw["arrays"]["hidden_sketch"].update(groups=[]),
     "groups of another array": lambda raw: raw["arrays"].update(
-        hidden_sketch=raw["arrays"]["relevance_token"], relevance_token=raw["arrays"]["hidden_sketch"]
+        hidden_sketch=raw["arrays"]["relevance_output_layer"], relevance_output_layer=raw["arrays"]["hidden_sketch"]
     ),
     "a hole between groups": lambda raw: raw["arrays"]["hidden_sketch"]["groups"][0].update(start=1),
     "a group that goes back": lambda raw: raw["arrays"]["hidden_sketch"]["groups"][0].update(stop=-1),

@@ -56,8 +56,8 @@ def test_everything_broken_is_named_not_only_the_first(path):
     (path / "rows.parquet").unlink()
     (path / "shards/00002.parquet").write_bytes(files["shards/00002.parquet"][:-3])
     (path / "arrays/hidden_sketch/00004.npy").write_bytes(files["arrays/hidden_sketch/00004.npy"] + b"x")
-    (path / "arrays/relevance_token.1/00000.npy").write_bytes(
-        b"\xff" * len(files["arrays/relevance_token.1/00000.npy"])
+    (path / "arrays/relevance_output_layer.1/00000.npy").write_bytes(
+        b"\xff" * len(files["arrays/relevance_output_layer.1/00000.npy"])
     )
     whole = len(files["arrays/hidden_sketch/00004.npy"])
     found = {problem.file: problem.what for problem in verify(path).problems}
@@ -66,7 +66,7 @@ def test_everything_broken_is_named_not_only_the_first(path):
     assert found["shards/00002.parquet"] == f"truncated: {size - 3} of {size} bytes"
     assert found["rows.parquet"] == "missing"
     assert found["arrays/hidden_sketch/00004.npy"] == f"too long: {whole + 1} of {whole} bytes"
-    assert found["arrays/relevance_token.1/00000.npy"].startswith("damaged: checksum ")
+    assert found["arrays/relevance_output_layer.1/00000.npy"].startswith("damaged: checksum ")
 
 
 def test_with_a_damaged_manifest_the_shards_are_still_checked(path):
@@ -91,9 +91,9 @@ def test_info_of_a_finished_artifact(path, world):
     assert (found.complete, found.finished_shards, found.n_shards, found.n_rows) == (True, 5, 5, 23)
     assert found.targets == {"sciq": 3, "openbookqa": 1, "boolq": 1, "piqa": 1}
     by_name = {array.name: array for array in found.arrays}
-    relevance = by_name["relevance_token"]
+    relevance = by_name["relevance_output_layer"]
     assert relevance.shape == (23, 6)
-    assert relevance.groups == ("relevance_token", "relevance_token.1")
+    assert relevance.groups == ("relevance_output_layer", "relevance_output_layer.1")
     assert relevance.dtype == "float16/float32"
     assert relevance.bytes == 23 * (4 * 2 + 2 * 4)
     assert relevance.bytes_per_row == pytest.approx(relevance.bytes / 23)
@@ -115,7 +115,7 @@ def test_info_of_an_unfinished_artifact_is_its_progress(world, tmp_path):
     assert (found.complete, found.finished_shards, found.n_shards) == (False, 2, 5)
     assert {array.name: array.bytes_per_row for array in found.arrays} == {
         "hidden_sketch": 6.0,
-        "relevance_token": 8.0,
+        "relevance_output_layer": 8.0,
     }
     assert found.details == {"identity": world.identity}
     assert verify(tmp_path / "art").n_files == 6

@@ -20,7 +20,7 @@ def changed(array, places, value):
 def relevance(places, value):
     """A shard whose relevance has a value of ours."""
     return lambda arrays, rows, sums: (
-        arrays | {"relevance_token": changed(arrays["relevance_token"], places, value)},
+        arrays | {"relevance_output_layer": changed(arrays["relevance_output_layer"], places, value)},
         rows,
         sums,
     )
@@ -38,7 +38,7 @@ def loss(value):
 
 SHARDS = [
     *(
-        (relevance(([2, 4], [3, 0]), bad), ArtifactError, rf"relevance_token: row 7 \(.*row-7.*\), column 3: got {bad}")
+        (relevance(([2, 4], [3, 0]), bad), ArtifactError, rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: got {bad}")
         for bad in (np.nan, np.inf, -np.inf)
     ),
     (
@@ -71,7 +71,7 @@ def test_what_float16_cannot_hold_float32_can_up_to_its_own_end(tmp_path):
         writer.write_shard(0, *relevance((1, 2), 65536 * 8)(*world.shard(0)))
         arrays, rows, sums = world.shard(1)
         with pytest.raises(ArtifactError, match=r"row 5 .*float32 .*rescale"):
-            writer.write_shard(1, arrays | {"relevance_token": np.full((5, 4), 1e300)}, rows, sums)
+            writer.write_shard(1, arrays | {"relevance_output_layer": np.full((5, 4), 1e300)}, rows, sums)
 
 
 def test_shards_come_once_and_have_sums_of_one_shape(world, tmp_path):
@@ -101,11 +101,11 @@ def test_another_build_is_refused_and_every_difference_named(world, tmp_path):
     before = contents(tmp_path / "art")
     other = World(shard_rows=4)
     other.identity = {"model": {"dtype": "bfloat16", "path": "m"}, "seed": 0}
-    other.specs["relevance_token"] = ArraySpec(4, "1", "positive: lowers loss", world.scale * 2)
+    other.specs["relevance_output_layer"] = ArraySpec(4, "1", "positive: lowers loss", world.scale * 2)
     with pytest.raises(ArtifactError, match="was begun with other input") as caught:
         other.begin(tmp_path / "art")
     message = str(caught.value)
-    for field in ('model.dtype: was "float32", now "bfloat16"', "model.path", "shard_rows", "relevance_token.scale"):
+    for field in ('model.dtype: was "float32", now "bfloat16"', "model.path", "shard_rows", "relevance_output_layer.scale"):
         assert field in message
     assert "seed" not in message
     assert "\n" not in message
@@ -219,9 +219,9 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
     [
         (lambda artifact: artifact.unit_columns("boolq"), r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"),
         (lambda artifact: next(artifact.array_blocks("logits")), "no array 'logits'; it has"),
-        (lambda artifact: next(artifact.array_blocks("relevance_token", columns=[0, 4])), "got column 4"),
-        (lambda artifact: next(artifact.array_blocks("relevance_token", block_rows=0)), "block_rows: got 0"),
-        (lambda artifact: artifact.array_rows("relevance_token", np.array([1, 23])), "row_index: got 23"),
+        (lambda artifact: next(artifact.array_blocks("relevance_output_layer", columns=[0, 4])), "got column 4"),
+        (lambda artifact: next(artifact.array_blocks("relevance_output_layer", block_rows=0)), "block_rows: got 0"),
+        (lambda artifact: artifact.array_rows("relevance_output_layer", np.array([1, 23])), "row_index: got 23"),
         (lambda artifact: artifact.relevance_name("pooled"), r"no 'pooled' relevance, only \['token'\]"),
         (lambda artifact: artifact.relevance_name("both"), "match: got 'both', expected one of"),
         (lambda artifact: next(artifact.row_batches(["genre"])), r"no columns \['genre'\]; it has"),

@@ -46,11 +46,11 @@ def test_every_float16_is_read_as_numpy_reads_it(tmp_path):
     scale_E = np.array([1.0, 2.0**-90, 2.0**14, 2.0**15, 2.0**60])
     for picked in (scale_E[:3], scale_E[3:]):
         world = World(n_rows=len(finite_N), shard_rows=50_000, n_units=len(picked))
-        world.values["relevance_token"] = (finite_N[:, None] * picked).astype(np.float32)
-        world.specs["relevance_token"] = ArraySpec(len(picked), "1", "none", picked)
+        world.values["relevance_output_layer"] = (finite_N[:, None] * picked).astype(np.float32)
+        world.specs["relevance_output_layer"] = ArraySpec(len(picked), "1", "none", picked)
         artifact = ArtifactReader.open(world.write(tmp_path / f"art-{picked[0]}"))
-        found_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token", block_rows=999)])
-        np.testing.assert_array_equal(found_NE.view(np.int32), world.values["relevance_token"].view(np.int32))
+        found_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_output_layer", block_rows=999)])
+        np.testing.assert_array_equal(found_NE.view(np.int32), world.values["relevance_output_layer"].view(np.int32))
 
 
 def test_order_of_shards_does_not_matter(world, tmp_path):
@@ -64,12 +64,12 @@ def test_order_of_shards_does_not_matter(world, tmp_path):
 @pytest.mark.parametrize("columns", [[2, 0], np.array([1, 1, 3]), slice(1, 3), slice(None, None, -1), []])
 def test_columns_come_in_the_order_asked(world, tmp_path, columns):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
-    values = world.values["relevance_token"]
+    values = world.values["relevance_output_layer"]
     expected = values[:, columns] if isinstance(columns, slice) else values[:, np.array(columns, dtype=int)]
-    got = [block for _, block in artifact.array_blocks("relevance_token", columns=columns, block_rows=7)]
+    got = [block for _, block in artifact.array_blocks("relevance_output_layer", columns=columns, block_rows=7)]
     np.testing.assert_array_equal(np.concatenate(got), expected)
     rows = np.array([22, 0, 7, 7, 4, 5])
-    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows, columns=columns), expected[rows])
+    np.testing.assert_array_equal(artifact.array_rows("relevance_output_layer", rows, columns=columns), expected[rows])
 
 
 def test_arrays_are_files_that_numpy_reads(world, tmp_path):
@@ -119,16 +119,16 @@ def test_units_moments_and_sums(world, tmp_path):
     for name, values in world.values.items():
         np.testing.assert_allclose(artifact.sums[name], values.sum(axis=0, dtype=np.float64) / 3, rtol=1e-12)
     assert artifact.manifest.skipped == {"empty": 2}
-    assert artifact.relevance_name("token") == "relevance_token"
+    assert artifact.relevance_name("token") == "relevance_output_layer"
 
 
 def test_a_gain_multiplies_what_is_read(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
-        gains = {"hidden_sketch": 0.125, "relevance_token": 3.0}
+        gains = {"hidden_sketch": 0.125, "relevance_output_layer": 3.0}
         writer.finish(manifest={}, moments={}, units=world.units, gains=gains)
     artifact = ArtifactReader.open(world.extend(tmp_path / "art"))
-    whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
+    whole = np.concatenate([world.values["relevance_output_layer"], world.new_values], axis=1)
     rows = np.arange(world.n_rows)
-    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows), whole * np.float32(3))
+    np.testing.assert_array_equal(artifact.array_rows("relevance_output_layer", rows), whole * np.float32(3))
     np.testing.assert_array_equal(artifact.array_rows("hidden_sketch", rows), world.values["hidden_sketch"] / 8)

@@ -41,8 +41,8 @@ def test_methods_stand_beside_grasp_with_floats_and_seconds(world, kept, tmp_pat
     assert lines["bm25"][-2] == str(N_UNITS)
     assert lines["activation_similarity"][-2] == f"16 + {N_UNITS}"
     assert lines["loss"][-2] == "1"
-    assert lines["token additive"][-2] == str(N_UNITS)
-    assert float(lines["token additive"][-1]) > 0
+    assert lines["output_layer additive"][-2] == str(N_UNITS)
+    assert float(lines["output_layer additive"][-1]) > 0
     found = records(out)
     for name in FAST.split(","):
         assert float(found[name]["build_wall_seconds"]) > 0

@@ -40,7 +40,7 @@ def conversations(n: int) -> list[dict]:
 
 def chat_settings(root: Path) -> BuildSettings:
     """A small world in `root` whose rows are conversations."""
-    settings = world(root, features={"moment_positions": 10_000})
+    settings = world(root, features={"sample_positions": 10_000})
     template = json.loads((root / "model" / "tokenizer_config.json").read_text())
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
     (root / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in conversations(20)))
@@ -110,7 +110,7 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     build_artifact(settings, tmp_path / "art")
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
     found, expected = arrays(tmp_path / "art"), arrays(tmp_path / "joint")
-    np.testing.assert_allclose(found["relevance_token"], expected["relevance_token"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["relevance_output_layer"], expected["relevance_output_layer"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

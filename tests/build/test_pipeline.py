@@ -175,7 +175,7 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    settings = world(root, features={"moment_positions": 10**6, "shift_match": True, "tilt_match": True})
+    settings = world(root, features={"sample_positions": 10**6, "shift_match": True, "tilt_match": True})
     found = arrays(build_artifact(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
@@ -207,12 +207,12 @@ def test_another_cut_into_shards_gives_the_same_numbers(root, built):
 
 
 def test_sampled_moments_need_one_pass_and_come_close(root, built):
-    settings = world(root, features={"moment_rows": 60})
+    settings = world(root, features={"sample_rows": 60})
     found, expected = arrays(build_artifact(settings, root / "sampled")), arrays(built)
-    for name in ("relevance_token", "relevance_pooled"):
+    for name in ("relevance_output_layer", "relevance_pooled"):
         correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
         assert correlation > 0.95, name
-    for name in ("relevance_token", "relevance_input", "relevance_neighbour"):
+    for name in ("relevance_output_layer", "relevance_embedding", "relevance_knn"):
         assert_same({name: found[name]}, {name: expected[name]})
 
 
@@ -232,7 +232,7 @@ def looked_at(monkeypatch) -> list[int]:
 def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
     root, tmp_path, monkeypatch, looked_at
 ):
-    settings = world(root, features={"moment_positions": 10**6}, shard_rows=17)
+    settings = world(root, features={"sample_positions": 10**6}, shard_rows=17)
     once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
     of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
     assert positions < of_once < 1.5 * positions  # the rest are those of units
@@ -263,7 +263,7 @@ def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp
 def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, looked_at):
     settings = world(root).model_dump(mode="json")
     del settings["features"]["product_width"]
-    settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
+    settings["features"] |= {"match": "pooled", "summary_positions": "tail:3"}
     artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "pooled"))
     (positions_of_units, *of_rows) = looked_at
     assert positions_of_units > 6
@@ -277,7 +277,7 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
     sums = forward.position_sums(inputs.model, inputs.store.shard(0), settings.features)
     kernel = forward.PositionKernels.prepare(inputs.units, sums.moments(), settings.features, inputs.model)
     own = kernel.unit_relevance(inputs.units)
-    assert own.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
+    assert own.keys() == {"relevance_output_layer", "relevance_embedding", "relevance_knn"}
     monkeypatch.setattr(forward, "BATCH_ROWS", 4)
     for name, found in kernel.unit_relevance(inputs.units).items():
         np.testing.assert_allclose(found, own[name], rtol=1e-4)
@@ -310,10 +310,10 @@ class Notes(Silent):
         self.planned = dict(tokens)
 
 
-@pytest.mark.parametrize("moment_rows", [16, 100])
-def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, moment_rows):
+@pytest.mark.parametrize("sample_rows", [16, 100])
+def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_rows):
     notes = Notes()
-    build_artifact(world(root, features={"moment_rows": moment_rows}), tmp_path / "art", progress=notes)
+    build_artifact(world(root, features={"sample_rows": sample_rows}), tmp_path / "art", progress=notes)
     passes = {"token moments", "pooled moments", "forward"} & {*notes.stages}
     assert list(notes.planned) == [stage for stage in notes.stages if stage in passes]
     for stage in passes:
@@ -495,14 +495,14 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("train", "moment_rows"), [("new", 16), ("new", 65_536), ("further", 16)])
-def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, moment_rows):
-    features = {"moment_rows": moment_rows, "gradient_rows": 10, "gradient_coordinates": 3_000}
+@pytest.mark.parametrize(("train", "sample_rows"), [("new", 16), ("new", 65_536), ("further", 16)])
+def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, sample_rows):
+    features = {"sample_rows": sample_rows, "sample_rows": 10, "gradient_coordinates": 3_000}
     settings = world(tmp_path, n_rows=16, train=train, shard_rows=4, features=features)
     begun = time.monotonic()
     expected = arrays(build_artifact(settings, tmp_path / "whole"))
     whole_seconds = time.monotonic() - begun
-    generator, kills, attempt = random.Random(moment_rows), 0, 0
+    generator, kills, attempt = random.Random(sample_rows), 0, 0
     while kills < 10:
         out = tmp_path / f"attempt-{attempt}"
         while killed_build(settings, out, generator.uniform(0.0, 1.2 * whole_seconds)):

@@ -57,7 +57,7 @@ class StopsAfter(Silent):
             raise Stop
 
 
-@pytest.mark.parametrize("features", [{}, {"moment_rows": 16}, {"gradient_match": True, "gradient_rows": 16}])
+@pytest.mark.parametrize("features", [{}, {"sample_rows": 16}, {"gradient_match": True, "sample_rows": 16}])
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
     expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
     found = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)

@@ -68,7 +68,7 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
         write_checkpoint(root / "model")
         write_corpus(root / "corpus.jsonl", n_rows)
         write_targets(root / "facts.jsonl")
-    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "moment_positions": 200}
+    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "sample_positions": 200, "sample_rows": 2}
     data: dict[str, Any] = {
         "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},
         "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},

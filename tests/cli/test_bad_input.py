@@ -100,7 +100,7 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
         ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
         ("features.tau=.nan", "features.tau: Input should be a finite number"),
         ("features=3", "features: expected fields with names"),
-        ("features.pooling=tail:0", "features.pooling: expected all, tail:N or stride:N"),
+        ("features.summary_positions=tail:0", "features.pooling: expected all, tail:N or stride:N"),
         ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
         ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
         ("targets.names=sciq", "targets.names: expected a list"),
@@ -175,13 +175,13 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
 
 
 def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
-    chunk = own_art / "arrays/relevance_token/00003.npy"
+    chunk = own_art / "arrays/relevance_output_layer/00003.npy"
     size = chunk.stat().st_size
     os.truncate(chunk, size - 7)
-    (own_art / "arrays/relevance_token/00005.npy").unlink()
+    (own_art / "arrays/relevance_output_layer/00005.npy").unlink()
     first, second, last = run("verify", own_art).lines
-    assert first.startswith("broken: arrays/relevance_token/00003.npy: ")
-    assert second == "broken: arrays/relevance_token/00005.npy: missing"
+    assert first.startswith("broken: arrays/relevance_output_layer/00003.npy: ")
+    assert second == "broken: arrays/relevance_output_layer/00005.npy: missing"
     assert last.endswith(": 2 broken")
     for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
         assert refused(*asked).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify` names")
@@ -218,7 +218,7 @@ def small_disk(tmp_path):
     ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
 )
 def test_a_disk_that_is_full(kilobytes, wide, said, root, art, tmp_path, small_disk):
-    changes = ["--set", "features.product_width=1024", "--set", "features.moment_rows=2"] if wide else []
+    changes = ["--set", "features.product_width=1024", "--set", "features.sample_rows=2"] if wide else []
     asked = ["build", "--config", root / "settings.yaml", *changes, "--out"]
     out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)

@@ -27,7 +27,7 @@ from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, 
 
 GEOMETRY = {
     "name": "with geometry",
-    "match": {"token": 1.0, "pooled": 0.5},
+    "match": {"output_layer": 1.0, "pooled": 0.5},
     "components": {"joint.pair": -0.25, "product.self": 0.1},
 }
 
@@ -176,7 +176,7 @@ def test_info_tells_what_the_manifest_holds(art):
     assert "targets: facts (6 units)" in text.out
     printed = {line["array"]: line for line in table(text.out, "arrays")}
     assert set(printed) == set(artifact.array_names)
-    assert printed["relevance_token"]["shape"] == f"{artifact.n_rows} x 6"
+    assert printed["relevance_output_layer"]["shape"] == f"{artifact.n_rows} x 6"
     assert artifact.manifest.fingerprints["corpus"] in text.out
     found = json.loads(succeed("info", art, "--json").out)
     assert found["settings"] == artifact.manifest.settings
@@ -218,7 +218,7 @@ def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
 
 
 def test_score_for_one_unit_is_by_its_own_relevance(art):
-    relevance_N = arrays(art)["relevance_token"].astype(float)[:, 2]
+    relevance_N = arrays(art)["relevance_output_layer"].astype(float)[:, 2]
     unit = ArtifactReader.open(art).units["unit_id"].to_pylist()[2]
     asked = ["score", art, "--target", "facts", "--match", "token", "--top", 5]
     printed = table(succeed(*asked, "--unit", unit).out, "the 5 most helpful")
@@ -232,9 +232,9 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
     out = tmp_path / "art"
     succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
     assert f"{out}: has no 'input' relevance" in refused("score", out, "--target", "facts", "--match", "input")
-    (tmp_path / "p.yaml").write_text("name: three\nmatch: {token: 1, input: 1}\n")
+    (tmp_path / "p.yaml").write_text("name: three\nmatch: {output_layer: 1, embedding: 1}\n")
     said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
-    assert "does not fit the artifact: needs array 'relevance_input'" in said
+    assert "does not fit the artifact: needs array 'relevance_embedding'" in said
 
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):

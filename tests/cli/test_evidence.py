@@ -150,7 +150,7 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     succeed(*arguments[:-1], tmp_path / "art", "--set", "model.threads=1")
     arguments = shlex.split(then.removeprefix("then: grasp "))
     assert arguments[:2] == ["evaluate", "art"]
-    assert "token additive" in succeed("evaluate", tmp_path / "art", *arguments[2:]).out
+    assert "output_layer additive" in succeed("evaluate", tmp_path / "art", *arguments[2:]).out
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -299,7 +299,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
     printed = lines_of(outcome.out)
     assert float(printed["planted"][3].split()[0]) > 0.95
     assert float(printed["planted"][4]) > 0.95
-    assert float(printed["token additive"][3].split()[0]) < float(printed["planted"][3].split()[0])
+    assert float(printed["output_layer additive"][3].split()[0]) < float(printed["planted"][3].split()[0])
     assert {"oracle-ridge-topic-share-of-subset", "oracle-ridge-masks"} <= set(printed)
     report = json.loads((tmp_path / "r.json").read_text())
     with (tmp_path / "r.csv").open() as file:
@@ -326,7 +326,7 @@ def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env
     (tmp_path / "other").mkdir()
     for place in (tmp_path, tmp_path / "other"):
         pq.write_table(pa.Table.from_pylist(lines), place / "truth.parquet")
-    np.save(tmp_path / "rows.npy", arrays(art)["relevance_token"])
+    np.save(tmp_path / "rows.npy", arrays(art)["relevance_output_layer"])
     units = [["facts", unit] for unit in utilities.unit_ids]
     (tmp_path / "rows.ids.json").write_text(json.dumps({"units": units}))
     files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "rows.npy")]
@@ -334,7 +334,7 @@ def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env
     printed = lines_of(succeed("evaluate", art, "--runs", own_env, *given).out)
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
-    assert printed["rows"][3:9] == printed["token additive"][3:9]
+    assert printed["rows"][3:9] == printed["output_layer additive"][3:9]
 
 
 def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, own_env, settings, tmp_path):
@@ -357,7 +357,7 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     assert "weights of every control were selected on other/facts, copy/facts" in out
     assert "control full: retained | mean | pooled | -1 joint.pair | mean_relevance" in out
     assert printed["full"][1] == "facts (in sample)"  # the same runs in another directory, whatever their role there
-    assert printed["token additive"][1] == "facts (held-out)"
+    assert printed["output_layer additive"][1] == "facts (held-out)"
     assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
 
 
@@ -420,7 +420,7 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     found = evaluated(first)
     assert float(found["chosen"][3].split()[0]) > 0.95
     assert (found["chosen"][1], found["default"][1]) == ("facts (in sample)", "facts")
-    for taken in ("default", "token additive"):  # a name that is taken gets that of its file
+    for taken in ("default", "output_layer additive"):  # a name that is taken gets that of its file
         save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
         both = evaluated(first, tmp_path / "mine.yaml")
         assert both[f"{taken} (mine.yaml)"][3:] == found["chosen"][3:]

@@ -19,7 +19,7 @@ FILES = {
     "column.jsonl": '{"body": "water", "topic": "sky"}\n',
     "component.yaml": "name: x\ncomponents: {joint.pear: 1}",
     "settings.yaml": "name: x\nrequires: {tau: 0.5, alpha: 0.5}",
-    "match.yaml": "name: x\nmatch: {token: 0}",
+    "match.yaml": "name: x\nmatch: {output_layer: 0}",
 }
 PLAIN = {
     "build": ("--config", "SETTINGS", "--out", "made"),

@@ -82,7 +82,7 @@ def test_shares_are_those_of_the_double_loop(checkpoints):
     for c, path in enumerate(checkpoints):
         artifact = ArtifactReader.open(path)
         topics = pq.read_table(artifact.rows_path).column("topic").to_pylist()
-        values_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
+        values_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_output_layer")])
         mean = {t: np.mean([row.mean() for row, own in zip(values_NE, topics, strict=True) if own == t]) for t in names}
         up, down = sum(max(one, 0) for one in mean.values()), -sum(min(one, 0) for one in mean.values())
         expected = [mean[t] / up if mean[t] > 0 else mean[t] / down for t in names]

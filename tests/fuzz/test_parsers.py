@@ -206,7 +206,7 @@ TABLES = (
     "rows.parquet",
     "units.parquet",
     "arrays/hidden_sketch/00001.npy",
-    "arrays/relevance_token/scale.npy",
+    "arrays/relevance_output_layer/scale.npy",
     "shards/00002.parquet",
 )
 

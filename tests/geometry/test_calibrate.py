@@ -168,7 +168,7 @@ def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
     environment = make_environment(tmp_path / "dev", source, truth=dataclasses.replace(TRUE, omega=()))
     development = Development(environment, ("sciq", "boolq"), {"": scored(environment, source)})
     family = ProtocolFamily(
-        matches=({"token": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
+        matches=({"output_layer": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
     )
     found = choose_protocol(family, [development], resamples=50)
     assert [score.candidate.omega for score in found.scores] == [
@@ -245,11 +245,11 @@ def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
 
 
 def test_protocols_that_an_artifact_cannot_serve_are_counted(development, source):
-    del source.arrays["relevance_token"]
+    del source.arrays["relevance_output_layer"]
     found = choose_protocol(SMALL, [development], resamples=20)
     assert (len(found.scores), found.not_served) == (5, 10)
     with pytest.raises(ProtocolError, match="serve none of the 1 protocols"):
-        choose_protocol(ProtocolFamily(matches=({"token": 1.0},)), [development])
+        choose_protocol(ProtocolFamily(matches=({"output_layer": 1.0},)), [development])
 
 
 def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp_path):
@@ -334,7 +334,7 @@ def test_the_family_that_ships_is_finite_and_listed():
     shipped = candidate_of(default_protocol(), FakeSource())
     assert any(one.binding == shipped.binding and dict(one.match) == dict(shipped.match) for one in members)
     assert len({candidate.name for candidate in members}) == len(members)
-    without = [name for name in FakeSource().array_names if name != "relevance_input"]
+    without = [name for name in FakeSource().array_names if name != "relevance_embedding"]
     left, skipped = default_family().members(without)
     assert len(left) == skipped == len(members) / 2
     assert set(left) == {candidate for candidate in members if "input" not in dict(candidate.match)}

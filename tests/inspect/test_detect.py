@@ -199,11 +199,11 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
     other = ArtifactReader.open(
         build_artifact(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other")
     )
-    score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_token")]).astype(float)
+    score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_output_layer")]).astype(float)
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
     for artifact in (one, other):
-        blocks = list(standardised_blocks(artifact, "relevance_token", "facts", Silent()))
+        blocks = list(standardised_blocks(artifact, "relevance_output_layer", "facts", Silent()))
         assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
         found_NE = np.concatenate([block for _, block in blocks])
         np.testing.assert_allclose(found_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))

@@ -87,9 +87,9 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
     "choice",
     [
         {},
-        {"match": {"token": 1.0, "input": 0.5, "pooled": -0.3}, "negative": 0.25},
-        {"match": {"neighbour": 1.0, "shift": 2.0, "tilt": 1.0}, "negative": 0.0},
-        {"match": {"token": 1.0, "pooled": 1.0}, "standardize": {"task": "mean_of_standardised"}, "weighting": "count"},
+        {"match": {"output_layer": 1.0, "embedding": 0.5, "pooled": -0.3}, "negative": 0.25},
+        {"match": {"knn": 1.0, "hidden_bias": 2.0, "hidden_linear": 1.0}, "negative": 0.0},
+        {"match": {"output_layer": 1.0, "pooled": 1.0}, "standardize": {"task": "mean_of_standardised"}, "weighting": "count"},
     ],
 )
 def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explainer, choice, unit):
@@ -105,7 +105,7 @@ def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explai
 
 @pytest.mark.parametrize("positions", ["tail:7", "stride:3"])
 def test_positions_that_no_kernel_uses_add_nothing(root, positions):
-    features = {"token_positions": positions, "pooling": "tail:4"}
+    features = {"positions": positions, "summary_positions": "tail:4"}
     art = ArtifactReader.open(
         build_artifact(world(root / "world", features=features), root / positions.replace(":", "-"))
     )

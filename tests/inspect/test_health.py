@@ -67,7 +67,7 @@ def protocol(**components):
     return rule(**(default_protocol().model_dump() | {"components": components}))
 
 
-ALL = rule(name="all", match={"token": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
+ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
 PLAIN = {
     *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
     "moments drawn again",
@@ -228,7 +228,7 @@ def test_the_product_is_compared_with_what_it_is_a_sketch_of(of_widest):
 
 
 def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(root):
-    features, answers = {"token_positions": "stride:3", "pooling": "tail:4"}, []
+    features, answers = {"positions": "stride:3", "summary_positions": "tail:4"}, []
     for keep in (False, True):
         settings = world(root / "world", features=features, keep_features=keep)
         art = ArtifactReader.open(build_artifact(settings, root / f"strided-{keep}"))
@@ -239,7 +239,7 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
 
 def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, all_of_plain):
     """The share is that of the summary that is kept, over the positions that the gradient is of."""
-    features = {"pooling": "tail:1", "token_positions": "tail:1"}
+    features = {"summary_positions": "tail:1", "positions": "tail:1"}
     art = ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "last"))
     one = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled for tokens"]
     assert one.numbers["share"] == pytest.approx(1.0)

@@ -32,7 +32,7 @@ from tests.models.zoo import LAYERS, NOT_BUILT, POSITIONS, TYPES, VOCAB, WIDTH, 
 from tests.rounding import rounding
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "model_types.md"
-FEATURES = FeatureSettings(top_k=VOCAB, gradient_coordinates="all", token_positions="all")
+FEATURES = FeatureSettings(top_k=VOCAB, gradient_coordinates="all", positions="all")
 # Layers with four maps of WIDTH and one of 48, attention over all positions, the head. Models of float64 compute parts
 # in float32 (norms, states of recurrent layers, routers), so that is the dtype that counts.
 TERMS = LAYERS * (4 * WIDTH + 48 + POSITIONS) + WIDTH + VOCAB

@@ -23,7 +23,7 @@ class FakeSource:
     block_rows: int = 7
     seed: int = 0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    feature_settings: dict[str, Any] = field(default_factory=lambda: {"pooling": "tail:32", "top_k": 64, "alpha": 1.0})
+    feature_settings: dict[str, Any] = field(default_factory=lambda: {"summary_positions": "tail:32", "top_k": 64, "alpha": 1.0})
     unit_targets: tuple[str, ...] = ("sciq", "boolq", "sciq", "boolq", "sciq")
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -35,9 +35,9 @@ class FakeSource:
                 "hidden_sketch": rng.standard_normal((n, 4)).astype("f4"),
                 "residual_sketch": (rng.standard_normal((n, 3)) + 0.5).astype("f4"),
                 "product_sketch": rng.standard_normal((n, 2)).astype("f4"),
-                "relevance_token": (rng.standard_normal((n, e)) * 10.0 ** np.arange(-2, e - 2)).astype("f4"),
+                "relevance_output_layer": (rng.standard_normal((n, e)) * 10.0 ** np.arange(-2, e - 2)).astype("f4"),
                 "relevance_pooled": (rng.standard_normal((n, e)) + 1).astype("f4"),
-                "relevance_input": (rng.standard_normal((n, e)) - 0.5).astype("f4"),
+                "relevance_embedding": (rng.standard_normal((n, e)) - 0.5).astype("f4"),
             }
         self.passes = dict.fromkeys(self.arrays, 0)
 

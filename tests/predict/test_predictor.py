@@ -28,7 +28,7 @@ seeds = st.integers(0, 10_000)
 
 
 def plain_settings(**changes):
-    return {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "negative": 0.5} | changes
+    return {"name": "p", "match": {"output_layer": 1.0, "embedding": -0.3, "pooled": 0.5}, "negative": 0.5} | changes
 
 
 def protocol(**changes):
@@ -185,7 +185,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
 
 def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
     source, larger = FakeSource(), FakeSource()
-    for name in ("relevance_token", "relevance_input"):
+    for name in ("relevance_output_layer", "relevance_embedding"):
         larger.arrays[name] = source.arrays[name] * 1e3
     effects = [Predictor.from_artifact(one, default_protocol()).effect_NT for one in (source, larger)]
     close = rounding(40, effects[0])
@@ -228,7 +228,7 @@ def test_the_additive_road_reads_no_sketch_and_relevance_once():
     predictor = Predictor.from_artifact(source, default_protocol())
     for _ in range(3):
         predictor.change(plain_subsets())
-    assert source.passes == {name: int(name in ("relevance_token", "relevance_input")) for name in source.arrays}
+    assert source.passes == {name: int(name in ("relevance_output_layer", "relevance_embedding")) for name in source.arrays}
 
 
 @pytest.mark.parametrize("components", [{}, COMPONENTS])
@@ -247,13 +247,13 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
 def test_what_does_not_vary_contributes_nothing_and_is_named():
     source = FakeSource()
     source.arrays["hidden_sketch"][:] = np.array([1.0, 0, 0, 0])  # every row alike: K_self is a constant
-    source.arrays["relevance_input"][:] = 2.0
-    chosen = protocol(components={"hidden.self": -5.0}, match={"token": 1.0, "input": 1.0}, weighting="count")
+    source.arrays["relevance_embedding"][:] = 2.0
+    chosen = protocol(components={"hidden.self": -5.0}, match={"output_layer": 1.0, "embedding": 1.0}, weighting="count")
     predictor = Predictor.from_artifact(source, chosen)
-    alone = Predictor.from_artifact(source, protocol(match={"token": 1.0}))
+    alone = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0}))
     assert predictor.dropped == ("input", "hidden.self")
-    assert Predictor.from_artifact(source, protocol(match={"token": 1.0, "input": 1.0})).dropped == ("input",)
-    both = Predictor.from_artifact(source, protocol(match={"token": 1.0, "input": 1.0}))
+    assert Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0})).dropped == ("input",)
+    both = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0}))
     np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))
 
 
@@ -261,7 +261,7 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     ("changes", "targets", "error", "said"),
     [
         ({}, ["sci"], ProtocolError, r"target: got \['sci'\] \(did you mean 'sciq'\?\)"),
-        ({"requires": {"pooling": "all"}}, None, ProtocolError, "requires 'all', the artifact was built with"),
+        ({"requires": {"summary_positions": "all"}}, None, ProtocolError, "requires 'all', the artifact was built with"),
         ({"components": COMPONENTS, "calibration": {"family": "mixture:topic"}}, None, SubsetError, "column 'topic'"),
     ],
 )
@@ -284,22 +284,22 @@ class QuadraticWorld(FakeSource):
         centre_GD = rng.standard_normal((4, width)) * redundancy
         update_ND = centre_GD[rng.integers(0, 4, n_rows)] + rng.standard_normal((n_rows, width))
         gradient_D = rng.standard_normal(width)
-        arrays = {"relevance_token": (update_ND @ gradient_D)[:, None], "product_sketch": update_ND}
+        arrays = {"relevance_output_layer": (update_ND @ gradient_D)[:, None], "product_sketch": update_ND}
         arrays = {name: array.astype("f4") for name, array in arrays.items()}
         return cls(n_rows=n_rows, arrays=arrays, unit_targets=("t",))
 
     def utility(self, weights_BN):
         total_BD = weights_BN @ self.arrays["product_sketch"].astype(float)
-        return weights_BN @ self.arrays["relevance_token"][:, 0] - self.penalty * (total_BD**2).sum(axis=1)
+        return weights_BN @ self.arrays["relevance_output_layer"][:, 0] - self.penalty * (total_BD**2).sum(axis=1)
 
 
 @pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3"])
 def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(spelling):
     world, family = QuadraticWorld.made(), parse_family(spelling)
-    options = {"name": "p", "match": {"token": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
+    options = {"name": "p", "match": {"output_layer": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
     trial = Predictor.from_artifact(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
-    sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
+    sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_output_layer"].astype(float).std()
     omega = -world.penalty * float(trial.terms.moments["product.raw"].std_E[0]) / sigma_a
     full = Predictor.from_artifact(world, rule(**options, components={"product.raw": omega}))
     additive = Predictor.from_artifact(world, rule(**options))
@@ -317,7 +317,7 @@ def test_null_world_stays_in_its_band():
         rng = np.random.default_rng(seed)
         relevance_N, truth_N = rng.standard_normal((2, 300))
         world = FakeSource(
-            n_rows=300, arrays={"relevance_token": relevance_N[:, None].astype("f4")}, unit_targets=("t",)
+            n_rows=300, arrays={"relevance_output_layer": relevance_N[:, None].astype("f4")}, unit_targets=("t",)
         )
         (block,) = family.draw(200, n_rows=300, seed=seed, purpose="null")
         change_B = Predictor.from_artifact(world, default_protocol()).change(block.weights)[:, 0]

@@ -16,12 +16,12 @@ FULL = rule(
     name="full",
     side="omitted",
     weighting="count",
-    match={"token": 1.0, "pooled": 0.5},
+    match={"output_layer": 1.0, "pooled": 0.5},
     negative=0.25,
     components={"joint.pair": -0.25, "product.self": 0.1},
     standardize={"task": "mean_of_standardised"},
     calibration={"family": "mixture:topic", "n_subsets": 64, "seed": 3},
-    requires={"pooling": "tail:32", "top_k": 64},
+    requires={"summary_positions": "tail:32", "top_k": 64},
     selected_on=("dev-1", "dev-2"),
 )
 
@@ -88,15 +88,15 @@ def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(given, ker
 
 
 def test_additive_methods_are_those_of_the_kernels_there():
-    both = additive_methods(["relevance_token", "relevance_input", "hidden_sketch"])
-    assert list(both) == ["token additive", "input additive", "token+input additive"]
+    both = additive_methods(["relevance_output_layer", "relevance_embedding", "hidden_sketch"])
+    assert list(both) == ["output_layer additive", "embedding additive", "token+input additive"]
     assert both["token+input additive"].match == {"token": 1.0, "input": 1.0}
-    three = ["token additive", "pooled additive", "both additive"]
-    assert list(additive_methods(["relevance_token", "relevance_pooled"])) == three
+    three = ["output_layer additive", "pooled additive", "both additive"]
+    assert list(additive_methods(["relevance_output_layer", "relevance_pooled"])) == three
 
 
 def test_all_mismatches_come_in_one_message():
-    source = FakeSource(feature_settings={"pooling": "all"})
+    source = FakeSource(feature_settings={"summary_positions": "all"})
     names = [name for name in source.array_names if name not in ("relevance_pooled", "product_sketch")]
     with pytest.raises(ProtocolError) as caught:
         FULL.fitted(names, source.feature_settings)
@@ -111,7 +111,7 @@ def test_all_mismatches_come_in_one_message():
     [
         ("name: p\ncomponents: {joint.pairs: 1}", r"components: unknown \['joint.pairs'\]"),
         ("name: p\ncomponents: {joint.pair: .inf}", "components: weights must be finite"),
-        ("name: p\nmatch: {token: 0}", "match.*expected auto, or at least one kernel"),
+        ("name: p\nmatch: {output_layer: 0}", "match.*expected auto, or at least one kernel"),
         ("name: p\nmatch: {words: 1}", "match"),
         ("name: p\nside: both", "side: .* got 'both'"),
         ("name: p\nweighting: median", "weighting: "),

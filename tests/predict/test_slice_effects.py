@@ -30,7 +30,7 @@ COMPONENTS |= {"residual.pair": -0.5, "joint.pair": -0.25}
 
 
 def protocol(**changes):
-    chosen = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS, "negative": 0.5}
+    chosen = {"name": "p", "match": {"output_layer": 1.0, "pooled": 0.5}, "components": COMPONENTS, "negative": 0.5}
     return rule(**(chosen | changes))
 
 
@@ -62,8 +62,8 @@ def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, si
 def test_intervals_are_as_wide_as_the_units_differ(seed):
     """40 units that differ by a known amount: the interval is that of their mean."""
     relevance_NE = np.random.default_rng(seed).standard_normal((40, 40)).astype("f4")
-    source = FakeSource(arrays={"relevance_token": relevance_NE}, unit_targets=("sciq",) * 40)
-    chosen = protocol(match={"token": 1.0}, components={})
+    source = FakeSource(arrays={"relevance_output_layer": relevance_NE}, unit_targets=("sciq",) * 40)
+    chosen = protocol(match={"output_layer": 1.0}, components={})
     _, effects, low_GT, high_GT = worth(source, chosen)
     relevance_NE = counted(relevance_NE, chosen)
     spread = relevance_NE.mean(axis=1).std()

@@ -19,7 +19,7 @@ from tests.rules import rule
 from tests.runs.environments import write_arrays
 
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5}
-PROTOCOL = rule(name="p", match={"token": 1.0, "pooled": 0.5}, components=COMPONENTS)
+PROTOCOL = rule(name="p", match={"output_layer": 1.0, "pooled": 0.5}, components=COMPONENTS)
 FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})
 
 
@@ -70,7 +70,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
     protocol = rule(
         name="p",
         components={"joint.pair": -0.3, "product.cent": 0.1},
-        requires={"pooling": "tail:32", "alpha": 1.0},
+        requires={"summary_positions": "tail:32", "alpha": 1.0},
         calibration={"family": "mixture:topic", "n_subsets": 8},
     )
     table = LabelTable(artifact.rows_path)

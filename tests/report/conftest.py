@@ -10,7 +10,7 @@ from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 
 PROTOCOL = {
     "name": "with <weights>",
-    "match": {"token": 1.0, "pooled": 0.3},
+    "match": {"output_layer": 1.0, "pooled": 0.3},
     "negative": 0.5,
 }
 

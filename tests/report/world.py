@@ -64,7 +64,7 @@ def write_artifact(
     pull_GE = pull * rng.standard_normal((len(topics), len(all_units))) + worth_GE
     wide = rng.standard_normal((len(topics), 6))
     arrays = {
-        "relevance_token": rng.standard_normal((n_rows, len(all_units))) + pull_GE[topic] + 1.0,
+        "relevance_output_layer": rng.standard_normal((n_rows, len(all_units))) + pull_GE[topic] + 1.0,
         "relevance_pooled": rng.standard_normal((n_rows, len(all_units))),
     }
     if sketches:
@@ -105,7 +105,7 @@ def write_environment(
     """Utilities that follow the first target's best topic, with noise; `done` runs of them."""
     given = units(artifact.targets)
     environment, blocks = begin_environment(path, artifact, given, "mixture:topic", n_subsets, seeds=seeds, **info)
-    relevance_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
+    relevance_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_output_layer")])
     mean_BE = np.concatenate([block.weights_BN @ relevance_NE / block.sizes_B[:, None] for block in blocks])
     rng = np.random.default_rng(0)
     for run in environment.pending()[:done]:

@@ -191,7 +191,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
 
 def test_what_is_evaluated_is_what_predict_says(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="token+input")
-    protocol = ScoringProtocol(name="p", match={"token": 1.0, "input": 0.25}, negative=0.5)
+    protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
     joined = Joined.from_environment(runs_beside(artifact, imported(weights="times")[0]), artifact)
     (found,) = joined.additive({"p": protocol}, joined.environment.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])

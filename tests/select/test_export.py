@@ -51,7 +51,7 @@ def build(directory, path, **changes) -> ArtifactReader:
     ones = np.ones((store.n_rows, 1), np.float32)
     return write_arrays(
         directory / "art",
-        {"relevance_token": ones},
+        {"relevance_output_layer": ones},
         table.append_column("loss", pa.array(ones[:, 0])),
         [Unit("u", "sciq", "", "x")],
         6,

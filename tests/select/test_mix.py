@@ -48,7 +48,7 @@ def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
 @pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
 def test_the_quadratic_is_the_prediction(side, weighting):
     source = World()
-    chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"token": 1.0, "pooled": 0.5})
+    chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"output_layer": 1.0, "pooled": 0.5})
     predictor, slices = predictor_of(source, chosen), slices_of(source)
     parts = predictor.sums(slices.each)
     weights_T = np.array([0.7, 0.3])

@@ -41,7 +41,7 @@ def repeated(change, share, epochs):
 @pytest.mark.parametrize("budget", ["20%", "40", "700tokens"])
 def test_the_change_is_that_of_predict(side, weighting, components, budget):
     source = World()
-    chosen = protocol(side=side, weighting=weighting, components=components, match={"token": 1.0, "pooled": 0.5})
+    chosen = protocol(side=side, weighting=weighting, components=components, match={"output_layer": 1.0, "pooled": 0.5})
     got = selected(source, chosen, budget, "sciq=2,boolq=1")
     want = changes(source, chosen, [got.row_index], ["sciq", "boolq"])[0]
     np.testing.assert_allclose(got.targets["change"].to_pylist(), want, rtol=1e-6, atol=1e-6)
@@ -55,7 +55,7 @@ def test_the_change_is_that_of_predict(side, weighting, components, budget):
 
 
 def test_rows_come_in_the_order_of_score():
-    source, chosen = World(), protocol(match={"token": 1.0, "input": 1.0}, negative=0.25)
+    source, chosen = World(), protocol(match={"output_layer": 1.0, "embedding": 1.0}, negative=0.25)
     got = selected(source, chosen, "15")
     assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
 
@@ -158,7 +158,7 @@ def test_more_steps_never_loosen_the_bound():
 def test_without_geometry_the_selection_is_proven_optimal():
     source, chosen = World(), protocol()
     got = selected(source, chosen, "4")
-    rows = np.argsort(-source.arrays["relevance_token"][:, [0, 2, 4]].mean(axis=1))[:9]
+    rows = np.argsort(-source.arrays["relevance_output_layer"][:, [0, 2, 4]].mean(axis=1))[:9]
     assert got.value == pytest.approx(best_subset(source, chosen, 4, rows), rel=1e-5)
     assert got.guarantee.startswith("optimal: ")
 

@@ -65,13 +65,13 @@ def planted(sketch_ND, relevance_N, **fields) -> World:
     """A world of one target, one unit, the token kernel and a product sketch."""
     arrays = {
         "product_sketch": np.asarray(sketch_ND, dtype="f4"),
-        "relevance_token": np.asarray(relevance_N, dtype="f4")[:, None],
+        "relevance_output_layer": np.asarray(relevance_N, dtype="f4")[:, None],
     }
     return World(n_rows=len(sketch_ND), arrays=arrays, unit_targets=("sciq",), **fields)
 
 
 def protocol(**changes) -> ScoringProtocol:
-    settings = {"name": "p", "match": {"token": 1.0}, "calibration": {"family": "uniform:0.5", "n_subsets": 16}}
+    settings = {"name": "p", "match": {"output_layer": 1.0}, "calibration": {"family": "uniform:0.5", "n_subsets": 16}}
     return rule(**(settings | changes))
 
 

@@ -61,7 +61,7 @@ def test_relevance_is_the_formula(root, built):
     order = [int(name.rpartition("-")[2]) for name in artifact.units["unit_id"].to_pylist()]
     found = arrays(built)
     token, pooled = hidden_match * residual_match, residual_match * np.sign(hidden_match) * np.log1p(abs(hidden_match))
-    np.testing.assert_allclose(found["relevance_token"], token[:, order], atol=2e-4 * abs(token).max())
+    np.testing.assert_allclose(found["relevance_output_layer"], token[:, order], atol=2e-4 * abs(token).max())
     np.testing.assert_allclose(found["relevance_pooled"], pooled[:, order], atol=2e-4 * abs(pooled).max())
 
 
@@ -72,7 +72,7 @@ def test_what_is_on_disk(built):
     assert artifact.manifest.details["classes"] == ["blue", "green", "red"]
     assert set(artifact.manifest.fingerprints) == {"model", "preprocessing", "corpus", "targets"}
     assert artifact.units["completion"].to_pylist()[0] in ("blue", "green", "red")
-    assert "relevance_input" not in artifact.array_names
+    assert "relevance_embedding" not in artifact.array_names
 
 
 def test_batches_and_shards_change_nothing(root, built, tmp_path):

@@ -27,19 +27,17 @@ from grasp.runs.predictions import read_predictions
 from grasp.runs.retrained import Environment, Role
 from grasp.text import listed
 
+_EACH = ("gradient", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
+_TOGETHER = (
+    ("output_layer", "pooled"),
+    ("output_layer", "embedding"),
+    ("output_layer", "embedding", "knn"),
+    ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
+    ("output_layer", "embedding", "pooled"),
+)
 ADDITIVE: Mapping[str, dict[Match, float]] = {
-    "gradient additive": {"gradient": 1.0},
-    "token additive": {"token": 1.0},
-    "pooled additive": {"pooled": 1.0},
-    "both additive": {"token": 1.0, "pooled": 1.0},
-    "input additive": {"input": 1.0},
-    "neighbour additive": {"neighbour": 1.0},
-    "shift additive": {"shift": 1.0},
-    "tilt additive": {"tilt": 1.0},
-    "token+input additive": {"token": 1.0, "input": 1.0},
-    "token+input+neighbour additive": {"token": 1.0, "input": 1.0, "neighbour": 1.0},
-    "token+input+shift+tilt additive": {"token": 1.0, "input": 1.0, "shift": 1.0, "tilt": 1.0},
-    "token+input+pooled additive": {"token": 1.0, "input": 1.0, "pooled": 1.0},
+    f"{'+'.join(kernels)} additive": dict.fromkeys(kernels, 1.0)
+    for kernels in (*((kernel,) for kernel in _EACH), *_TOGETHER)
 }
 
 

@@ -99,7 +99,7 @@ def score(
         out: file that the rows are written to, Parquet in bounded memory; the result then shows none.
         protocol: protocol to predict with. Default: the one that ships.
         unit: rank for one unit of the target, by its unit_id.
-        match: by one kernel: gradient, token, input, neighbour, shift, tilt or pooled.
+        match: by one kernel, e.g. output_layer or gradient.
         method: rank by a published method, e.g. bm25; see `grasp methods`.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that look at several. Default: beside the model.

@@ -42,16 +42,32 @@ from grasp.store.directory import Files
 from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
 
-BUILT_WITH = {
-    "pooled": "features.match: pooled, forward or all",
-    "token": "features.match: token, forward or all",
-    "input": "features.input_match: true and features.match other than pooled",
-    "neighbour": "features.neighbour_match: true and features.match other than pooled",
-    "shift": "features.shift_match: true, features.input_match: true and features.match other than pooled",
-    "tilt": "features.tilt_match: true, features.input_match: true and features.match other than pooled",
-    "gradient": "features.gradient_match: true and features.match: all",
+RELEVANCE = "relevance_"  # of an array, before the name of its kernel
+# Names that version 0.2 gave to kernels, and to moments.
+_KERNELS = {
+    "token": "output_layer",
+    "input": "embedding",
+    "neighbour": "knn",
+    "shift": "hidden_bias",
+    "tilt": "hidden_linear",
 }
-RELEVANCE = {kernel: f"relevance_{kernel}" for kernel in BUILT_WITH}
+_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in _KERNELS.items()}
+_RENAMED_SETTINGS = {
+    "pooling": "summary_positions",
+    "token_positions": "positions",
+    "moment_positions": "sample_positions",
+    "gradient_rows": "sample_rows",
+}
+_OLD_SETTINGS = (
+    "match",
+    "input_match",
+    "neighbour_match",
+    "shift_match",
+    "tilt_match",
+    "gradient_match",
+    "moment_rows",
+)
+_MOMENTS = {"token": "hidden", "input": "delta", "neighbour": "states", "pooled": "summary"} | _ARRAYS
 _BUILT_FROM = (
     ("the corpus", "corpus", "path"),
     ("a target", "targets", "names"),
@@ -110,15 +126,16 @@ class ArtifactReader:
     def __init__(self, manifest: Manifest, files: Files) -> None:
         self.path = files.root  # of a remote artifact the directory that keeps what was fetched of it
         self.where = files.where  # what the user calls it: the path, or the URL; for messages
-        self.manifest = manifest
+        self.manifest = _with_present_names(manifest)
         self._files = files
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
         self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}  # by group: shard and array; a few blocks share it
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
         self.n_rows = manifest.n_rows
         self.targets = tuple(manifest.targets)
-        self.array_names = tuple(manifest.arrays)
-        self.feature_settings: Mapping[str, Any] = dict(manifest.settings.get("features", {}))  # empty: not recorded
+        self.array_names = tuple(self.manifest.arrays)
+        found = self.manifest.settings.get("features", {})  # empty: not recorded
+        self.feature_settings: Mapping[str, Any] = dict(found)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -217,19 +234,22 @@ class ArtifactReader:
         """float64 totals over all rows, by name, as the build gave them: before the gain of an array."""
         return MomentArrays([self._files.file(name) for name in self.manifest.moments], sums=True)
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Kernels by whose relevance rows can be compared, by name."""
+        return tuple(name.removeprefix(RELEVANCE) for name in self.array_names if name.startswith(RELEVANCE))
+
     def relevance_name(self, match: str) -> str:
         """Array that holds the relevance of a kernel.
 
         Raises:
-            ArtifactError: no such kernel, or it was not built; the message says with which settings it is.
+            ArtifactError: it was not built; the message says what there is.
         """
-        name = RELEVANCE.get(match)
-        if name is None:
-            raise ArtifactError(f"match: got {match!r}, expected one of {list(RELEVANCE)}")
+        name = f"{RELEVANCE}{match}"
         if name not in self.manifest.arrays:
-            built = [kernel for kernel, array in RELEVANCE.items() if array in self.manifest.arrays]
             raise ArtifactError(
-                f"{self.where}: has no {match!r} relevance, only {built}; build it with {BUILT_WITH[match]}"
+                f"{self.where}: has no relevance by {match!r}, only by {', '.join(self.kernels)}; build it with "
+                f"features.kernels that name {match!r}"
             )
         return name
 
@@ -379,6 +399,18 @@ class _Pick(NamedTuple):
     goal: slice | I64
 
 
+def _with_present_names(manifest: Manifest) -> Manifest:
+    """The same, with the names of today where it has those of version 0.2, of arrays and of settings."""
+    features = manifest.settings.get("features")
+    if not isinstance(features, dict) or "match" not in features:
+        return manifest
+    arrays = {_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
+    kept = {_RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
+    kernels = [name.removeprefix(RELEVANCE) for name in arrays]
+    settings = {**manifest.settings, "features": kept | {"kernels": kernels}}
+    return manifest.model_copy(update={"arrays": arrays, "settings": settings})
+
+
 class MomentArrays(Mapping[str, NDArray[Any]]):
     """Named arrays of the moments files, read one by one when asked for.
 
@@ -387,18 +419,21 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
         self._prefix = SUM if sums else ""
-        self._found: dict[str, list[Path]] = {}
+        self._found: dict[str, list[tuple[Path, str]]] = {}  # where each is, and what it is called there
         for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
-                        self._found.setdefault(key.removeprefix(self._prefix), []).append(path)
+                        name = key.removeprefix(self._prefix)
+                        first, dot, rest = name.partition(".")
+                        here = "loss" if name == "token.loss" else f"{_MOMENTS.get(first, first)}{dot}{rest}"
+                        self._found.setdefault(here, []).append((path, key))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         parts = []
-        for path in self._found[name]:
+        for path, key in self._found[name]:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
-                parts.append(file.get_tensor(self._prefix + name))
+                parts.append(file.get_tensor(key))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def __iter__(self) -> Iterator[str]:

@@ -4,19 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.moments import unspool_moments, unspool_position_moments
-from grasp.build.score_shard import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.build.inputs import identity, leak_arrays, prepare, unit_table
-from grasp.build.pipeline import column_sums, relevance_specs
-from grasp.progress import Progress, Silent
+from grasp.build.pipeline import column_sums
 from grasp.build.provenance import BuildSource
+from grasp.build.score_shard import score_shard
+from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
+from grasp.kernels.sketch import Sketch
 from grasp.models.forward_pass import Reference
-from grasp.kernels.pooled import PooledKernel
+from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]
@@ -45,12 +42,14 @@ def add_target(
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
-        position_kernels, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
+        kernels = loaded_kernels(artifact, inputs.model, inputs.settings.features)
+        for kernel in kernels:
+            kernel.prepare(inputs.units)
         extension = ArtifactWriter.extend(
             out,
             identity=identity(inputs),
             units=unit_table(inputs),
-            arrays=relevance_specs(inputs, position_kernels, pooled),
+            arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
             dtype=settings.array_dtype,
         )
         if extension.complete:
@@ -65,35 +64,19 @@ def add_target(
         share = len(left) / inputs.store.n_shards
         progress.stage("forward", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share))
         for k in left:
-            if kept:
-                shard = ShardForward.unspool(artifact.features(k), inputs.model.vocab_size)
-                columns: dict[str, NDArray[np.float32]] = {}
-                if position_kernels is not None:
-                    assert shard.positions is not None
-                    batches = shard.positions.batches(len(shard.loss_N), inputs.model.device)
-                    parts = [position_kernels.apply(batch) for batch in batches]
-                    columns |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-                    if position_kernels.gradient is not None:
-                        assert shard.gradients_NK is not None
-                        columns["relevance_gradient"] = position_kernels.gradient.kept_relevance(shard.gradients_NK)
-            else:
-                rows = inputs.store.shard(k)
-                shard = forward_shard(inputs.model, rows, inputs.settings.features, position_kernels)
-                columns = shard.arrays
-            arrays = pooled.relevance(shard.pooled) | columns
-            extension.write_shard(k, arrays, None, column_sums(arrays))
+            passed = artifact.features(k) if kept else None
+            shard = score_shard(inputs.ready, inputs.store.shard(k), kernels=kernels, passed=passed)
+            extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
             progress.advance(len(shard.loss_N), 0)
         added = "targets+" + "+".join(inputs.unit_set.targets)
         extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}}, moments=leak_arrays(inputs))
         return "kept features" if kept else "pass"
 
 
-def kernels(
-    artifact: ArtifactReader, units: UnitFeatures, features: FeatureSettings, model: Reference
-) -> tuple[PositionKernels | None, PooledKernel]:
-    """The artifact's own moments, folded into units; the product sketch is there already."""
-    features = features.model_copy(update={"product_width": 0})
-    position_kernels = None
-    if "token" in features.kernels:
-        position_kernels = PositionKernels.prepare(units, unspool_position_moments(artifact.moments), features, model)
-    return position_kernels, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
+def loaded_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
+    """Return the kernels of an artifact without its sketches, with the moments that it keeps."""
+    corpus = CorpusMoments(model)
+    names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
+    kernels = make_kernels(names, model, features, corpus)
+    corpus.load(artifact.moments)
+    return kernels

@@ -50,7 +50,7 @@ SETTINGS = {
     "max_length": "corpus.max_length",
     "limit": "corpus.limit",
     "train": "train",
-    "match": "features.match",
+    "rule": "features.rule",
     "keep_features": "keep_features",
     "like": "like",
 }
@@ -70,7 +70,7 @@ def build(
     max_length: int | None = None,
     limit: int | None = None,
     train: str | None = None,
-    match: str | None = None,
+    rule: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
     like: str | Path | None = None,
@@ -107,8 +107,7 @@ def build(
         limit: read only the first N documents, for a quick look.
         train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
             Default: what the checkpoint says, as the references of grasp retrain do.
-        match: how rows are compared with answers: pooled, token, forward (both) or all. Default: all; of a model
-            that is trained further it has gradient too, which takes a backward pass.
+        rule: which kernels compare rows with answers: default, forward (none that takes a backward pass) or paper.
         dtype: numbers of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.
         like: take the moments of this artifact, so that grasp merge can join the two.
@@ -119,7 +118,7 @@ def build(
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
     """
-    given = (split, text_column, id_column, max_length, limit, train, match, keep_features)
+    given = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
     arguments = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)

@@ -17,45 +17,55 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
-from grasp.build.score_shard import PositionKernels, UnitFeatures, Workers
 from grasp.build.modality import load_reference
+from grasp.build.model_pass import ModelPass
+from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
+from grasp.build.score_shard import Workers
+from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
+from grasp.models.forward_pass import Rows
 from grasp.progress import Advance, ignore
-from grasp.models.forward_pass import Reference, Rows
 from grasp.settings import BuildSettings, FeatureSettings, ModelSettings
 
 
 class ModelActor:
-    """A worker: the model, loaded when the first job comes, and the position kernels of the moments it was given."""
+    """A worker: the model, loaded when the first job comes, and the kernels of the moments it was given."""
 
     def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
         enter(directory)
         self._settings = settings
         self._features = features
-        self._kernel: PositionKernels | None = None
+        self._kernels: list[Kernel] | None = None
 
     def run(self, job: Callable[..., Any], rows: Rows, how: dict[str, Any]) -> Any:
-        """See `RayWorkers.run`; a kernel is what it is made of, the same in every call that has one."""
-        if how.get("kernel") is not None:
-            if self._kernel is None:
-                units, moments = how["kernel"]
-                units = replace(units, positions=units.positions.to(self._model.device))
-                self._kernel = PositionKernels.prepare(units, moments, self._features, self._model)
-            how = how | {"kernel": self._kernel}
-        return job(self._model, rows, self._features, **how)
+        """See `RayWorkers.run`; kernels are what they are made of, the same in every call that has them."""
+        if how.get("kernels") is not None:
+            if self._kernels is None:
+                self._kernels = self._made(*how["kernels"])
+            how = how | {"kernels": self._kernels}
+        return job(self._ready, rows, **how)
+
+    def _made(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
+        model, corpus = self._ready.model, CorpusMoments(self._ready.model)
+        kernels = make_kernels(self._features.kernels, model, self._features, corpus)
+        corpus.load(moments)
+        units = replace(units.to(model.device), head=model.head, sampled=self._ready.sampled)
+        for kernel in kernels:
+            kernel.prepare(units)
+        return kernels
 
     @cached_property
-    def _model(self) -> Reference:
-        return load_reference(self._settings)
+    def _ready(self) -> ModelPass:
+        return ModelPass.choose(load_reference(self._settings), self._features)
 
 
 class RayWorkers(Workers):
     """The actors of one build."""
 
-    def __init__(self, cluster: Cluster, settings: BuildSettings, units: UnitFeatures) -> None:
+    def __init__(self, cluster: Cluster, settings: BuildSettings, units: Batch) -> None:
         self._cluster = cluster
         self._actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
-        self._units = replace(units, positions=units.positions.to("cpu"))
+        # before the kernels prepare, which write over the coordinates
+        self._units = replace(units.to("cpu", copy=True), head=None, sampled=None)  # type: ignore[arg-type]
 
     def run(
         self,
@@ -67,8 +77,8 @@ class RayWorkers(Workers):
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
         """See Workers. In order, parts are numbered from 0; those that are done early wait, a few at most."""
-        if how.get("kernel") is not None:
-            how["kernel"] = self._units, how["kernel"].moments
+        if how.get("kernels") is not None:
+            how["kernels"] = self._units, how["kernels"][0].corpus.arrays()
         material = self._cluster.put(how)
         size: dict[int, tuple[int, int]] = {}  # rows and tokens of parts that are under way
 
@@ -96,7 +106,7 @@ class RayWorkers(Workers):
 
 
 @contextmanager
-def ray_workers(spec: ClusterSpec, settings: BuildSettings, units: UnitFeatures) -> Iterator[RayWorkers]:
+def ray_workers(spec: ClusterSpec, settings: BuildSettings, units: Batch) -> Iterator[RayWorkers]:
     """Workers on the cluster of `spec`, for as long as the `with` block lasts."""
     with connected(spec) as cluster:
         yield RayWorkers(cluster, settings, units)

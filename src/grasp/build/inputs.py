@@ -20,17 +20,19 @@ from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.sources import Source, open_source
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
-from grasp.build.moments import Store
-from grasp.build.score_shard import UnitFeatures, forward_units
+from grasp.build.model_pass import ModelPass
+from grasp.build.sample import Store
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
 from grasp.progress import Progress
+from grasp.kernels.kernel import Batch
 from grasp.models.forward_pass import Reference, Units
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
+from grasp.targets.units import UnitTokens
 from grasp.text import skipped_lines
 
 
@@ -39,12 +41,18 @@ class Inputs:
     """Everything a build reads, ready."""
 
     settings: BuildSettings
-    model: Reference
+    ready: ModelPass
     store: Store
     unit_set: UnitSet
-    units: UnitFeatures
+    units: Batch
     model_fingerprint: str
+    unit_tokens: Sequence[UnitTokens] = ()  # of pictures there are none
     leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; of pictures there are none
+
+    @property
+    def model(self) -> Reference:
+        """The model that reads the corpus."""
+        return self.ready.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +170,15 @@ def prepare(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
     progress.stage("units", rows=None, tokens=None)
+    ready = ModelPass.choose(model, settings.features)
     return Inputs(
         settings=settings,
-        model=model,
+        ready=ready,
         store=store,
         unit_set=unit_set,
-        units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
+        units=ready.units(units, [unit.unit_id for unit in unit_set.units]),
         model_fingerprint=model.fingerprint(),
+        unit_tokens=units if isinstance(units, Sequence) else (),
         leaks=leaks,
     )
 
@@ -281,16 +291,16 @@ def leak_arrays(inputs: Inputs) -> dict[str, I64]:
 
 def unit_table(inputs: Inputs) -> pa.Table:
     """One row a unit, in the order of the columns of the relevance arrays."""
-    units, examples = inputs.unit_set.units, inputs.units.examples
+    units, examples = inputs.unit_set.units, inputs.unit_tokens
     hashes = [unit.image_hash for unit in units]
     return pa.table(
         {
             "unit_id": [unit.unit_id for unit in units],
             "target": [unit.target for unit in units],
             "n_positions": pa.array(
-                torch.bincount(inputs.units.positions.row_P, minlength=len(units)).tolist(), pa.int32()
+                torch.bincount(inputs.units.row_P, minlength=len(units)).tolist(), pa.int32()
             ),
-            "loss": pa.array(inputs.units.loss_E, pa.float32()),
+            "loss": pa.array(inputs.units.loss_B.float().cpu().numpy(), pa.float32()),
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],
         }

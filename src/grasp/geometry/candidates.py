@@ -172,7 +172,9 @@ class ProtocolFamily(Settings):
     sides: tuple[Side, ...] = Field(("retained",), min_length=1, description="Sides scored.")
     weightings: tuple[Weighting, ...] = Field(("mean",), min_length=1, description="count, mean.")
     matches: tuple[dict[Match, float], ...] = Field(
-        ({"token": 1.0}, {"pooled": 1.0}, {"token": 1.0, "pooled": 1.0}), min_length=1, description="Kernels' weights."
+        ({"output_layer": 1.0}, {"pooled": 1.0}, {"output_layer": 1.0, "pooled": 1.0}),
+        min_length=1,
+        description="Kernels' weights.",
     )
     negatives: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (1.0,), min_length=1, description="What negative relevance is multiplied by."
@@ -234,7 +236,8 @@ class ProtocolFamily(Settings):
     @property
     def size(self) -> int:
         """Protocols in it, were every array there."""
-        arrays = [f"relevance_{kernel}" for kernel in get_args(Match)] + [f"{half}_sketch" for half in get_args(Half)]
+        kernels = dict.fromkeys(f"relevance_{kernel}" for match in self.matches for kernel in match)
+        arrays = [*kernels, *(f"{half}_sketch" for half in get_args(Half))]
         served, missing = self.members(arrays)
         return len(served) + missing
 

@@ -10,14 +10,12 @@ from math import isnan
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.artifact.reader import RELEVANCE
 from grasp.errors import GraspError
 from grasp.geometry import sketch_measures as measures
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.inspect.health import Subject
 from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
-from grasp.inspect.rescoring import HOW_TO_KEEP
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")
@@ -48,38 +46,33 @@ def _halves(subject: Subject) -> tuple[str, ...]:
 
 def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
     """What is lost where positions are summed up first."""
-    if isinstance(kernels, GraspError) or kernels.positions is None:
-        yield missing("pooled for tokens", MOST_OF_IT, _no_positions(kernels))
+    if isinstance(kernels, GraspError):
+        yield missing("pooled for tokens", MOST_OF_IT, str(kernels))
     else:
         yield _rank_one(kernels, subject.weight_BN)
-    if {RELEVANCE["pooled"], RELEVANCE["token"]} <= set(subject.artifact.array_names):
+    if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
         yield _kernels(subject)
 
 
 def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
     at = kernels.positions
-    assert at is not None
     pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
     ranks = rank_agreement(pooled_B, product_B)
     return judged(
         "pooled for tokens",
-        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.pooling}, "
+        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.summary_positions or kernels.settings.positions}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
         f"of K agree {ranks:+.2f}",
         MOST_OF_IT,
         at.kept_share >= 0.5,
-        "rank by the token kernel (features.match: both or token), and take geometry, if any, from product.*; the "
+        "rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the "
         "pooled kernel has lost most of the gradient",
         {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
     )
 
 
-def _no_positions(kernels: Kernels | GraspError) -> str:
-    return str(kernels) if isinstance(kernels, GraspError) else f"positions were not kept; {HOW_TO_KEEP}"
-
-
 def _kernels(subject: Subject) -> Check:
-    pooled_NE, token_NE = (subject.array(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
+    pooled_NE, token_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
     each = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
     return judged(
@@ -102,8 +95,8 @@ def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: Inte
         gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in _halves(subject)}
         sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
         yield from of_sketches(kernels, sketches, subject.weight_BN)
-    if isinstance(kernels, GraspError) or kernels.positions is None:
-        yield missing("opposed gradients", ALIGNED, _no_positions(kernels))
+    if isinstance(kernels, GraspError):
+        yield missing("opposed gradients", ALIGNED, str(kernels))
     else:
         yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
     yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))

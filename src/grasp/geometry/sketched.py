@@ -7,22 +7,20 @@ Shape letters: N rows of the sample, P their positions, B subsets, H hidden widt
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.moments import unspool_moments
 from grasp.geometry import sketch_measures as measures
 from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
 from grasp.inspect.rescoring import SampleFeatures
-from grasp.kernels.pooled import PooledKernel
-from grasp.kernels.sketch import ProductSketch
-from grasp.kernels.whitening import Moments, Whitener
-from grasp.models.residuals import PooledFeatures
+from grasp.kernels.kernel import CorpusMoments, make_kernels
+from grasp.kernels.whitening import Whitener, second_moments
 from grasp.settings import FeatureSettings
 
 Half = Literal["hidden", "residual", "product"]
@@ -32,7 +30,7 @@ Half = Literal["hidden", "residual", "product"]
 class PositionProducts:
     """What takes the positions of the rows, in the coordinates of the token kernel.
 
-    An artifact without token moments (`match: pooled`) has no such coordinates: those of the pooled kernel are used.
+    An artifact without moments of positions (`rule: paper`) has no such coordinates: those of the pooled kernel are used.
     """
 
     product_NN: F64  # <G_i, G_j>, G = mean_t h~_t (x) D^1/2 xi_t: what the product sketch is one of
@@ -47,26 +45,24 @@ class Kernels:
 
     settings: FeatureSettings
     features: SampleFeatures
-    pooled: Moments
-    token: Moments  # the pooled ones where there are none
+    moments: Mapping[str, NDArray[Any]]  # as the artifact keeps them
     hidden_NN: F64
     residual_NN: F64
-    positions: PositionProducts | None  # none: kept features without positions
+    positions: PositionProducts
 
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
         """Kernels of some rows of an artifact."""
         settings = FeatureSettings.model_validate(artifact.feature_settings)
-        pooled = unspool_moments(artifact.moments, "pooled.")
-        token = unspool_moments(artifact.moments, "token.") if "token.count" in artifact.moments else pooled
-        whitener = _whitener(pooled, settings)
+        there = [prefix for prefix in ("summary", "hidden") if f"{prefix}.count" in artifact.moments]
+        pooled, token = (second_moments(artifact.moments, there[at]) for at in (0, -1))
+        whitener = Whitener.of(pooled, settings)
         return cls(
             settings,
             features,
-            pooled,
-            token,
+            artifact.moments,
             *measures.gram(whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)),
-            _of_positions(_whitener(token, settings), features),
+            _of_positions(Whitener.of(token, settings), features),
         )
 
     @property
@@ -79,44 +75,41 @@ class Kernels:
         """Direct-sum kernel of the pooled summaries. Source: eq:feature-sketch."""
         return measures.unit_gram(self.hidden_NN) + measures.unit_gram(self.residual_NN)
 
-    def full(self, half: Half) -> F64 | None:
-        """The exact inner products that a sketch estimates; none where they need positions that were not kept."""
+    def full(self, half: Half) -> F64:
+        """The exact inner products that a sketch estimates."""
         if half == "product":
-            return None if self.positions is None else self.positions.product_NN
+            return self.positions.product_NN
         return self.hidden_NN if half == "hidden" else self.residual_NN
 
     def sketch(self, half: Half, width: int) -> F64:
         """The sketch that a build with this width keeps of the sample, before its gain, (N, D)."""
-        if half == "product":
-            return self._product_sketch(width)
-        settings = self.settings.model_copy(update={"match": "token", f"{half}_width": width})  # no pooled relevance
-        pooled = PooledFeatures(self.features.hidden_NH, self.features.residual_NV)
-        found = PooledKernel.prepare(pooled, self.pooled, settings).sketches(pooled)
-        return np.asarray(found[f"{half}_sketch"], dtype=np.float64)
-
-    def _product_sketch(self, width: int) -> F64:
-        at, cpu = self.features.positions, torch.device("cpu")
-        assert at is not None
-        sketch = ProductSketch.prepare(_whitener(self.token, self.settings), width, self.settings.seed, cpu)
-        batches = at.batches(len(self.features.row_index), cpu)
-        parts = [sketch.apply(one.hidden_PH, one.residual, one.row_P, one.n_rows).double() for one in batches]
-        return np.asarray(torch.cat(parts).numpy())
+        batch, name = self.features.batch, f"{half}_sketch"
+        settings = self.settings.model_copy(update={f"{half}_width": width})
+        sizes = Sizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
+        corpus = CorpusMoments(sizes)
+        (kernel,) = make_kernels([name], sizes, settings, corpus)
+        corpus.load(self.moments)
+        kernel.prepare(batch)
+        return np.asarray(kernel.score(batch).double().cpu().numpy())
 
 
-def _whitener(moments: Moments, settings: FeatureSettings) -> Whitener:
-    return Whitener.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon)
+@dataclass
+class Sizes:
+    """Those of the model that gave the features."""
+
+    hidden_size: int
+    vocab_size: int
+    device: torch.device
 
 
 def _scaled(whitener: Whitener, residual_NV: csr_array) -> csr_array:
     return csr_array(residual_NV.astype(np.float64) @ diags_array(np.sqrt(whitener.precondition_V)))
 
 
-def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProducts | None:
-    at, n_rows = features.positions, len(features.row_index)
-    if at is None:
-        return None
-    hidden_PH = whitener.whiten(at.hidden_PH.astype(np.float32))
-    residual_PV, row_P = _scaled(whitener, features.residual_PV), at.row_P.astype(np.int64)
+def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProducts:
+    at, n_rows = features.batch, len(features.row_index)
+    hidden_PH = whitener.whiten(at.hidden_PH.float().cpu().numpy())
+    residual_PV, row_P = _scaled(whitener, features.residual_PV), at.row_P.cpu().numpy()
     product_NN = measures.position_gram(hidden_PH, residual_PV, row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
     mean_NP = measures.row_means(row_P, n_rows)
@@ -170,13 +163,10 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
     """
     for half in HALVES:
         if half not in sketches:
-            why = "there is none: features.product_width is 0, or features.match is pooled"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
-        elif (full_NN := kernels.full(half)) is None:
-            why = "positions were not kept, and it is a sketch of theirs"
+            why = f"there is none: features.kernels is without {half}_sketch"
             yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
         else:
-            yield _own(kernels, half, sketches[half], full_NN, weight_BN)
+            yield _own(kernels, half, sketches[half], kernels.full(half), weight_BN)
     for name in OF_PRODUCT:
         yield _for_product(kernels, name, sketches, weight_BN)
     yield _direct_sum(kernels, weight_BN)
@@ -235,9 +225,6 @@ def _wider(half: str, wide: Fit | None) -> str:
 
 def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
     name = f"{half} sketch for product"
-    if kernels.positions is None:
-        why = "positions were not kept; build with keep_features: true and match: both"
-        return missing(name, HEALTHY_PRODUCT, why)
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.arrays import F64, Bool
-from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, only_target, row_places
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
@@ -250,8 +250,8 @@ def detect(
 
 
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
-    """Array of a kernel of relevance; None: token where it is built, else pooled."""
-    return artifact.relevance_name(match or ("token" if RELEVANCE["token"] in artifact.array_names else "pooled"))
+    """Array of a kernel of relevance; None: output_layer where it is built, else pooled."""
+    return artifact.relevance_name(match or ("output_layer" if "output_layer" in artifact.kernels else "pooled"))
 
 
 def standardised_blocks(

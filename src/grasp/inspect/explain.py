@@ -28,20 +28,22 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import only_target, row_index
-from grasp.build.add_targets import kernels
-from grasp.build.backward import examples_of
+from grasp.build.add_targets import loaded_kernels
 from grasp.build.modality import Pictured, vision
+from grasp.build.model_pass import ModelPass, row_examples
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import PositionBatch, forward_units
 from grasp.corpus.row_store import RowStore
 from grasp.inspect.explanation import EffectParts, Explanation, joined_words
 from grasp.inspect.rescoring import reopened
+from grasp.kernels.gradient import Gradient, room
+from grasp.kernels.kernel import Batch
+from grasp.kernels.pooled import Pooled
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
-from grasp.models.forward_pass import BatchFeatures, forward_passes, position_mask
-from grasp.models.residuals import PooledFeatures, SparseResidual, pool
+from grasp.models.forward_pass import position_mask
+from grasp.models.residuals import PooledFeatures
 from grasp.models.sampled_gradients import Example
 from grasp.predict.predictor import Predictor, additive_predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 KEPT_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
@@ -71,7 +73,7 @@ def explain(
         target: target that is asked about. Default: the only one.
         row: row to explain, by its row_id.
         unit: one question of the target, by its unit_id.
-        match: by one kernel: gradient, token, input, neighbour, shift, tilt or pooled.
+        match: by one kernel, e.g. output_layer or gradient.
         protocol: protocol to predict with. Default: the one that ships.
         own: settings of the user: code that the artifact was built with is run only if they name it as well.
     Raises:
@@ -134,78 +136,83 @@ class _Question:
         self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
         self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
-        features = forward_units(self.model, self.unit_tokens, self.units["unit_id"].to_pylist(), self.settings)
+        kernels = loaded_kernels(self.artifact, self.model, self.settings)
+        asked = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
+        self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in asked)})
+        self.ready = ModelPass.choose(self.model, self.settings)
+        units = self.ready.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         self.n_columns, self.n_positions = len(self.units), 1
         if by_position:
-            n = self.n_columns = self.n_positions = len(features.positions.row_P)
-            at, device = features.positions, features.positions.row_P.device
-            used_S = position_mask(self.settings.pooling, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].to(device)
-            (example,) = features.examples
-            places = np.arange(len(example.input_ids))
-            features = replace(
-                features,
-                examples=tuple(Example(example.input_ids, labelled=places == place) for place in places[-n:]),
-                pooled=self._shares(features.pooled, at.hidden_PH, at.residual, used_S),
-                positions=replace(at, row_P=torch.arange(n, device=device), n_rows=n),
-                loss_E=np.repeat(features.loss_E, n),
-            )
-        self.token, self.pooled = kernels(self.artifact, features, self.settings, self.model)
+            n = self.n_columns = self.n_positions = len(units.row_P)
+            units = self._alone(units, self._unit_gradients(n))
+        self.kernels = asked
+        for kernel in asked:
+            kernel.prepare(units)
 
-    def _shares(
-        self, whole: PooledFeatures, hidden_PH: Tensor, residual: SparseResidual, used_P: Tensor
-    ) -> PooledFeatures:
-        """Every position of one row, as a row with its share in the pooled residual, and the pooled hidden state."""
-        n = len(hidden_PH)
-        own_PV = pool(hidden_PH, residual, torch.arange(n, device=hidden_PH.device), n, self.model.vocab_size)
-        share_P = used_P.float().cpu().numpy() / float(used_P.sum())
-        residual_PV = csr_array(own_PV.residual_NV.multiply(share_P[:, None]))
-        return PooledFeatures(np.repeat(whole.hidden_NH, n, axis=0), residual_PV)
+    def _unit_gradients(self, n: int) -> Tensor | None:
+        """Gradients of the loss at each position of the unit, (n, K)."""
+        sampled = self.ready.sampled
+        if sampled is None:
+            return None
+        (tokens,) = self.unit_tokens
+        places = np.arange(len(tokens.input_ids))
+        alone = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
+        gradient_PK = room(n, sampled, self.settings.gradient_memory_mb)
+        for index in sampled.batches(alone):
+            taken_BK, _ = sampled.compute([alone[int(i)] for i in index])
+            gradient_PK[torch.from_numpy(index)] = taken_BK.to(gradient_PK.device, gradient_PK.dtype)
+        return gradient_PK
 
-    def _by_position(self, batch: BatchFeatures, token_P: I64, example: Example) -> Iterator[tuple[str, I64, F64]]:
+    def _alone(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
+        """The positions of one row, or unit, each as a row of its own.
+
+        A summary is damped as a whole: of it a position has the hidden state, and its own share of the mistake.
+        """
+        n = len(batch.row_P)
+        every_P = torch.arange(n, device=batch.row_P.device)
+        alone = replace(batch.at_positions(every_P, every_P, n), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P)
+        used_P = np.ones(n)
+        if batch.tail is not None:
+            spec = self.settings.summary_positions or "all"
+            used_P = position_mask(spec, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].numpy()
+        hidden_PH = np.repeat(batch.summary.hidden_NH, n, axis=0)
+        residual_PV = csr_array(alone.summary.residual_NV.multiply((used_P / used_P.sum())[:, None]))
+        vars(alone)["summary"] = PooledFeatures(hidden_PH, residual_PV)
+        return alone
+
+    def _by_position(self, batch: Batch, token_P: I64, example: Example) -> Iterator[tuple[str, I64, F64]]:
         """What the tokens of a row add to its relevance: kernel, (n,) tokens, (n, C); some positions at a time.
 
         Args:
-            batch: features at the positions of the kernels: first those of the pooled one, then of the others.
-            token_P: the token that each of all these predicts, by its place in the row.
+            batch: the row alone.
+            token_P: the token that each of its positions predicts, by its place in the row.
         """
-        of_pooled, predicted = (token_P[chosen.cpu().numpy()] for chosen in batch.chosen)
-        if self.pooled.units is not None:
-            hidden_PH, residual, row_P = batch.take(0)
-            whole = pool(hidden_PH, residual, row_P, 1, self.model.vocab_size)
-            shares = self._shares(whole, hidden_PH, residual, row_P == 0)
-            yield "pooled", of_pooled, self.pooled.relevance(shares)["relevance_pooled"].astype(np.float64)
-        if self.token is None:
-            return
-        if self.token.gradient is not None:
-            kernel = self.token.gradient
-            added_LC = example.labels * kernel.gradients.by_position(example, kernel.side_EK)
-            # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
-            yield "gradient", np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
-        every = PositionBatch.from_batch(batch, 1)
-        for start in range(0, len(predicted), BATCH_ROWS):
-            some = slice(start, start + BATCH_ROWS)
-            tokens = predicted[some]
-            alone = PositionBatch(
-                every.hidden_PH[some],
-                every.residual.at(some),
-                torch.arange(len(tokens), device=every.row_P.device),
-                every.input_P[some],
-                len(tokens),
-            )
-            for name, part_PC in self.token.apply(alone).items():
-                mean_PC = part_PC.astype(np.float64) / (len(predicted) * self.n_positions)
-                yield name.removeprefix("relevance_"), tokens, mean_PC
+        for kernel in self.kernels:
+            if isinstance(kernel, Gradient):
+                added_LC = example.labels * kernel.sampled.by_position(example, kernel.side_EK)
+                # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
+                yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
+        for kernel in self.kernels:
+            if isinstance(kernel, Pooled):  # of the positions that a summary averages
+                tail = batch.tail or batch
+                yield kernel.name, token_P[-len(tail.row_P) :], kernel.score(self._alone(tail)).double().cpu().numpy()
+        n = len(token_P)
+        for start in range(0, n, BATCH_ROWS):
+            chosen_P = torch.arange(start, min(start + BATCH_ROWS, n), device=batch.row_P.device)
+            alone = batch.at_positions(chosen_P, chosen_P - start, len(chosen_P))
+            for kernel in self.kernels:
+                if not isinstance(kernel, Gradient | Pooled):
+                    part_PC = kernel.score(alone).double().cpu().numpy()
+                    yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n * self.n_positions)
 
     def explanation(self, index: int, row: str) -> Explanation:
         """Why one row counts."""
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
-        specs = self.settings.pooling, self.settings.token_positions
-        ((_, batch),) = forward_passes(self.model, shard, specs, self.settings.top_k)
+        ((_, batch),) = self.ready.batches(shard)
         _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        used_L = torch.stack([position_mask(spec, labelled_BL) for spec in specs]).any(dim=0)[0]
-        token_P = used_L.nonzero()[:, 0].numpy() + 1
-        (example,) = examples_of(shard, self.settings)
+        token_P = position_mask(self.settings.positions, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
+        (example,) = row_examples(shard, self.settings)
 
         # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}

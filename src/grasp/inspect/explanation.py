@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import kernel_weights
 from grasp.results import Result, html_table
@@ -270,7 +270,7 @@ class EffectParts:
         level, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
         for kernel in kernel_weights(predictor.protocol):
-            here_1E = artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns_E)
+            here_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(here_1E[0], dtype=np.float64)
             counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
             weights[kernel] = counted_E * predictor.unit_shares[kernel] / len(columns_E)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import agreement
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.build.model_pass import joined
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import forward_shard
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.inspect import health_metrics as measures
 from grasp.inspect.health_metrics import Check, judged, missing
@@ -25,6 +25,7 @@ from grasp.inspect.rescoring import (
     SampleFeatures,
     environment_subsets,
     features_alone,
+    forward_only,
     redrawn,
     reopened,
     sample_features,
@@ -222,7 +223,8 @@ def _batches(subject: Subject) -> Check:
         return missing("batch invariance", healthy, str(subject.origin))
     index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
     rows, model = subject.origin.rows.rows(index), subject.origin.model
-    together = forward_shard(model, rows, subject.origin.settings.features, None).pooled
+    batches = list(forward_only(subject.origin).batches(rows))
+    together = joined(batches, len(index)).summary
     alone = features_alone(subject.origin, index)
     spread = float(np.abs(alone.hidden_NH - alone.hidden_NH.mean(axis=0)).mean()) or 1.0
     hidden = float(np.abs(alone.hidden_NH - together.hidden_NH).max()) / spread
@@ -260,6 +262,6 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
         f"{len(agreed)} targets, between two samples of {positions:,} positions",
         STEADY_RANKS,
         agreed[worst] >= STEADY,
-        "another draw would rank otherwise: raise features.moment_positions, or take a larger corpus",
+        "another draw would rank otherwise: raise features.sample_positions, or take a larger corpus",
         {"ranks": agreed[worst]} | agreed,
     )

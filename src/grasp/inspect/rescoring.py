@@ -16,19 +16,15 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.moments import STATES
+from grasp.build.model_pass import ModelPass, joined, read_batches
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import (
-    PositionKernels,
-    Positions,
-    ShardForward,
-    forward_shard,
-    forward_units,
-    position_sums,
-)
+from grasp.build.score_shard import observe_part
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
+from grasp.kernels.kernel import Batch, make_kernels
+from grasp.kernels.whitening import STATES
+from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import UnitSelection, counted
@@ -44,26 +40,34 @@ HOW_TO_KEEP = "restore what the artifact was built from, or build it with keep_f
 
 @dataclass(frozen=True)
 class SampleFeatures:
-    """Full features of some rows."""
+    """Full features of some rows.
+
+    Attributes:
+        batch: them all, positions in order of row.
+    """
 
     row_index: NDArray[np.int64]
-    hidden_NH: NDArray[np.float32]
-    residual_NV: csr_array
-    positions: Positions | None  # of the token kernel, in order of row; `row_P` is the place in the sample
+    batch: Batch
     source: Literal["kept features", "the model"]
+
+    @property
+    def hidden_NH(self) -> NDArray[np.float32]:  # noqa: N802 - a shape suffix
+        """Hidden states, averaged over the positions of summaries."""
+        return self.batch.summary.hidden_NH
+
+    @property
+    def residual_NV(self) -> csr_array:  # noqa: N802 - a shape suffix
+        """Mistakes, averaged over the positions of summaries."""
+        return self.batch.summary.residual_NV
 
     @cached_property
     def residual_PV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Residuals at the positions; a coordinate that is there twice adds up."""
-        at = self.positions
-        assert at is not None
-        n, k = at.index_PK.shape
-        entries = (
-            at.value_PK.astype(np.float32).ravel(),
-            at.index_PK.ravel().astype(np.int64),
-            np.arange(0, n * k + 1, k),
-        )
-        found = csr_array(entries, shape=(n, self.residual_NV.shape[1]))
+        """Mistakes at the positions; a coordinate that is there twice adds up."""
+        index_PK = self.batch.residual.index_PK.cpu().numpy()
+        value_PK = self.batch.residual.value_PK.float().cpu().numpy()
+        n, k = index_PK.shape
+        entries = (value_PK.ravel(), index_PK.ravel(), np.arange(0, n * k + 1, k))
+        found = csr_array(entries, shape=(n, self.batch.vocab_size))
         found.sum_duplicates()
         found.eliminate_zeros()
         return found
@@ -85,48 +89,38 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
 
 
 def features_alone(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
-    """Pooled features of each row run by itself."""
-    rows, settings = origin.rows, origin.settings.features
-    parts = [forward_shard(origin.model, rows.rows(row_index[[i]]), settings, None) for i in range(len(row_index))]
-    hidden_NH = np.concatenate([part.pooled.hidden_NH for part in parts])
-    return PooledFeatures(hidden_NH, vstack([part.pooled.residual_NV for part in parts], format="csr"))
+    """Summaries of each row run by itself."""
+    ready, rows = forward_only(origin), origin.rows
+    parts = [batch.summary for i in range(len(row_index)) for _, batch in ready.batches(rows.rows(row_index[[i]]))]
+    hidden_NH = np.concatenate([part.hidden_NH for part in parts])
+    return PooledFeatures(hidden_NH, vstack([part.residual_NV for part in parts], format="csr"))
+
+
+def forward_only(origin: BuildSource) -> ModelPass:
+    """The model of a build, without backward passes."""
+    return ModelPass(origin.model, origin.settings.features)
 
 
 def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
     """Kept features where they are, else those of the model, in the build's batches; `origin` may be an error."""
-    if artifact.keeps_features:
-        source: Literal["kept features", "the model"] = "kept features"
-        size, vocab = artifact.grid.shard_rows, int(artifact.manifest.detail("vocab_size"))
-        parts = [
-            (ShardForward.unspool(artifact.features(int(k)), vocab), row_index[row_index // size == k] - k * size)
-            for k in np.unique(row_index // size)
-        ]
-    elif isinstance(origin, GraspError):
+    if isinstance(origin, GraspError):
         raise origin
-    else:
-        source, rows = "the model", origin.rows.rows(row_index)
-        forward = forward_shard(origin.model, rows, origin.settings.features, None, keep_positions=True)
-        parts = [(forward, np.arange(len(row_index)))]
-    # some rows of each part, ascending, one part after the other
-    positions, done = [], 0
-    for shard, here in parts:
-        if (at := shard.positions) is not None:
-            place = np.full(len(shard.loss_N), -1, dtype=np.int32)
-            place[here] = np.arange(len(here)) + done
-            chosen = place[at.row_P] >= 0
-            some = {name: array[chosen] for name, array in at.arrays().items()}
-            positions.append(some | {"row_P": place[some["row_P"]]})
-        done += len(here)
-    joined = {name: np.concatenate([part[name] for part in positions]) for name in positions[0]} if positions else {}
-    return SampleFeatures(
-        row_index,
-        np.concatenate([shard.pooled.hidden_NH[here] for shard, here in parts]).astype(np.float32),
-        vstack([shard.pooled.residual_NV[here] for shard, here in parts], format="csr"),
-        Positions(**joined) if joined else None,
-        source,
-    )
+    ready = forward_only(origin)
+    if not artifact.keeps_features:
+        found = list(ready.batches(origin.rows.rows(row_index)))
+        return SampleFeatures(row_index, joined(found, len(row_index)).rows(0, len(row_index)), "the model")
+    size, parts = artifact.grid.shard_rows, []
+    place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
+    place_N[row_index] = np.arange(len(row_index))
+    for k in np.unique(row_index // size):
+        for index, batch in read_batches(artifact.features(int(k)), ready):
+            place_B = place_N[int(k) * size + index]
+            if (place_B >= 0).any():
+                chosen_B = np.flatnonzero(place_B >= 0)
+                parts.append((place_B[chosen_B], batch.only(chosen_B)))
+    return SampleFeatures(row_index, joined(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 
 def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
@@ -170,33 +164,33 @@ def redrawn(
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(fitted)
-    if {"pooled", "gradient"} & set(kernels) or origin.has_images or features.positions is None:
+    if {"pooled", "gradient"} & set(kernels) or origin.has_images:
         raise ArtifactError("measured for texts, and kernels that look at positions: all but pooled and gradient")
-    # two samples of moments, and the kernels that the protocol counts, whatever the loss over these would choose
-    settings, model = origin.settings.features, origin.model
-    samples = _two_samples(origin.rows.supervised(), settings.moment_positions, seed)
+    settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
+    ready = ModelPass(origin.model, settings)
+    samples = _two_samples(origin.rows.supervised(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
-    moments = []
-    for sample in samples:
-        rows = origin.rows.rows(sample)
-        moments.append(position_sums(model, rows, settings, max(1, rows.n_tokens // STATES)).moments())
-    units = forward_units(model, origin.unit_tokens, [unit.unit_id for unit in origin.units.units], settings)
-    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
-    settings = settings.model_copy(update={**chosen, "product_width": 0})
+    units = ready.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
+    every = features.batch
     # score of every row for every target: kernels in units of their own spread, added with their weights
     columns = UnitSelection.from_targets(artifact, artifact.targets)
-    rankings = []
-    for drawn in moments:
-        prepared = PositionKernels.prepare(units, drawn, settings, model)
-        batches = features.positions.batches(len(features.row_index), model.device)
-        parts = [prepared.apply(batch) for batch in batches]
-        total_NT = np.zeros((len(features.row_index), len(columns.targets)))
-        for kernel, weight in kernels.items():
-            relevance_NE = np.concatenate([part[f"relevance_{kernel}"] for part in parts])[:, columns.columns_E]
-            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel)))
+    rankings, counts = [], []
+    for sample in samples:
+        rows = origin.rows.rows(sample)
+        corpus, _ = observe_part(ready, rows, states_every=max(1, rows.n_tokens // STATES))
+        made = make_kernels(kernels, origin.model, settings, corpus)
+        total_NT = np.zeros((every.n_rows, len(columns.targets)))
+        for kernel in made:
+            kernel.prepare(units)
+            blocks = range(0, every.n_rows, BATCH_ROWS)
+            parts = [kernel.score(every.rows(at, min(at + BATCH_ROWS, every.n_rows))).cpu().numpy() for at in blocks]
+            relevance_NE = np.concatenate(parts)[:, columns.columns_E]
+            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel.name)))
+            weight = kernels[kernel.name]
             total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)
+        counts.append(corpus.n_positions)
     agreement = {
         target: rank_agreement(first_N, second_N)
         for target, first_N, second_N in zip(artifact.targets, *rankings, strict=True)
@@ -204,7 +198,7 @@ def redrawn(
     known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
     if not known:
         raise ArtifactError("measured where rows differ in relevance; here every target has one score for all")
-    return known, min(drawn.token.count for drawn in moments)
+    return known, min(counts)
 
 
 def _two_samples(

@@ -1,4 +1,4 @@
-r"""Gradient relevance: would a step on the row and a step on the unit move the weights the same way? All layers.
+r"""Would a step on the row and a step on the unit move the weights the same way? All layers.
 
     a_{i,e} = n_i sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
 
@@ -22,9 +22,9 @@ of the whole sample, E units.
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.arrays import F32, F64, I64
+from grasp.arrays import F64, I64
 from grasp.errors import ModelError, SettingsError
+from grasp.kernels.kernel import OWN_TOKENS, Batch, CorpusMoments, Kernel
+from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
 from grasp.models.sampled_gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
@@ -44,7 +46,6 @@ COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
 MEGABYTE = 1 << 20
 CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
-KEPT_ROWS = 16  # of which coordinates are widened at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class SampledGradients:
         them; of a small model they hold most there is to see. Layers that have no gradient a row are found one by one.
         """
         if not isinstance(model, ReferenceModel):
-            raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
+            raise ModelError("features.kernels: got gradient, but the model is a classifier; expected a causal LM")
         root = model.model
         tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
         outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
@@ -154,7 +155,7 @@ class SampledGradients:
                     raise
         if engine is None:
             raise ModelError(
-                f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --match "
+                f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --rule "
                 "forward"
             )
         wanted, there = settings.gradient_coordinates, engine.layers.size
@@ -209,24 +210,47 @@ class SampledGradients:
         return np.asarray(product_LE.double().cpu().numpy())
 
 
-class SquareSums:
-    """Sums of squares of gradients over rows, float64. Parts merge; their order decides the last digits."""
+class GradientSquares(Moments):
+    """Second moments of the coordinates taken of gradients, over rows whose gradient is finite; float64."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, corpus: CorpusMoments) -> None:
         self.count = 0
-        self.square_K: F64 = np.zeros(size)
+        self._square_K: F64 | None = None
+        self._found: F64 | None = None
 
-    def add(self, taken_BK: Tensor) -> None:
-        self.count += len(taken_BK)
-        self.square_K += taken_BK.double().square().sum(dim=0).cpu().numpy()
+    def observe(self, batch: Batch) -> None:
+        assert batch.gradient_BK is not None
+        finite_BK = batch.gradient_BK[batch.gradient_BK.isfinite().all(dim=1)]
+        self._add(len(finite_BK), finite_BK.double().square().sum(dim=0).cpu().numpy())
 
-    def merge(self, other: "SquareSums") -> None:
-        self.count += other.count
-        self.square_K += other.square_K
+    def merge(self, other: Self) -> None:
+        if other._square_K is not None:
+            self._add(other.count, other._square_K)
 
-    def mean(self) -> F64:
-        """v, (K,); at least one row. It has the digits of float32, in which it is kept, so that both are the same."""
-        return (self.square_K / self.count).astype(np.float32).astype(np.float64)
+    def _add(self, count: int, square_K: F64) -> None:
+        self.count += count
+        self._square_K = square_K if self._square_K is None else self._square_K + square_K
+
+    @property
+    def found(self) -> F64:
+        """v, (K,), with the digits of float32, in which it is kept, so that both are the same.
+
+        Raises:
+            ModelError: no row has a finite gradient.
+        """
+        if self._found is not None:
+            return self._found
+        if self._square_K is None or not self.count:
+            raise ModelError(
+                "the gradients of all rows sampled are not finite; use --dtype bfloat16 or float32, or --rule forward"
+            )
+        return (self._square_K / self.count).astype(np.float32).astype(np.float64)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {"gradient.square": self.found.astype(np.float32)}
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._found = np.asarray(arrays["gradient.square"], dtype=np.float64)
 
 
 def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
@@ -238,61 +262,62 @@ def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64
     return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
 
 
-@dataclass(frozen=True, slots=True)
-class GradientKernel:
-    """The kernel with the units' side of it, ready to be applied to rows."""
+class Gradient(Kernel):
+    """The kernel as a build calls it. Rows' and units' coordinates have the digits of bfloat16.
 
-    gradients: SampledGradients
-    side_EK: Tensor  # preconditioned coordinates of each unit's gradient, rounded to bfloat16
-    own_E: F64  # relevance of each unit to itself
+    bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by less
+    than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
+    """
 
-    @classmethod
-    def prepare(cls, model: Reference, units: Sequence[Example], square_K: F64, settings: FeatureSettings) -> Self:
-        """Run the model over the units, there and back, and fold the rows' second moments into their gradients.
+    name = "gradient"
+    needs = "backward"
+    kinds = (GradientSquares,)
 
-        bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by
-        less than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
-        """
-        gradients = SampledGradients.choose(model, settings)
-        engine, sample = gradients.engine, gradients.sample
+    def prepare(self, units: Batch) -> None:
+        """Precondition the units' coordinates, in the place where they are: memory holds them once."""
+        assert units.gradient_BK is not None
+        assert units.sampled is not None
+        self.sampled, self.side_EK = units.sampled, units.gradient_BK
+        square_K, sample = self.moments(GradientSquares).found, self.sampled.sample
         if len(square_K) != sample.size:
             raise ModelError(
                 f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
                 "sample; build again"
             )
         precondition_K = gradient_preconditioner(
-            square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping
+            square_K, sample.weight_K.double().cpu().numpy(), self.settings.gradient_damping
         )
-        factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
-        side_EK, own_E = _room(len(units), gradients, settings.gradient_memory_mb), np.zeros(len(units))
-        for index_B in gradients.batches(units):
-            taken_BK, _ = gradients.compute([units[int(e)] for e in index_B])
-            side_BK = taken_BK * factor_K
-            own_E[index_B] = (taken_BK.double() * side_BK.double()).sum(dim=1).cpu().numpy()
-            rounded_BK = side_BK if engine.work == torch.float64 else side_BK.bfloat16()
-            side_EK[torch.from_numpy(index_B).to(side_EK.device)] = rounded_BK.to(side_EK.device, side_EK.dtype)
-        return cls(gradients, side_EK, own_E)
+        work = self.sampled.engine.work
+        factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
+        self._own_E = np.zeros(units.n_rows)
+        for e in range(units.n_rows):
+            taken_K = self.side_EK[e].to(factor_K.device, work)
+            side_K = taken_K * factor_K
+            self._own_E[e] = float(taken_K.double() @ side_K.double())
+            rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
+            self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
 
-    def relevance(self, taken_BK: Tensor) -> F32:
-        """Of B rows to all units, (B, E). A row whose gradient is not finite gets 0 for every unit."""
-        product_BE = taken_BK.new_zeros(len(taken_BK), len(self.side_EK))
-        for start in range(0, taken_BK.shape[1], CHUNK):
-            some = slice(start, start + CHUNK)
-            product_BE += taken_BK[:, some] @ self.side_EK[:, some].to(taken_BK.device, taken_BK.dtype).T
+    def score(self, batch: Batch) -> Tensor:
+        """Return the relevance of rows, (B, E). A row whose gradient is not finite gets 0 for every unit."""
+        assert batch.gradient_BK is not None
+        work, device = self.sampled.engine.work, self.model.device
+        product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
+        for start in range(0, batch.gradient_BK.shape[1], CHUNK):
+            taken_BK, side_EK = (
+                kept[:, start : start + CHUNK].to(device, work) for kept in (batch.gradient_BK, self.side_EK)
+            )
+            product_BE += taken_BK @ side_EK.T
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
-        return np.asarray(torch.where(finite_B1, product_BE, 0.0).float().cpu().numpy())
+        return torch.where(finite_B1, product_BE, 0.0).float()
 
-    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> F32:
-        """Of rows whose coordinates were kept, as bits of bfloat16; some rows at a time."""
-        device = self.gradients.engine.model.device
-        parts = (
-            torch.from_numpy(gradients_NK[start : start + KEPT_ROWS])
-            for start in range(0, len(gradients_NK), KEPT_ROWS)
-        )
-        return np.concatenate([self.relevance(part.view(torch.bfloat16).to(device).float()) for part in parts])
+    def own(self, units: Batch) -> F64:
+        return self._own_E * OWN_TOKENS  # a row counts with all of its loss, of some hundred tokens or thousands
 
 
-def _room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+KERNEL = Gradient
+
+
+def room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
     """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends.
 
     In memory it is as wide as the rows' side, if there is room for that: then nothing is widened batch by batch.

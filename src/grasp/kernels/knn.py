@@ -1,4 +1,4 @@
-r"""Neighbour relevance: what a language model that only looks up near hidden states learns from a row.
+r"""What a language model that only looks up near hidden states learns from a row.
 
     a_{i,e} = 1/|P_e| sum_{s in P_e} [ A_is / (A_s + (lambda p_s + 1/M) B_s) - B_is / ((1 + lambda) B_s) ]
     B_is = 1/|P_i| sum_{t in P_i} k(h~_t, h~_s),  k(x, y) = exp(-|x - y|^2 / 2 tau^2)
@@ -20,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.kernels.whitening import PositionMoments, Whitener
+from grasp.arrays import F32, F64, I64
+from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.whitening import HiddenMoments, SampledStates, SecondMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
 WIDTH = 0.25  # tau in distances
 PRIOR = 0.1  # lambda
+LARGEST = 32_768.0  # that float16 is asked to hold
 SAMPLED = 2_048  # positions of the sample that are looked at together
 # Pairs held at once: 4 MB in float32, small enough to stay near the cores.
 BLOCK_ELEMENTS = 1024 * 1024
@@ -56,7 +59,9 @@ def prepare_neighbours(
     unit_S: Tensor,
     n_units: int,
     whitener: Whitener,
-    moments: PositionMoments,
+    moments: SecondMoments,
+    states_MH: F32,
+    label_M: I64,
 ) -> NeighbourTargets:
     """Fold whitening, tau and the means over the sampled positions into the units.
 
@@ -64,28 +69,29 @@ def prepare_neighbours(
         hidden_SH: hidden states at the units' supervised positions.
         residual: their residuals, of which labels and losses are used.
         unit_S: which unit each position belongs to.
-        moments: those that `whitener` was fitted to, with `states`.
+        moments: those that `whitener` was fitted to.
+        states_MH: hidden states at some positions of the corpus.
+        label_M: the token that follows each.
     Source: ours, not in the paper; the linearised kernel language model.
     """
-    assert moments.states is not None
     device = hidden_SH.device
     label_S, by_label = torch.sort(residual.label_P, stable=True)
     hidden_SH, unit_S, loss_S = hidden_SH[by_label], unit_S[by_label], residual.loss_P[by_label]
-    spread = 2.0 * float(np.sum(whitener.map_HH * (moments.token.covariance_HH @ whitener.map_HH)))
+    spread = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
     map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
     point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
     point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)  # the other side of a product
-    point_MX = _points((torch.from_numpy(moments.states.hidden_MH).to(device) - mean_H) @ map_HH)
-    label_M = torch.from_numpy(moments.states.label_M).to(device)
-    count = len(label_M)
+    point_MX = _points((torch.from_numpy(states_MH).to(device) - mean_H) @ map_HH)
+    labels_M = torch.from_numpy(label_M).to(device)
+    count = len(labels_M)
     near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(near_S)
     for start in range(0, count, SAMPLED):
         block = slice(start, start + SAMPLED)
         near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
         near_S += near_MS.sum(dim=0)
-        same_S += (near_MS * (label_M[block, None] == label_S)).sum(dim=0)
+        same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
     prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
     return NeighbourTargets(
@@ -133,3 +139,29 @@ def _points(white_PH: Tensor) -> Tensor:
     """(x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2."""
     half_P1 = -0.5 * white_PH.square().sum(dim=1, keepdim=True)
     return torch.cat([white_PH, half_P1, torch.ones_like(half_P1)], dim=1)
+
+
+class Knn(Kernel):
+    """The kernel as a build calls it."""
+
+    name = "knn"
+    kinds = (HiddenMoments, SampledStates)
+    unit = "logarithm of a probability, to first order; unitless"
+
+    def prepare(self, units: Batch) -> None:
+        hidden = self.moments(HiddenMoments).found
+        whitener = Whitener.of(hidden, self.settings)
+        of_units = units.row_P, units.n_rows
+        states = self.moments(SampledStates).found
+        self._targets = prepare_neighbours(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
+
+    def score(self, batch: Batch) -> Tensor:
+        label_P = batch.residual.label_P
+        return neighbour_relevance(self._targets, batch.hidden_PH, label_P, batch.row_P, batch.n_rows)
+
+    def scale(self, units: Batch) -> F64:
+        most_E = self._targets.most_E.double().cpu().numpy()
+        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0)))
+
+
+KERNEL = Knn

@@ -1,4 +1,4 @@
-r"""Token relevance: the exact inner product of K-FAC-preconditioned output-layer gradients, without a backward pass.
+r"""The inner product of K-FAC-preconditioned gradients of the output layer, exact, without a backward pass.
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> (xi_t^T D xi_s)
 
@@ -22,7 +22,8 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.kernels.whitening import Whitener
+from grasp.kernels.kernel import ROWS_AT_ONCE, Batch, Kernel
+from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
 # Elements of one block of G, (coordinates x rows x H): 64 MB in float32.
@@ -173,3 +174,21 @@ def token_relevance(
         sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
     return (sum_EN[:-1] / positions_N).T.contiguous()
+
+
+class OutputLayer(Kernel):
+    """The kernel as a build calls it."""
+
+    name = "output_layer"
+    kinds = (HiddenMoments,)
+
+    def prepare(self, units: Batch) -> None:
+        whitener = Whitener.of(self.moments(HiddenMoments).found, self.settings)
+        of_units = units.row_P, units.n_rows
+        self._targets = prepare_targets(units.hidden_PH, units.residual, *of_units, whitener, ROWS_AT_ONCE)
+
+    def score(self, batch: Batch) -> Tensor:
+        return token_relevance(self._targets, batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
+
+
+KERNEL = OutputLayer

@@ -1,19 +1,18 @@
-"""Pooled relevance of rows to units: hidden match times residual match; and the sketches of pooled features.
+"""Relevance by the summaries of rows and units, as in the paper: hidden match times residual match.
 
-Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share, D sketch width.
+Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
+import torch
 from scipy.sparse import csr_array, diags_array
+from torch import Tensor
 
-from grasp.arrays import F32, F64, I64, Floats
-from grasp.kernels.sketch import CountSketch, gaussian_projection
-from grasp.kernels.whitening import Moments, Whitener
-from grasp.models.residuals import PooledFeatures
-from grasp.settings import FeatureSettings
+from grasp.arrays import F64, I64, Floats
+from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.whitening import SummaryMoments, Whitener
 
 # A coordinate that at least this share of the units has is kept dense: past it a dense row of E numbers costs less
 # than its scattered entries.
@@ -80,51 +79,27 @@ def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedU
     return np.asarray(residual_match_NE * damp(hidden_match_NE))
 
 
-@dataclass(frozen=True, slots=True)
-class PooledKernel:
-    """The pooled kernel and the two sketches, ready to be applied: pooled moments are folded in."""
+class Pooled(Kernel):
+    """The kernel of the paper as a build calls it."""
 
-    whitener: Whitener
-    project_HD: F64  # whitening, then P_h
-    sketch_VD: csr_array  # D^{1/2}, then CountSketch
-    units: PreparedUnits | None  # none: no pooled relevance is built
+    name = "pooled"
+    kinds = (SummaryMoments,)
 
-    @classmethod
-    def prepare(cls, units: PooledFeatures, moments: Moments, settings: FeatureSettings) -> Self:
-        whitener = Whitener.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon)
-        vocab = len(whitener.precondition_V)
-        project = gaussian_projection(settings.hidden_width, len(whitener.mean_H), settings.seed)
-        count = CountSketch.draw(vocab, settings.residual_width, settings.seed, "residual")
-        prepared = None
-        if "pooled" in settings.kernels:
-            white_EH = whitener.whiten(units.hidden_NH)
-            prepared = prepare_units(white_EH, units.residual_NV, whitener.precondition_V)
-        return cls(
-            whitener=whitener,
-            project_HD=whitener.map_HH @ project.T,
-            sketch_VD=count.matrix(np.sqrt(whitener.precondition_V)),
-            units=prepared,
-        )
+    def prepare(self, units: Batch) -> None:
+        self._whitener = Whitener.of(self.moments(SummaryMoments).found, self.settings)
+        summary = units.summary
+        white_EH = self._whitener.whiten(summary.hidden_NH)
+        self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)
 
-    def sketches(self, pooled: PooledFeatures) -> dict[str, F32]:
-        """Hidden and residual sketch of N rows, before their gains. Source: eq:feature-sketch."""
-        centred_NH = pooled.hidden_NH - self.whitener.mean_H
-        return {
-            "hidden_sketch": (centred_NH @ self.project_HD).astype(np.float32),
-            "residual_sketch": (pooled.residual_NV @ self.sketch_VD).toarray().astype(np.float32),
-        }
+    def score(self, batch: Batch) -> Tensor:
+        return torch.from_numpy(self._of(batch).astype(np.float32))
 
-    def relevance(self, pooled: PooledFeatures) -> dict[str, F32]:
-        """Pooled relevance of N rows for all units; nothing where it is not built."""
-        if self.units is None:
-            return {}
-        white_NH = self.whitener.whiten(pooled.hidden_NH)
-        relevance_NE = pooled_relevance(white_NH, pooled.residual_NV, self.units)
-        return {"relevance_pooled": np.asarray(relevance_NE, dtype=np.float32)}
+    def _of(self, batch: Batch) -> Floats:
+        white_BH = self._whitener.whiten(batch.summary.hidden_NH)
+        return pooled_relevance(white_BH, batch.summary.residual_NV, self._units)
 
-    def unit_relevance(self, units: PooledFeatures) -> F64:
-        """Relevance of each unit to itself, (E,)."""
-        assert self.units is not None
-        white_EH = self.whitener.whiten(units.hidden_NH)
-        relevance_EE = pooled_relevance(white_EH, units.residual_NV, self.units)
-        return np.asarray(relevance_EE, dtype=np.float64).diagonal().copy()
+    def own(self, units: Batch) -> F64:
+        return np.asarray(self._of(units), dtype=np.float64).diagonal().copy()
+
+
+KERNEL = Pooled

@@ -4,6 +4,7 @@ One distribution on every device: maps are drawn with numpy and only applied wit
 Shape letters: P positions, N rows, H hidden width, V vocabulary, D sketch width, F frequencies.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,9 +14,12 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.kernels.whitening import Whitener
+from grasp.artifact.writer import ArraySpec
+from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, ModelSizes
+from grasp.kernels.whitening import FeatureMoments, HiddenMoments, SummaryMoments, Whitener
 from grasp.models.residuals import SparseResidual
 from grasp.seeds import stream
+from grasp.settings import FeatureSettings
 
 
 def gaussian_projection(width: int, hidden_size: int, seed: int) -> F64:
@@ -54,7 +58,7 @@ class CountSketch:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductSketch:
+class ProductMaps:
     """TensorSketch of the token-level product G_i = mean_t h~_t (x) D^{1/2} xi_t: two random maps, whitening folded in.
 
     <sketch_i, sketch_j> estimates <G_i, G_j> without bias, the geometry that the direct sum of the paper gives up. The
@@ -93,3 +97,37 @@ class ProductSketch:
         positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
         sketch_ND: Tensor = torch.fft.irfft(sum_NF / positions_N[:, None], n=self.width)
         return sketch_ND
+
+
+class Sketch(Kernel):
+    """A sketch of every row: it has nothing to do with units."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Return how many numbers it has."""
+
+    @property
+    def array(self) -> str:
+        return self.name
+
+    def spec(self, units: Batch) -> ArraySpec:
+        return ArraySpec(self.width, unit="none", sign="none")
+
+
+class SummarySketch(Sketch):
+    """A sketch of the summary of a row: with moments of summaries as in the paper, or with those of positions."""
+
+    def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
+        self._kind = summary_moments(settings)
+        self.kinds = (self._kind,)
+        super().__init__(model, settings, corpus)
+
+    def whitener(self) -> Whitener:
+        """Return what whitens and preconditions summaries."""
+        return Whitener.of(self.moments(self._kind).found, self.settings)
+
+
+def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:
+    """Return the moments that whiten summaries: of summaries where they average some positions, else of positions."""
+    return SummaryMoments if settings.summary_positions else HiddenMoments

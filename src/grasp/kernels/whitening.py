@@ -1,22 +1,30 @@
 """Mergeable first and second moments of one dense and one sparse feature, in float64, and the whitening they give.
 
-Output layer: hidden states and residuals. Input embedding: gradients at it and one-hot input tokens.
-Shape letters: P positions or rows, H hidden width, V vocabulary.
+Output layer: hidden states and residuals. Input embedding: gradients at it and one-hot input tokens. Kernels share
+them: `Moments` is what they have in common.
+Shape letters: P positions or rows, H hidden width, V vocabulary, M sampled positions.
 """
 
-import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I64
+from grasp.settings import FeatureSettings
+
+if TYPE_CHECKING:
+    from grasp.kernels.kernel import Batch, CorpusMoments
+
+STATES = 8_192  # positions whose hidden states are kept, about
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """Moments over `count` positions (token and input kernel) or rows (pooled kernel) of the training corpus."""
+class SecondMoments:
+    """Moments over `count` positions, or rows (of summaries), of the training corpus."""
 
     count: int
     mean_H: F64
@@ -27,25 +35,6 @@ class Moments:
     def second_moment(self) -> F64:
         """Uncentred second moment of the dense feature."""
         return self.covariance_HH + np.outer(self.mean_H, self.mean_H)
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledStates:
-    """Hidden states at M sampled positions, and the token that follows each."""
-
-    hidden_MH: F32
-    label_M: I64
-
-
-@dataclass(frozen=True, slots=True)
-class PositionMoments:
-    """What the position kernels need of the corpus: moments of outputs, inputs and neighbours over one sample."""
-
-    token: Moments  # hidden states and residuals
-    input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built
-    states: LabelledStates | None = None  # some of the positions themselves, where the neighbour kernel is built
-    gradient_K: F64 | None = None  # second moments of the coordinates taken of gradients, where that kernel is built
-    loss: float = math.nan  # mean over the positions, nats a token
 
 
 class MomentAccumulator:
@@ -85,10 +74,10 @@ class MomentAccumulator:
         self.mean_H = self.mean_H + shift_H * (count / total)
         self.count = total
 
-    def moments(self) -> Moments:
+    def moments(self) -> SecondMoments:
         """The moments so far; at least one sample."""
         assert self.count > 0
-        return Moments(
+        return SecondMoments(
             count=self.count,
             mean_H=self.mean_H.copy(),
             covariance_HH=self.scatter_HH / self.count,
@@ -130,7 +119,7 @@ class Whitener:
     precondition_V: F64
 
     @classmethod
-    def fit(cls, moments: Moments, *, tau: float, alpha: float, epsilon: float, centred: bool = True) -> Self:
+    def fit(cls, moments: SecondMoments, *, tau: float, alpha: float, epsilon: float, centred: bool = True) -> Self:
         """Gradients are not `centred`: W is then of their second moment, and the mean 0."""
         return cls(
             mean_H=moments.mean_H if centred else np.zeros_like(moments.mean_H),
@@ -138,6 +127,135 @@ class Whitener:
             precondition_V=preconditioner(moments.gamma_V, alpha, epsilon),
         )
 
+    @classmethod
+    def of(cls, moments: SecondMoments, settings: FeatureSettings, *, centred: bool = True) -> Self:
+        """Fit it as the settings of a build say."""
+        weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
+        return cls.fit(moments, **weighing, centred=centred)
+
     def whiten(self, hidden_NH: NDArray[np.floating]) -> F64:
         """h~ = W (h - mean), (N, H), float64. Source: eq:grasp-hidden-whiten."""
         return np.asarray((hidden_NH - self.mean_H) @ self.map_HH, dtype=np.float64)
+
+
+class Moments(ABC):
+    """What kernels need to know of the corpus, from a sample of its rows. Parts of the sample merge."""
+
+    @abstractmethod
+    def __init__(self, corpus: "CorpusMoments") -> None: ...
+
+    @abstractmethod
+    def observe(self, batch: "Batch") -> None:
+        """Add the rows of a batch."""
+
+    @abstractmethod
+    def merge(self, other: Any) -> None:
+        """Add what another part of the sample has."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the moments as named arrays, as an artifact keeps them; at least one row was observed."""
+
+    @abstractmethod
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take the numbers of named arrays."""
+
+
+class FeatureMoments(Moments):
+    """Second moments of one dense and one sparse feature; see its subclasses."""
+
+    prefix: str
+    _found: SecondMoments | None = None
+
+    def __init__(self, corpus: "CorpusMoments") -> None:
+        self._sums = MomentAccumulator(*corpus.size)
+
+    def merge(self, other: Self) -> None:
+        self._sums.merge(other._sums)
+
+    @property
+    def found(self) -> SecondMoments:
+        """Return the moments of what was observed, or those that were loaded."""
+        return self._sums.moments() if self._found is None else self._found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        found = self.found
+        return {
+            f"{self.prefix}.count": np.array([found.count], dtype=np.int64),
+            f"{self.prefix}.mean": found.mean_H,
+            f"{self.prefix}.covariance": found.covariance_HH,
+            f"{self.prefix}.gamma": found.gamma_V,
+        }
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._found = second_moments(arrays, self.prefix)
+
+
+def second_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> SecondMoments:
+    """Return the moments that named arrays hold."""
+    return SecondMoments(
+        count=int(arrays[f"{prefix}.count"][0]),
+        mean_H=np.asarray(arrays[f"{prefix}.mean"], dtype=np.float64),
+        covariance_HH=np.asarray(arrays[f"{prefix}.covariance"], dtype=np.float64),
+        gamma_V=np.asarray(arrays[f"{prefix}.gamma"], dtype=np.float64),
+    )
+
+
+class HiddenMoments(FeatureMoments):
+    """Of hidden states and mistakes at single positions."""
+
+    prefix = "hidden"
+
+    def observe(self, batch: "Batch") -> None:
+        at = batch.residual
+        self._sums.add(batch.hidden_PH.cpu().numpy(), at.index_PK.cpu().numpy(), at.value_PK.cpu().numpy())
+
+
+class DeltaMoments(FeatureMoments):
+    """Of the loss's gradients by hidden states, and of input tokens (the share of each), at single positions."""
+
+    prefix = "delta"
+
+    def observe(self, batch: "Batch") -> None:
+        token_P = batch.input_P.cpu().numpy()
+        self._sums.add(batch.delta_PH.cpu().numpy(), token_P, np.ones(len(token_P), dtype=np.float32))
+
+
+class SummaryMoments(FeatureMoments):
+    """Of hidden states and mistakes averaged over each row. Source: eq:sequence-pooling."""
+
+    prefix = "summary"
+
+    def observe(self, batch: "Batch") -> None:
+        summary = batch.summary
+        self._sums.add(summary.hidden_NH, summary.residual_NV.indices, summary.residual_NV.data)
+
+
+class SampledStates(Moments):
+    """Hidden states at some positions of the sample, and the token that follows each."""
+
+    def __init__(self, corpus: "CorpusMoments") -> None:
+        self._every = corpus.states_every
+        self._hidden: list[F32] = []
+        self._label: list[I64] = []
+
+    def observe(self, batch: "Batch") -> None:
+        some = slice(self._every // 2, None, self._every)
+        self._hidden.append(batch.hidden_PH[some].float().cpu().numpy())
+        self._label.append(batch.residual.label_P[some].cpu().numpy())
+
+    def merge(self, other: Self) -> None:
+        self._hidden += other._hidden
+        self._label += other._label
+
+    @property
+    def found(self) -> tuple[F32, I64]:
+        """Return hidden states, (M, H), and labels, (M,)."""
+        return np.concatenate(self._hidden), np.concatenate(self._label)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        hidden_MH, label_M = self.found
+        return {"states.hidden": hidden_MH, "states.label": label_M}
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._hidden, self._label = [np.asarray(arrays["states.hidden"])], [np.asarray(arrays["states.label"])]

@@ -68,7 +68,7 @@ class OutputHead:
         if weight.dtype not in READABLE:
             raise ModelError(
                 f"{type(self.linear).__name__}: the output head is quantised to {weight.dtype}, expected float; build "
-                "with features.input_match: false"
+                "with features.kernels that name output_layer alone"
             )
         if not self.is_plain and self._applied.matrix is not None:
             return self._applied.matrix

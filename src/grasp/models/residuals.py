@@ -12,10 +12,14 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.arrays import F32
+from grasp.errors import ModelError
 from grasp.models.head import OutputHead
 
 # Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores.
 LOGIT_ELEMENTS = 8 * 1024 * 1024
+
+# Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
+GATHERED_ELEMENTS = 16 * 1024 * 1024
 
 # Two-level top-k pays when there are many more coordinates than are kept.
 TOP_K_BLOCK = 16
@@ -165,3 +169,35 @@ def pool(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
             shape=(n_rows, vocab),
         ),
     )
+
+
+def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
+    """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), in the residual's dtype.
+
+    The residual carries the slope of a scaled or capped head; a bias does not matter. What top-k cut off is taken to be
+    spread evenly over the vocabulary. Without it, a vector that all rows of W have in common would add as much as the
+    mistake itself. A whole residual adds up to 0, so what is missing of that is what was cut off; where slopes differ
+    by logit the residual says how much it is.
+
+    Raises:
+        ModelError: the residuals of such a head were kept without it.
+    """
+    weight_VH = head.matrix()
+    index_PK, value_PK = residual.index_PK, residual.value_PK
+    if weight_VH.dtype == value_PK.dtype:
+        delta_PH = torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
+    else:
+        # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
+        count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
+        delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
+        for start in range(0, len(index_PK), count):
+            block = slice(start, start + count)
+            gathered_PKH = weight_VH[index_PK[block]].to(value_PK.dtype)
+            delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
+    missing_P = value_PK.sum(dim=1) if residual.rest_P is None else -residual.rest_P
+    if residual.rest_P is None and (head.cap is not None or head.factor_V is not None):
+        raise ModelError(
+            "features: kept by another version, without what top-k cut off of a capped output head; build the artifact "
+            "again"
+        )
+    return delta_PH.sub_(torch.outer(missing_P, head.mean_H.to(value_PK.dtype)))

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -15,8 +15,8 @@ from grasp.files import written_aside
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
-Match = Literal["token", "input", "neighbour", "shift", "tilt", "gradient", "pooled"]
-BESIDE_GRADIENT = 0.25  # weight of token and of input beside `gradient`
+Match = str  # a kernel by its name
+BESIDE_GRADIENT = 0.25  # weight of output_layer and of embedding beside `gradient`
 # What protocol files may say of interactions where there are none: `grasp.geometry` has these settings.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
@@ -26,8 +26,8 @@ CALIBRATION = "calibration"  # what it says is of interactions alone
 class Requirements(Settings):
     """How an artifact must have been built for the protocol to be used on it; what is left out may be anything."""
 
-    pooling: Positions | None = Field(None, description="Positions averaged by `pooled`.")
-    token_positions: Positions | None = Field(None, description="Row positions used by `token` and others.")
+    summary_positions: Positions | None = Field(None, description="Positions that summaries average.")
+    positions: Positions | None = Field(None, description="Positions of a row that kernels read.")
     top_k: int | None = Field(None, description="Probabilities kept per residual.")
     alpha: float | None = Field(None, description="Exponent of the preconditioners.")
     epsilon: float | None = Field(None, description="Their eps, relative to the mean.")
@@ -50,9 +50,9 @@ class ScoringProtocol(Settings):
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels, each standardised; auto: token, input and neighbour; of a model that is "
-        f"trained further gradient and {BESIDE_GRADIENT:g} each of token and input; without it token, input, shift and "
-        "tilt; else pooled.",
+        description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
+        f"is trained further gradient and {BESIDE_GRADIENT:g} each of output_layer and embedding; without it "
+        "output_layer, embedding, hidden_bias and hidden_linear; else pooled.",
     )
     negative: float = Field(
         1.0,
@@ -73,7 +73,7 @@ class ScoringProtocol(Settings):
     @classmethod
     def _some_match(cls, match: dict[Match, float] | str) -> dict[Match, float] | str:
         if isinstance(match, dict) and not any(match.values()):
-            raise ValueError("expected auto, or at least one kernel with a weight other than 0, e.g. {token: 1}")
+            raise ValueError("expected auto, or at least one kernel with a weight other than 0, e.g. {output_layer: 1}")
         if isinstance(match, dict) and not all(math.isfinite(weight) for weight in match.values()):
             raise ValueError("weights must be finite")
         return match
@@ -120,23 +120,23 @@ class ScoringProtocol(Settings):
         return self
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
-        """This protocol with `match: auto` resolved, kernels in the order of `Match`, if the artifact can serve it.
+        """This protocol with `match: auto` resolved, if the artifact can serve it.
 
         Raises:
             ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
                 all of them in one message.
         """
         if self.match == "auto":
-            there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
-            first: list[Match] = [kernel for kernel in there if kernel in ("token", "input")]
-            beside = ("neighbour",) if "neighbour" in there else ("shift", "tilt")  # by what is trained
-            match: dict[Match, float] = dict.fromkeys((*first, *(one for one in there if one in beside)), 1.0)
+            there = [name.removeprefix("relevance_") for name in array_names]
+            first = [kernel for kernel in ("output_layer", "embedding") if kernel in there]
+            beside = ("knn",) if "knn" in there else ("hidden_bias", "hidden_linear")  # by what is trained
+            match = dict.fromkeys((*first, *(kernel for kernel in beside if kernel in there)), 1.0)
             if "gradient" in there:
                 match = dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
-            if "token" not in there:
+            if "output_layer" not in there:
                 match = {"pooled": 1.0}
         else:
-            match = {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
+            match = {kernel: weight for kernel, weight in self.match.items() if weight}
         fitted = self.model_copy(update={"match": match})
         missing = [name for name in fitted.arrays if name not in array_names]
         problems = [f"needs array {name!r}, the artifact has {list(array_names)}" for name in missing]

@@ -53,7 +53,7 @@ def label_trends(
                 "--add-target, or name the common ones with --targets"
             )
     in_common = set.intersection(*(set(one.array_names) for one in artifacts))
-    kernel = next((kernel for kernel in ("token", "pooled") if f"relevance_{kernel}" in in_common), None)
+    kernel = next((kernel for kernel in ("output_layer", "pooled") if f"relevance_{kernel}" in in_common), None)
     if kernel is None:
         built = {str(one.path): [n for n in one.array_names if n.startswith("relevance_")] for one in artifacts}
         raise ArtifactError(

@@ -1,11 +1,11 @@
-r"""Tilt relevance: the inner product of gradients of one matrix that acts on every hidden state, by one forward pass.
+r"""The inner product of gradients of one matrix that acts on every hidden state, by one forward pass.
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> <delta~_t, delta~_s>
 
-The shift kernel asks what a row wants said more often, wherever: the gradient of a vector b that is added to every
-hidden state. This one asks what it wants said more often in situations like these: the gradient of the matrix M in
-h + M (h - mean) + b, which the output matrix reads. It is the token kernel with the mistake brought back to hidden
-space, delta = W^T xi: H coordinates in place of V, none of which is a token that the moments hardly saw. Either side is
+The kernel `hidden_bias` asks what a row wants said more often, wherever: the gradient of a vector b that is added to
+every hidden state. This one asks what it wants said more often in situations like these: the gradient of the matrix M
+in h + M (h - mean) + b, which the output matrix reads. It is the kernel `output_layer` with the mistake brought back to
+hidden space, delta = W^T xi: H coordinates in place of V, none of which is a token that the moments hardly saw. Either side is
 whitened with a large ridge, since of H^2 directions a corpus shows few well.
 
 It is computed pair by pair, by two matrix products over positions: no matrix of a row or a unit, H x H each, is formed.
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.knn import BLOCK_ELEMENTS
-from grasp.kernels.whitening import PositionMoments, whitening_map
+from grasp.kernels.whitening import DeltaMoments, HiddenMoments, SecondMoments, whitening_map
 
 RIDGE = 1.0  # in units of tr / H: at 0.1 rankings move when moments are drawn again (experiments/finetune)
 
@@ -35,7 +36,7 @@ class TiltTargets:
 
 
 def prepare_tilt(
-    hidden_SH: Tensor, delta_SH: Tensor, unit_S: Tensor, n_units: int, moments: PositionMoments
+    hidden_SH: Tensor, delta_SH: Tensor, unit_S: Tensor, n_units: int, hidden: SecondMoments, delta: SecondMoments
 ) -> TiltTargets:
     """Fold the whitening of both sides and the mean over a unit's positions into the units.
 
@@ -43,17 +44,17 @@ def prepare_tilt(
         hidden_SH: hidden states at the units' supervised positions.
         delta_SH: `hidden_gradient` there.
         unit_S: which unit each position belongs to.
-        moments: with those of `input`.
+        hidden: moments of hidden states.
+        delta: moments of `hidden_gradient`.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a matrix that acts on the hidden states.
     """
-    assert moments.input is not None
     device = hidden_SH.device
-    mean_H = torch.from_numpy(moments.token.mean_H).to(device)
+    mean_H = torch.from_numpy(hidden.mean_H).to(device)
     hidden_HH, delta_HH = (
         torch.from_numpy(map_HH @ map_HH).to(device)
         for map_HH in (
-            whitening_map(moments.token.covariance_HH, RIDGE),
-            whitening_map(moments.input.second_moment, RIDGE),
+            whitening_map(hidden.covariance_HH, RIDGE),
+            whitening_map(delta.second_moment, RIDGE),
         )
     )
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
@@ -79,3 +80,20 @@ def tilt_relevance(targets: TiltTargets, hidden_PH: Tensor, delta_PH: Tensor, ro
         pair_NS = pair_PS.new_zeros(n_rows, pair_PS.shape[1]).index_add_(0, row_P, pair_PS)
         sum_NE.index_add_(1, targets.unit_S[block], pair_NS)
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
+
+
+class HiddenLinear(Kernel):
+    """The kernel as a build calls it."""
+
+    name = "hidden_linear"
+    kinds = (HiddenMoments, DeltaMoments)
+
+    def prepare(self, units: Batch) -> None:
+        moments = self.moments(HiddenMoments).found, self.moments(DeltaMoments).found
+        self._targets = prepare_tilt(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
+
+    def score(self, batch: Batch) -> Tensor:
+        return tilt_relevance(self._targets, batch.hidden_PH, batch.delta_PH, batch.row_P, batch.n_rows)
+
+
+KERNEL = HiddenLinear

@@ -1,0 +1,34 @@
+"""The sketch of a row's mean hidden state: whitened, then mapped to fewer numbers that keep inner products.
+
+Shape letters: B rows, P positions, H hidden width, D sketch width.
+"""
+
+import torch
+from torch import Tensor
+
+from grasp.kernels.kernel import Batch
+from grasp.kernels.sketch import SummarySketch, gaussian_projection
+
+
+class HiddenSketch(SummarySketch):
+    """The sketch as a build calls it. Source: eq:feature-sketch."""
+
+    name = "hidden_sketch"
+
+    @property
+    def width(self) -> int:
+        return min(self.settings.hidden_width, self.model.hidden_size)
+
+    def prepare(self, units: Batch) -> None:
+        whitener = self.whitener()
+        project_DH = gaussian_projection(self.settings.hidden_width, self.model.hidden_size, self.settings.seed)
+        self._mean_H = torch.from_numpy(whitener.mean_H).to(self.model.device)
+        self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        at = batch.tail or batch
+        sum_BH = self._mean_H.new_zeros(at.n_rows, len(self._mean_H)).index_add_(0, at.row_P, at.hidden_PH.double())
+        return ((sum_BH / at.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
+
+
+KERNEL = HiddenSketch

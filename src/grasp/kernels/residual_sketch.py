@@ -1,0 +1,38 @@
+"""The sketch of a row's mean mistake: preconditioned, then mapped to fewer numbers that keep inner products.
+
+Shape letters: B rows, P positions, K kept per residual, V vocabulary, D sketch width.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grasp.kernels.kernel import Batch
+from grasp.kernels.sketch import CountSketch, SummarySketch
+
+
+class ResidualSketch(SummarySketch):
+    """The sketch as a build calls it. Source: eq:feature-sketch."""
+
+    name = "residual_sketch"
+
+    @property
+    def width(self) -> int:
+        return self.settings.residual_width
+
+    def prepare(self, units: Batch) -> None:
+        count = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
+        self._bucket_V = torch.from_numpy(count.bucket).to(self.model.device)
+        weight_V = count.sign * np.sqrt(self.whitener().precondition_V)
+        self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        at = batch.tail or batch
+        index_PK = at.residual.index_PK
+        value_PK = at.residual.value_PK.float() * self._weight_V[index_PK]
+        place_PK = at.row_P[:, None] * self.width + self._bucket_V[index_PK]
+        sum_BD = value_PK.new_zeros(at.n_rows * self.width).index_add_(0, place_PK.flatten(), value_PK.flatten())
+        return sum_BD.view(at.n_rows, self.width) / at.positions_B[:, None]
+
+
+KERNEL = ResidualSketch
