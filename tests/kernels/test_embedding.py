@@ -25,7 +25,7 @@ from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import extract
 from grasp.models.head import OutputHead
 from grasp.models.residuals import sparse_residual
-from tests.kernels.test_residuals import dense
+from tests.models.test_residuals import dense
 from tests.rounding import rounding
 
 V, H, E, N = 50, 8, 6, 5

@@ -7,11 +7,11 @@ from grasp.kernels import embedding as input_match
 from grasp.kernels import hidden_affine as tilt_match
 from grasp.kernels import knn as neighbour_match
 from grasp.kernels import output_layer as token_match
-from tests.kernels import test_input_match as of_input
-from tests.kernels import test_neighbour_match as of_neighbour
-from tests.kernels import test_shift_match as of_shift
-from tests.kernels import test_tilt_match as of_tilt
-from tests.kernels import test_token_match as of_token
+from tests.kernels import test_embedding as of_input
+from tests.kernels import test_hidden_bias as of_shift
+from tests.kernels import test_hidden_linear as of_tilt
+from tests.kernels import test_knn as of_neighbour
+from tests.kernels import test_output_layer as of_token
 from tests.rounding import rounding
 
 # Of a kernel: the row of every position, and its relevance where some positions are of rows that are given anew.

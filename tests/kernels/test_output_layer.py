@@ -9,7 +9,7 @@ from grasp.kernels import output_layer as token_match
 from grasp.kernels.sketch import ProductSketch
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import pool, sparse_residual
-from tests.kernels.test_residuals import dense
+from tests.models.test_residuals import dense
 from tests.rounding import rounding
 
 V, H, E, N = 50, 8, 6, 5
