@@ -76,7 +76,10 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
     ("changes", "said"),
     [
         ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays to extend: .*hidden_sketch"),
-        ({"arrays": {"relevance_output_layer": ArraySpec(3, "1", "positive: lowers loss")}}, "units: got 2, expected 3"),
+        (
+            {"arrays": {"relevance_output_layer": ArraySpec(3, "1", "positive: lowers loss")}},
+            "units: got 2, expected 3",
+        ),
         ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer: got unit 'nat'"),
     ],
 )

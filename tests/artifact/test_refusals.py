@@ -38,7 +38,11 @@ def loss(value):
 
 SHARDS = [
     *(
-        (relevance(([2, 4], [3, 0]), bad), ArtifactError, rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: got {bad}")
+        (
+            relevance(([2, 4], [3, 0]), bad),
+            ArtifactError,
+            rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: got {bad}",
+        )
         for bad in (np.nan, np.inf, -np.inf)
     ),
     (
@@ -105,7 +109,12 @@ def test_another_build_is_refused_and_every_difference_named(world, tmp_path):
     with pytest.raises(ArtifactError, match="was begun with other input") as caught:
         other.begin(tmp_path / "art")
     message = str(caught.value)
-    for field in ('model.dtype: was "float32", now "bfloat16"', "model.path", "shard_rows", "relevance_output_layer.scale"):
+    for field in (
+        'model.dtype: was "float32", now "bfloat16"',
+        "model.path",
+        "shard_rows",
+        "relevance_output_layer.scale",
+    ):
         assert field in message
     assert "seed" not in message
     assert "\n" not in message

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from grasp.build.moments import unspool_position_moments
 from transformers import AutoTokenizer
 
 import grasp
 from grasp.api.score import score
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.artifact.rows import row_index
-from grasp.build.moments import unspool_position_moments
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.inspect.explain import Explainer, explain
@@ -89,7 +89,11 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
         {},
         {"match": {"output_layer": 1.0, "embedding": 0.5, "pooled": -0.3}, "negative": 0.25},
         {"match": {"knn": 1.0, "hidden_bias": 2.0, "hidden_linear": 1.0}, "negative": 0.0},
-        {"match": {"output_layer": 1.0, "pooled": 1.0}, "standardize": {"task": "mean_of_standardised"}, "weighting": "count"},
+        {
+            "match": {"output_layer": 1.0, "pooled": 1.0},
+            "standardize": {"task": "mean_of_standardised"},
+            "weighting": "count",
+        },
     ],
 )
 def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explainer, choice, unit):

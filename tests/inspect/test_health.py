@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from grasp.build.moments import unspool_moments
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.moments import unspool_moments
 from grasp.build.pipeline import build_artifact
 from grasp.errors import EnvironmentDataError, GraspError, SettingsError
 from grasp.geometry import sketch_checks

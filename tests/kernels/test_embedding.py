@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.errors import ModelError
 from grasp.kernels import embedding as input_match
 from grasp.kernels.embedding import (
-    hidden_gradient,
     input_relevance,
     input_tokens,
 )
@@ -24,7 +23,7 @@ from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import extract
 from grasp.models.head import OutputHead
-from grasp.models.residuals import sparse_residual
+from grasp.models.residuals import hidden_gradient, sparse_residual
 from tests.models.test_residuals import dense
 from tests.rounding import rounding
 

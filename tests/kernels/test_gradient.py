@@ -6,16 +6,17 @@ import torch
 
 from grasp.baselines.gradients.factors import materialise
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.build.backward import halved
+from grasp.build.model_pass import halved
 from grasp.errors import ModelError
 from grasp.kernels.gradient import (
-    GradientKernel,
+    Gradient,
     SampledGradients,
-    SquareSums,
     Tiles,
     by_member,
     gradient_preconditioner,
 )
+from grasp.kernels.kernel import Batch, CorpusMoments
+from grasp.models.residuals import SparseResidual
 from grasp.models.sampled_gradients import Example, Use
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -62,16 +63,26 @@ def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damp
 
 def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
     """As a build computes it."""
-    squares = SquareSums(gradients.sample.size)
+    model = gradients.engine.model
+    kernel = Gradient(model, asked_for(None), CorpusMoments(model))
     for example in examples:
-        squares.add(gradients.compute([example])[0])
-    square_K = squares.square_K / squares.count
-    kernel = GradientKernel.prepare(gradients.engine.model, asked, square_K, asked_for(None))
+        kernel.observe(batch_of(gradients, [example]))
+    kernel.prepare(batch_of(gradients, asked))
     out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
     for index in gradients.batches(examples):
-        taken_BK, _ = gradients.compute([examples[int(i)] for i in index])
-        out_NE[torch.from_numpy(index)] = torch.from_numpy(kernel.relevance(taken_BK)).double()
+        batch = batch_of(gradients, [examples[int(i)] for i in index])
+        out_NE[torch.from_numpy(index)] = kernel.score(batch).double()
     return out_NE
+
+
+def batch_of(gradients: SampledGradients, examples) -> Batch:
+    """What the kernel reads of a pass: the coordinates of its gradients."""
+    taken_BK, hidden_BLH = gradients.compute(examples)
+    model, none = gradients.engine.model, torch.zeros(0, dtype=torch.int64)
+    residual = SparseResidual(none[:, None], none[:, None].float(), none.float())
+    of_positions = hidden_BLH[0, :0], residual, none, none, len(examples)
+    loss_B = torch.zeros(len(examples))
+    return Batch(*of_positions, loss_B, model.head, model.vocab_size, None, taken_BK, gradients)
 
 
 def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(family):
@@ -144,11 +155,16 @@ def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
 
 def test_a_row_whose_gradient_is_not_finite_counts_nothing():
     gradients = opened("llama", dtype=torch.float32)
-    kernel = GradientKernel(gradients, torch.ones(2, gradients.sample.size), np.ones(2))
-    taken_BK = torch.ones(2, gradients.sample.size)
-    taken_BK[1, 5] = torch.inf
-    found = kernel.relevance(taken_BK)
-    assert np.isfinite(found).all()
+    model = gradients.engine.model
+    kernel = Gradient(model, asked_for(None), CorpusMoments(model))
+    batch = batch_of(gradients, rows(2))
+    kernel.observe(batch)
+    kernel.prepare(batch_of(gradients, units()[:2]))
+    assert batch.gradient_BK is not None
+    batch.gradient_BK[1, 5] = torch.inf
+    found = kernel.score(batch)
+    assert bool(found.isfinite().all())
+    assert bool(found[0].any())
     assert found[1].tolist() == [0.0, 0.0]
 
 

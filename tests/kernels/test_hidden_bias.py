@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
-from grasp.kernels.embedding import hidden_gradient, input_tokens, prepare_shift, shift_relevance
+from grasp.kernels.embedding import input_tokens
+from grasp.kernels.hidden_bias import prepare_shift, shift_relevance
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.head import OutputHead
-from grasp.models.residuals import sparse_residual
+from grasp.models.residuals import hidden_gradient, sparse_residual
 from tests.rounding import rounding
 
 V, H, E, N = 20, 6, 4, 3

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from grasp.kernels.hidden_affine import RIDGE, prepare_tilt, tilt_relevance
-from grasp.kernels.whitening import MomentAccumulator, PositionMoments
+from grasp.kernels.hidden_linear import RIDGE, prepare_tilt, tilt_relevance
+from grasp.kernels.whitening import MomentAccumulator
 from tests.kernels.test_hidden_bias import TERMS, E, H, N, V, delta, world
 from tests.rounding import rounding
 
@@ -19,27 +19,27 @@ def gradient(head, hidden, label, owner, which, mean) -> np.ndarray:
     return found.double().numpy().T
 
 
-def moments_of(hidden_PH, delta_PH) -> PositionMoments:
+def moments_of(hidden_PH, delta_PH):
     found = []
     for dense_PH in (hidden_PH, delta_PH):
         accumulator = MomentAccumulator(H, V)
         accumulator.add(dense_PH.numpy(), np.zeros((len(dense_PH), 1), np.int64), np.ones((len(dense_PH), 1)))
         found.append(accumulator.moments())
-    return PositionMoments(*found)
+    return found
 
 
 def test_tilt_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
     moments = moments_of(rows[0], delta(head, *rows[:2]))
-    targets = prepare_tilt(units[0], delta(head, *units[:2]), units[2], E, moments)
+    targets = prepare_tilt(units[0], delta(head, *units[:2]), units[2], E, *moments)
     found = tilt_relevance(targets, rows[0], delta(head, *rows[:2]), rows[2], N).numpy()
-    mean = torch.from_numpy(moments.token.mean_H).float()
+    mean = torch.from_numpy(moments[0].mean_H).float()
     of_rows, of_units = (
         np.stack([gradient(head, *side, k, mean) for k in range(n)]) for side, n in ((rows, N), (units, E))
     )
     hidden, by_delta = (
         np.linalg.inv(second + RIDGE * np.trace(second) / H * np.eye(H))
-        for second in (moments.token.covariance_HH, moments.input.second_moment)
+        for second in (moments[0].covariance_HH, moments[1].second_moment)
     )
     expected = np.einsum("nhd,hi,eij,jd->ne", of_rows, hidden, of_units, by_delta)
     close = np.einsum("nhd,hi,eij,jd->ne", *map(np.abs, (of_rows, hidden, of_units, by_delta)))

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from grasp.kernels import embedding as input_match
-from grasp.kernels import hidden_affine as tilt_match
-from grasp.kernels import knn as neighbour_match
-from grasp.kernels import output_layer as token_match
+from grasp.kernels import embedding, hidden_bias, hidden_linear, knn, output_layer
 from tests.kernels import test_embedding as of_input
 from tests.kernels import test_hidden_bias as of_shift
 from tests.kernels import test_hidden_linear as of_tilt
@@ -19,34 +16,34 @@ from tests.rounding import rounding
 
 def token():
     hidden, unit_hidden, residual, unit_residual, whitener, row, unit = of_token.world(3)
-    units = token_match.prepare_targets(unit_hidden, unit_residual, unit, of_token.E, whitener, of_token.N)
-    return row, lambda at, *rows: token_match.token_relevance(units, hidden[at], residual.at(at), *rows)
+    units = output_layer.prepare_targets(unit_hidden, unit_residual, unit, of_token.E, whitener, of_token.N)
+    return row, lambda at, *rows: output_layer.token_relevance(units, hidden[at], residual.at(at), *rows)
 
 
 def input_():
     head, (residual, ids, row), asked, whitener = of_input.world(3)
     units = of_input.prepared(head, asked, whitener)
-    return row, lambda at, *rows: input_match.input_relevance(units, head, residual.at(at), ids[at], *rows)
+    return row, lambda at, *rows: embedding.input_relevance(units, head, residual.at(at), ids[at], *rows)
 
 
 def neighbour():
     (hidden, label, row), asked, whitener, moments = of_neighbour.world(3)
     units = of_neighbour.prepared(asked, whitener, moments)
-    return row, lambda at, *rows: neighbour_match.neighbour_relevance(units, hidden[at], label[at], *rows)
+    return row, lambda at, *rows: knn.neighbour_relevance(units, hidden[at], label[at], *rows)
 
 
 def shift():
     head, (hidden, label, row), asked = of_shift.world(1)
     delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
-    units = input_match.prepare_shift(unit_delta, asked[2], of_shift.E, of_shift.plain_whitener())
-    return row, lambda at, *rows: input_match.shift_relevance(units, delta[at], *rows)
+    units = hidden_bias.prepare_shift(unit_delta, asked[2], of_shift.E, of_shift.plain_whitener())
+    return row, lambda at, *rows: hidden_bias.shift_relevance(units, delta[at], *rows)
 
 
 def tilt():
     head, (hidden, label, row), asked = of_shift.world(1)
     delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
-    units = tilt_match.prepare_tilt(asked[0], unit_delta, asked[2], of_shift.E, of_tilt.moments_of(hidden, delta))
-    return row, lambda at, *rows: tilt_match.tilt_relevance(units, hidden[at], delta[at], *rows)
+    units = hidden_linear.prepare_tilt(asked[0], unit_delta, asked[2], of_shift.E, *of_tilt.moments_of(hidden, delta))
+    return row, lambda at, *rows: hidden_linear.tilt_relevance(units, hidden[at], delta[at], *rows)
 
 
 KERNELS = pytest.mark.parametrize("kernel", [token, input_, neighbour, shift, tilt])
@@ -76,7 +73,7 @@ def test_blocks_and_caches_do_not_change_the_result(monkeypatch, kernel, element
         return relevance(torch.ones_like(row_P, dtype=torch.bool), row_P, int(row_P.max()) + 1)
 
     expected_NE = whole_NE()
-    for module in (token_match, neighbour_match, tilt_match):
+    for module in (output_layer, knn, hidden_linear):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
-    monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
+    monkeypatch.setattr(output_layer, "CACHED_ELEMENTS", cached)
     assert_close(whole_NE(), expected_NE)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.kernels.knn import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
-from grasp.kernels.whitening import LabelledStates, MomentAccumulator, PositionMoments, Whitener
+from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import sparse_residual
 from tests.rounding import rounding
 
@@ -25,26 +25,25 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     accumulator = MomentAccumulator(H, V)
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
-    states = LabelledStates(hidden[:M].numpy(), residual.label_P[:M].numpy())
-    moments = PositionMoments(accumulator.moments(), states=states)
+    moments = accumulator.moments(), hidden[:M].numpy(), residual.label_P[:M].numpy()
     row = torch.arange(positions) * N // positions
     unit = torch.arange(unit_positions) % E  # out of order, as batches of like lengths leave them
     return (hidden, residual.label_P, row), (unit_hidden, unit_residual, unit), whitener, moments
 
 
 def prepared(units, whitener, moments):
-    return prepare_neighbours(*units, E, whitener, moments)
+    return prepare_neighbours(*units, E, whitener, *moments)
 
 
 class Definition:
     """Float64, one pair of positions at a time."""
 
     def __init__(self, rows, units, whitener, moments) -> None:
-        sample = moments.states
+        _, states_MH, label_M = moments
         self.rows, self.units = rows, units
         white = [
             (states - whitener.mean_H) @ whitener.map_HH
-            for states in (rows[0].double().numpy(), units[0].double().numpy(), sample.hidden_MH.astype(np.float64))
+            for states in (rows[0].double().numpy(), units[0].double().numpy(), states_MH.astype(np.float64))
         ]
         tau = WIDTH * np.sqrt(np.mean([((x - y) ** 2).sum() for x in white[0] for y in white[0]]))
         label, label_S = rows[1].numpy(), units[1].label_P.numpy()
@@ -56,7 +55,7 @@ class Definition:
         self.same_PS = self.near_PS * (label[:, None] == label_S)
         near_MS = np.array([[near(x, y) for y in white[1]] for x in white[2]])
         self.near_S = (1 + near_MS.sum(axis=0)) / len(near_MS)
-        self.same_S = (near_MS * (sample.label_M[:, None] == label_S)).sum(axis=0) / len(near_MS)
+        self.same_S = (near_MS * (label_M[:, None] == label_S)).sum(axis=0) / len(near_MS)
         self.prior_S = PRIOR * np.exp(-units[1].loss_P.double().numpy()) + 1 / len(near_MS)
 
     def log_probability(self, near_S, same_S):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.kernels import output_layer as token_match
-from grasp.kernels.sketch import ProductSketch
+from grasp.kernels.sketch import ProductMaps
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import pool, sparse_residual
 from tests.models.test_residuals import dense
@@ -65,7 +65,7 @@ def test_product_sketch_is_unbiased_for_the_product_geometry():
     exact = gradient @ gradient.T
     grams = []
     for seed in range(300):
-        sketch = ProductSketch.prepare(whitener, 32, seed, torch.device("cpu"))
+        sketch = ProductMaps.prepare(whitener, 32, seed, torch.device("cpu"))
         phi = sketch.apply(hidden, residual, row, N).double().numpy()
         grams.append(phi @ phi.T)
     error = np.std(grams, axis=0) / np.sqrt(len(grams))

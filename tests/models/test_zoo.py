@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
+from grasp.build.backward import backward_passes
 from torch import nn
 
-from grasp.build.backward import backward_passes
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ModelError
 from grasp.kernels.embedding import hidden_gradient

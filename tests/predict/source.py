@@ -23,7 +23,9 @@ class FakeSource:
     block_rows: int = 7
     seed: int = 0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    feature_settings: dict[str, Any] = field(default_factory=lambda: {"summary_positions": "tail:32", "top_k": 64, "alpha": 1.0})
+    feature_settings: dict[str, Any] = field(
+        default_factory=lambda: {"summary_positions": "tail:32", "top_k": 64, "alpha": 1.0}
+    )
     unit_targets: tuple[str, ...] = ("sciq", "boolq", "sciq", "boolq", "sciq")
     columns: dict[str, list[Any]] = field(default_factory=dict)
 

@@ -228,7 +228,9 @@ def test_the_additive_road_reads_no_sketch_and_relevance_once():
     predictor = Predictor.from_artifact(source, default_protocol())
     for _ in range(3):
         predictor.change(plain_subsets())
-    assert source.passes == {name: int(name in ("relevance_output_layer", "relevance_embedding")) for name in source.arrays}
+    assert source.passes == {
+        name: int(name in ("relevance_output_layer", "relevance_embedding")) for name in source.arrays
+    }
 
 
 @pytest.mark.parametrize("components", [{}, COMPONENTS])
@@ -248,11 +250,15 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     source = FakeSource()
     source.arrays["hidden_sketch"][:] = np.array([1.0, 0, 0, 0])  # every row alike: K_self is a constant
     source.arrays["relevance_embedding"][:] = 2.0
-    chosen = protocol(components={"hidden.self": -5.0}, match={"output_layer": 1.0, "embedding": 1.0}, weighting="count")
+    chosen = protocol(
+        components={"hidden.self": -5.0}, match={"output_layer": 1.0, "embedding": 1.0}, weighting="count"
+    )
     predictor = Predictor.from_artifact(source, chosen)
     alone = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0}))
     assert predictor.dropped == ("input", "hidden.self")
-    assert Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0})).dropped == ("input",)
+    assert Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0})).dropped == (
+        "input",
+    )
     both = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0}))
     np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))
 
@@ -261,7 +267,12 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     ("changes", "targets", "error", "said"),
     [
         ({}, ["sci"], ProtocolError, r"target: got \['sci'\] \(did you mean 'sciq'\?\)"),
-        ({"requires": {"summary_positions": "all"}}, None, ProtocolError, "requires 'all', the artifact was built with"),
+        (
+            {"requires": {"summary_positions": "all"}},
+            None,
+            ProtocolError,
+            "requires 'all', the artifact was built with",
+        ),
         ({"components": COMPONENTS, "calibration": {"family": "mixture:topic"}}, None, SubsetError, "column 'topic'"),
     ],
 )
