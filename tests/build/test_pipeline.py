@@ -8,42 +8,43 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
+from grasp.api.score import score
 from grasp.artifact.inspection import verify
 from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.select.export import corpus_settings
-from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
-from grasp.build import score_shard as forward
-from grasp.build.moments import token_sample
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import foretell
-from grasp.build.score_shard import ShardForward
 from grasp.build.inputs import ON_DISK, prepare
-from grasp.build import moments
-from grasp.build.pipeline import (
-    build_artifact,
-    decided,
-    has_work,
-    regime,
-    relevance_scale,
-)
-from grasp.progress import Silent
+from grasp.build.model_pass import read_batches
+from grasp.build.pipeline import build_artifact, decided, has_work, regime
 from grasp.build.provenance import BuildSource
-from grasp.models import forward_pass as extract
+from grasp.build.sample import Sample
+from grasp.build.score_shard import observe_part
+from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
+from grasp.kernels import kernel as kernel_module
+from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
+from grasp.kernels.sketch import CountSketch
+from grasp.models import forward_pass as extract
 from grasp.predict.scoring_rule import BESIDE_GRADIENT, default_protocol
-from grasp.settings import BuildSettings, TargetSettings, build_settings
+from grasp.progress import Silent
+from grasp.select.export import corpus_settings
+from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
+from grasp.settings import SKETCHES as BOTH_SKETCHES
+from tests.build.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import arrays
-from tests.build.world import texts, world, write_checkpoint, write_targets
+from tests.rules import rule
 from tests.says import says
 
 
@@ -56,6 +57,12 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.fixture(scope="module")
 def built(root) -> Path:
     return build_artifact(world(root), root / "artifact")
+
+
+@pytest.fixture(scope="module")
+def every(root) -> Path:
+    """With the kernel and the sketches of the paper."""
+    return build_artifact(world(root, features={"kernels": FORWARD}), root / "every")
 
 
 class Reference:
@@ -94,9 +101,14 @@ class Reference:
         precondition = 1.0 / (gamma + self.features.epsilon * gamma[gamma > 0].mean())
         return mean, vector @ np.diag(value**-0.5) @ vector.T, precondition
 
-    def pooled(self, rows, units) -> np.ndarray:
-        tails = [(hidden[-32:].mean(0), residual[-32:].mean(0)) for hidden, residual, _ in rows]
+    def summaries(self, rows, last: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Hidden states and residuals averaged over the last positions of each row; 0: over all."""
+        tails = [(hidden[-last:].mean(0), residual[-last:].mean(0)) for hidden, residual, _ in rows]
         hidden, residual = (np.stack(part) for part in zip(*tails, strict=True))
+        return hidden, residual
+
+    def pooled(self, rows, units) -> np.ndarray:
+        hidden, residual = self.summaries(rows, 32)
         mean, white, precondition = self.whitener(hidden, residual)
         out = np.zeros((len(rows), len(units)))
         for i in range(len(rows)):
@@ -106,7 +118,7 @@ class Reference:
                 out[i, e] = r * np.sign(h) * np.log1p(abs(h))
         return out
 
-    def token(self, rows, units) -> np.ndarray:
+    def output_layer(self, rows, units) -> np.ndarray:
         mean, white, precondition = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
         out = np.zeros((len(rows), len(units)))
         for i, (hidden, residual, _) in enumerate(rows):
@@ -116,7 +128,7 @@ class Reference:
                 out[i, e] = (gradient * other).sum()
         return out
 
-    def neighbour(self, rows, units) -> np.ndarray:
+    def knn(self, rows, units) -> np.ndarray:
         """Of a corpus that is its own sample."""
         mean, white, _ = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
         of_rows, of_units = ([(hidden - mean) @ white for hidden, *_ in side] for side in (rows, units))
@@ -134,7 +146,7 @@ class Reference:
                 out[i, e] = (same[i].mean(0) / right - near[i].mean(0) / (1.1 * near_S)).mean()
         return out
 
-    def shift(self, rows, units) -> np.ndarray:
+    def hidden_bias(self, rows, units) -> np.ndarray:
         matrix = self.matrix
         delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
         second = delta.T @ delta / len(delta)
@@ -142,7 +154,7 @@ class Reference:
         mean_NH, mean_EH = (np.stack([(xi @ matrix).mean(0) for _, xi, _ in side]) for side in (rows, units))
         return mean_NH @ inverse @ mean_EH.T
 
-    def tilt(self, rows, units) -> np.ndarray:
+    def hidden_linear(self, rows, units) -> np.ndarray:
         """Pair by pair of positions, both sides whitened with a ridge of one mean eigenvalue."""
         matrix = self.matrix
         hidden = np.concatenate([hidden for hidden, *_ in rows])
@@ -158,7 +170,7 @@ class Reference:
                 out[i, e] = (states * (residual @ matrix @ of_delta @ (unit_residual @ matrix).T)).mean()
         return out
 
-    def input(self, rows, units) -> np.ndarray:
+    def embedding(self, rows, units) -> np.ndarray:
         """With the gradient of the embedding of position t taken to be that of its hidden state."""
         matrix = self.matrix
         delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
@@ -175,7 +187,9 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    settings = world(root, features={"sample_positions": 10**6, "shift_match": True, "tilt_match": True})
+    kernels = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled")
+    features = {"kernels": kernels, "sample_positions": 10**6, "summary_positions": "tail:32"}
+    settings = world(root, features=features)
     found = arrays(build_artifact(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
@@ -184,7 +198,7 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
-    for name in ("token", "pooled", "input", "neighbour", "shift", "tilt"):
+    for name in kernels:
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
@@ -194,26 +208,67 @@ def _units(root: Path) -> tuple[list[str], list[str]]:
     return [line["prompt"] for line in lines], [line["completion"] for line in lines]
 
 
-def test_sketches_have_mean_squared_norm_one(built):
-    found = arrays(built)
-    for name in ("hidden_sketch", "residual_sketch", "product_sketch"):
+@pytest.mark.parametrize("last", [0, 32])
+def test_sketches_equal_the_float64_reference(root, tmp_path, last):
+    """Of averages over all positions, whitened as positions are; of the last 32, as averages of rows are."""
+    summary = {"summary_positions": f"tail:{last}"} if last else {}
+    settings = world(root, features={"kernels": SKETCHES, "sample_positions": 10**6, "hidden_width": 16} | summary)
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
+    found = {name: array / artifact.manifest.arrays[name].gain for name, array in arrays(artifact.path).items()}
+    reference = Reference(settings)
+    rows = reference.rows(texts(40), settings.corpus.max_length)
+    positions = tuple(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2])
+    hidden, residual = reference.summaries(rows, last)
+    mean, white, precondition = reference.whitener(*((hidden, residual) if last else positions))
+    np.testing.assert_allclose(found["hidden_sketch"], (hidden - mean) @ white, atol=2e-4 * np.abs(hidden).max())
+
+    # the residual: inner products by buckets and signs, drawn again
+    count = CountSketch.draw(residual.shape[1], 8, settings.features.seed, "residual")
+    sketch = np.zeros((len(rows), 8))
+    for v in range(residual.shape[1]):
+        sketch[:, count.bucket[v]] += count.sign[v] * np.sqrt(precondition[v]) * residual[:, v]
+    np.testing.assert_allclose(found["residual_sketch"], sketch, atol=2e-4 * np.abs(sketch).max())
+
+    # the product: a circular convolution of the two sketches at each position, by a double loop, and then the mean
+    mean, white, precondition = reference.whitener(*positions)
+    of_hidden, of_residual = (
+        CountSketch.draw(size, 8, settings.features.seed, f"product-{side}")
+        for size, side in ((len(mean), "hidden"), (len(precondition), "residual"))
+    )
+    for i in (0, 7, 23):
+        expected = np.zeros(8)
+        for h, xi in zip(*rows[i][:2], strict=True):
+            a, b = np.zeros(8), np.zeros(8)
+            np.add.at(a, of_hidden.bucket, of_hidden.sign * ((h - mean) @ white))
+            np.add.at(b, of_residual.bucket, of_residual.sign * np.sqrt(precondition) * xi)
+            for j in range(8):
+                for k in range(8):
+                    expected[(j + k) % 8] += a[j] * b[k] / len(rows[i][0])
+        np.testing.assert_allclose(found["product_sketch"][i], expected, atol=2e-4 * np.abs(found["product_sketch"]).max())
+
+
+def test_sketches_have_mean_squared_norm_one(every):
+    found = arrays(every)
+    for name in SKETCHES:
         assert (found[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_another_cut_into_shards_gives_the_same_numbers(root, built):
-    found = arrays(build_artifact(world(root, shard_rows=17), root / "other-shards"))
-    for name, expected in arrays(built).items():
+def test_another_cut_into_shards_gives_the_same_numbers(root, every):
+    settings = world(root, shard_rows=17, features={"kernels": FORWARD})
+    found = arrays(build_artifact(settings, root / "other-shards"))
+    for name, expected in arrays(every).items():
         np.testing.assert_allclose(found[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
 
 
-def test_sampled_moments_need_one_pass_and_come_close(root, built):
-    settings = world(root, features={"sample_rows": 60})
-    found, expected = arrays(build_artifact(settings, root / "sampled")), arrays(built)
-    for name in ("relevance_output_layer", "relevance_pooled"):
-        correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
-        assert correlation > 0.95, name
-    for name in ("relevance_output_layer", "relevance_embedding", "relevance_knn"):
-        assert_same({name: found[name]}, {name: expected[name]})
+def test_moments_of_nearly_all_rows_come_close_to_those_of_all(root, tmp_path):
+    kernels = {"kernels": FORWARD}
+    found, expected = (
+        arrays(build_artifact(world(root, features=kernels | {"sample_rows": rows}), tmp_path / str(rows)))
+        for rows in (60, 65)
+    )
+    for name in ("relevance_output_layer", "relevance_embedding", "relevance_knn", "relevance_pooled"):
+        assert np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1] > 0.95, name
+        assert not np.array_equal(found[name], expected[name]), name
 
 
 @pytest.fixture
@@ -229,59 +284,188 @@ def looked_at(monkeypatch) -> list[int]:
     return found
 
 
-def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
-    root, tmp_path, monkeypatch, looked_at
+@pytest.fixture
+def passed(monkeypatch) -> Counter:
+    """How often each text passed the model: its token ids, without what fills it up, or ends it."""
+    found, real = Counter(), torch.nn.Embedding.forward
+
+    def forward(module, ids_BL):
+        found.update(tuple(np.trim_zeros(ids_L, "b")) for ids_L in ids_BL.tolist())
+        return real(module, ids_BL)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", forward)
+    return found
+
+
+def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
+    """Rows and units of an artifact, as `passed` has them."""
+    origin = BuildSource(ArtifactReader.open(out))
+    rows = origin.rows.rows(np.arange(origin.rows.n_rows))
+    every = [rows.ids(i).tolist() for i in range(len(rows))], [one.input_ids.tolist() for one in origin.unit_tokens]
+    of_rows, of_units = ([tuple(np.trim_zeros(ids, "b")) for ids in side] for side in every)
+    return of_rows, of_units
+
+
+@pytest.mark.parametrize("train", ["new", "further"])
+@pytest.mark.parametrize(
+    ("features", "is_whole", "is_kept"),
+    [
+        ({"sample_positions": 10**6}, True, True),
+        ({"sample_positions": 10**6, "kept_mb": 0}, True, False),
+        ({"sample_positions": 200}, False, False),
+    ],
+)
+def test_a_row_passes_the_model_once_where_the_sample_is_the_corpus_and_with_a_sample_once_more(
+    root, tmp_path, passed, train, features, is_whole, is_kept
 ):
-    settings = world(root, features={"sample_positions": 10**6}, shard_rows=17)
-    once = ArtifactReader.open(build_artifact(settings, tmp_path / "once"))
-    of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
-    assert positions < of_once < 1.5 * positions  # the rest are those of units
-    monkeypatch.setattr(moments, "SEEN_BYTES", 0)
-    twice = ArtifactReader.open(build_artifact(settings, tmp_path / "twice"))
-    assert sum(looked_at) == 2 * of_once + positions
+    settings = world(root, train=train, features=features, shard_rows=17)
+    model = settings.model.model_copy(update={"check": False})
+    out = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "art")
+    found = Counter(passed)
+    rows, units = texts_of(out)
+    sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.supervised(), settings.features)
+    assert sample.is_whole == is_whole
+    again = [] if is_kept else sample.row_index
+    expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in again)
+    beside = found - expected
+    assert found - beside == expected
+    assert beside.total() == (2 if train == "further" else 0)  # two short texts show which layers have gradients
+
+
+@pytest.mark.parametrize("train", ["new", "further"])
+def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_path, looked_at, train):
+    features = {"sample_positions": 10**6}
+    if train == "new":
+        features["kernels"] = FORWARD
+    once, twice = (
+        ArtifactReader.open(
+            build_artifact(
+                world(root, train=train, features=features | {"kept_mb": size}, shard_rows=17), tmp_path / str(size)
+            )
+        )
+        for size in (8192, 0)
+    )
     assert_same(arrays(once.path), arrays(twice.path))
     assert_same(dict(once.moments), dict(twice.moments))
+    positions = int(once.moments["hidden.count"][0])
+    of_units = int(sum(once.units["n_positions"].to_pylist()))
+    assert sum(looked_at) == 3 * positions + 2 * of_units
 
 
 @pytest.mark.parametrize(
-    ("features", "kernels"),
+    "kernels",
     [
-        ({"match": "pooled"}, {"pooled"}),
-        ({"match": "token"}, {"token", "input", "neighbour"}),
-        ({"match": "token", "input_match": False, "neighbour_match": False}, {"token"}),
-        ({"input_match": False}, {"token", "pooled", "neighbour"}),
-        ({"neighbour_match": False}, {"token", "pooled", "input"}),
+        ("pooled",),
+        ("output_layer",),
+        ("embedding", "knn"),
+        ("hidden_linear", "hidden_bias"),
+        ("knn", "hidden_sketch"),
+        ("product_sketch", "embedding", "residual_sketch"),
     ],
 )
-def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
-    found = arrays(build_artifact(world(root, features=features), tmp_path / "some"))
-    others = {"token", "pooled", "input", "neighbour"} - kernels
-    expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
-    assert_same(found, expected)
+def test_some_kernels_alone_are_what_they_are_beside_the_others(root, every, tmp_path, kernels):
+    found = arrays(build_artifact(world(root, features={"kernels": kernels}), tmp_path / "some"))
+    assert {name.removeprefix("relevance_") for name in found} == set(kernels)
+    expected = arrays(every)
+    assert_same(found, {name: expected[name] for name in found})
 
 
-def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, looked_at):
+def test_the_paper_s_rule_builds_pooled_and_sketches_and_looks_at_the_last_positions_alone(root, tmp_path, looked_at):
     settings = world(root).model_dump(mode="json")
-    del settings["features"]["product_width"]
-    settings["features"] |= {"match": "pooled", "summary_positions": "tail:3"}
-    artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "pooled"))
+    settings["features"] = {"rule": "paper", "positions": "tail:3", "summary_positions": "tail:3"}
+    artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "paper"))
+    assert set(artifact.array_names) == {"relevance_pooled", "hidden_sketch", "residual_sketch"}
     (positions_of_units, *of_rows) = looked_at
     assert positions_of_units > 6
     assert 2.9 * artifact.n_rows < sum(of_rows) <= 3 * artifact.n_rows  # some rows are shorter
-    assert "product_sketch" not in artifact.array_names
+
+
+def test_a_build_s_kernels_are_what_the_scoring_rule_reads_and_two_sketches():
+    """The table in settings says which, for each way to train; the rule picks them out of all kernels there are."""
+    for (rule, train), named in KERNELS.items():
+        features = FeatureSettings(rule=rule).decided(train)
+        assert features.kernels == (*named, *BOTH_SKETCHES)
+        stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
+        fitted = default_protocol().fitted(stored, features.model_dump())
+        assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (rule, train)
+    assert {train for _, train in KERNELS} == {"new", "further", None}
+    assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
+
+
+def test_the_paper_s_settings_come_with_its_rule():
+    paper = FeatureSettings(rule="paper").decided("further")
+    assert paper.kernels == ("pooled", *BOTH_SKETCHES)
+    assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
+    assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
+    assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
+    assert default_protocol().fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
+
+
+def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
+    for name in ("nope", "kernel", "whitening", "../kernel"):
+        with pytest.raises(SettingsError, match=rf"features.kernels: got '{re.escape(name)}', expected the name of a"):
+            build_artifact(world(root, features={"kernels": ("knn", name)}), tmp_path / "art")
+
+
+TOY = """
+from grasp.kernels.kernel import Kernel
+
+
+class Toy(Kernel):
+    name = "toy"
+    kinds = ()
+
+    def prepare(self, units):
+        self.loss_E = units.loss_B
+
+    def score(self, batch):
+        return (batch.loss_B[:, None] * self.loss_E).float()
+
+
+KERNEL = Toy
+"""
+
+
+@pytest.mark.parametrize("beside", [(), ("knn", "hidden_sketch")])
+def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_path, monkeypatch, beside):
+    module = ModuleType("grasp.kernels.toy")
+    exec(TOY, module.__dict__)  # noqa: S102 - the file that somebody adds
+    monkeypatch.setitem(sys.modules, "grasp.kernels.toy", module)
+    settings = world(root, features={"kernels": ("toy", *beside)})
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
+    assert set(artifact.array_names) == {"relevance_toy", *(n if "sketch" in n else f"relevance_{n}" for n in beside)}
+    losses = artifact.rows(np.arange(artifact.n_rows))["loss"].to_numpy(), artifact.units["loss"].to_numpy()
+    expected_NE = np.outer(*losses)
+    np.testing.assert_allclose(arrays(artifact.path)["relevance_toy"], expected_NE, rtol=1e-6)
+
+    # a rule that names it counts it, as any other kernel
+    ranked = score(artifact, "facts", protocol=rule(name="by the toy", match={"toy": 1.0})).to_pandas()
+    by_loss = np.argsort(-losses[0], kind="stable")
+    assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
+    with pytest.raises(ProtocolError, match="needs array 'relevance_toy'"):
+        default_protocol().model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
+
+    # a target is added to it as to any other
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    assert add_target(artifact.path, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    grown = ArtifactReader.open(artifact.path)
+    losses = losses[0], grown.units["loss"].to_numpy()
+    np.testing.assert_allclose(arrays(grown.path)["relevance_toy"], np.outer(*losses), rtol=1e-5)
 
 
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    sums = forward.position_sums(inputs.model, inputs.store.shard(0), settings.features)
-    kernel = forward.PositionKernels.prepare(inputs.units, sums.moments(), settings.features, inputs.model)
-    own = kernel.unit_relevance(inputs.units)
-    assert own.keys() == {"relevance_output_layer", "relevance_embedding", "relevance_knn"}
-    monkeypatch.setattr(forward, "BATCH_ROWS", 4)
-    for name, found in kernel.unit_relevance(inputs.units).items():
-        np.testing.assert_allclose(found, own[name], rtol=1e-4)
-        assert (found > 0).all()
+    corpus, _ = observe_part(inputs.ready, inputs.store.shard(0), states_every=1)
+    own = {}
+    for rows_at_once in (64, 4):
+        monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
+        for kernel in make_kernels(("output_layer", "embedding", "knn"), inputs.model, settings.features, corpus):
+            kernel.prepare(inputs.units)
+            own.setdefault(kernel.name, []).append(kernel.own(inputs.units))
+    for whole_E, in_blocks_E in own.values():
+        np.testing.assert_allclose(in_blocks_E, whole_E, rtol=1e-4)
+        assert (whole_E > 0).all()
 
 
 def test_float16_keeps_three_digits(root, built):
@@ -314,7 +498,8 @@ class Notes(Silent):
 def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_rows):
     notes = Notes()
     build_artifact(world(root, features={"sample_rows": sample_rows}), tmp_path / "art", progress=notes)
-    passes = {"token moments", "pooled moments", "forward"} & {*notes.stages}
+    passes = {"moments", "rows scored"} & {*notes.stages}
+    assert len(passes) == (2 if sample_rows == 16 else 1)  # the whole corpus passes once
     assert list(notes.planned) == [stage for stage in notes.stages if stage in passes]
     for stage in passes:
         assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage
@@ -373,8 +558,8 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     assert labels == "labels: topic"
     assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)
     assert questions == "questions: all 6 of facts"
-    says(which, "a new model, from scratch", "rows rank by token, input, neighbour", "nats a token")
-    assert notes.stages == ["rows", "model", "units", "token moments", "forward"]
+    says(which, "a new model, from scratch", "rows rank by output_layer, embedding, knn", "nats a token")
+    assert notes.stages == ["rows", "model", "units", "moments", "rows scored"]
     some = world(root).targets.model_copy(update={"units_per_target": 4})
     prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
     assert "questions: 4 of the 6 of facts" in fewer.lines
@@ -393,7 +578,7 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
     notes.advance = lambda rows, tokens: seen.append((notes.stages[-1], rows, tokens))
     settings = world(root, shard_rows=65)
     build_artifact(settings, tmp_path / "art", progress=notes)
-    forward = [(rows, tokens) for stage, rows, tokens in seen if stage == "forward"]
+    forward = [(rows, tokens) for stage, rows, tokens in seen if stage == "rows scored"]
     assert len(forward) > 3
     assert sum(rows for rows, _ in forward) == 65
     assert max(tokens for _, tokens in forward) <= settings.model.batch_tokens
@@ -410,8 +595,8 @@ def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_pa
     assert notes.rows < 2 * art.n_rows + 40  # the corpus was cut already
     assert (rows, questions) == (f"rows: {art.n_rows} of 40 documents", "questions: 6 of facts")
     ranking = {f"relevance_{name}" for name in kernels.removeprefix("kernels: ").split(", ")}
-    assert ranking | {"relevance_pooled"} == {n for n in art.array_names if n.startswith("relevance_")}
-    assert "relevance_pooled" not in ranking  # it is there as well, and ranks nothing
+    assert ranking == {n for n in art.array_names if n.startswith("relevance_")}
+    assert ranking < set(art.array_names)  # sketches are there as well, and rank nothing
     assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, by the first \d+ rows", lasts)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     told, unit = re.match(r"disk: about ([\d.]+) (\w+), and .* more until it is finished", disk).groups()
@@ -495,9 +680,10 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("train", "sample_rows"), [("new", 16), ("new", 65_536), ("further", 16)])
+@pytest.mark.parametrize(("train", "sample_rows"), [("new", 10), ("new", 65_536), ("further", 10), ("further", 65_536)])
 def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, sample_rows):
-    features = {"sample_rows": sample_rows, "sample_rows": 10, "gradient_coordinates": 3_000}
+    """Also where what the model gave in the first loop is kept, and half of it is there."""
+    features = {"sample_rows": sample_rows, "sample_positions": 2, "gradient_coordinates": 3_000}
     settings = world(tmp_path, n_rows=16, train=train, shard_rows=4, features=features)
     begun = time.monotonic()
     expected = arrays(build_artifact(settings, tmp_path / "whole"))
@@ -512,6 +698,11 @@ def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_p
         attempt += 1
 
 
+def with_paper(train: str) -> dict[str, tuple[str, ...]]:
+    """The kernels of a way to train, and the paper's."""
+    return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
+
+
 @pytest.fixture(scope="module")
 def joint(root, tmp_path_factory):
     """The arrays of a build of both targets, for one way to train."""
@@ -519,7 +710,7 @@ def joint(root, tmp_path_factory):
     @functools.cache
     def of(train: str) -> dict[str, np.ndarray]:
         names = (str(root / "facts.jsonl"), str(write_targets(root / "more.jsonl", task="more", seed=5)))
-        settings = world(root, train=train, targets={"names": names, "max_length": 64})
+        settings = world(root, train=train, targets={"names": names, "max_length": 64}, features=with_paper(train))
         return arrays(build_artifact(settings, tmp_path_factory.mktemp("joint") / "art"))
 
     return of
@@ -529,7 +720,8 @@ def joint(root, tmp_path_factory):
 @pytest.mark.parametrize("train", ["new", "further"])
 def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, tmp_path, train, keep):
     expected = joint(train)
-    out = build_artifact(world(root, train=train, keep_features=keep), tmp_path / "grown")
+    settings = world(root, train=train, keep_features=keep, features=with_paper(train))
+    out = build_artifact(settings, tmp_path / "grown")
     more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
     assert add_target(out, more) == ("kept features" if keep else "pass")
     assert add_target(out, more) == "there already"
@@ -572,27 +764,27 @@ def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp
     assert first["more"] == 1 < first["facts"]
 
 
-def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
-    out = build_artifact(world(root, features={"input_match": False}), tmp_path / "artifact")
-    manifest = ArtifactReader.open(out).manifest
-    del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
-    SIGNED_MANIFEST.write(out, manifest)
+def test_an_artifact_without_a_kernel_grows_without_it(root, tmp_path):
+    out = build_artifact(world(root, features={"kernels": ("output_layer", "hidden_sketch")}), tmp_path / "artifact")
     before = set(arrays(out))
     write_targets(root / "more.jsonl", task="more", seed=5)
     assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
     artifact = ArtifactReader.open(out)
     assert set(artifact.array_names) == before
-    with pytest.raises(ArtifactError, match=r"no 'input' relevance, only .*; build it with features.input_"):
-        artifact.relevance_name("input")
+    with pytest.raises(ArtifactError, match=r"no relevance by 'embedding', only by output_layer; build it with features.k"):
+        artifact.relevance_name("embedding")
 
 
-def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
-    out = build_artifact(world(root, keep_features=True), tmp_path / "artifact")
-    kept = ArtifactReader.open(out).features(0)
-    assert len(kept["position.input_P"]) == len(kept["position.row_P"])
-    del kept["position.input_P"]
-    with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):
-        ShardForward.unspool(kept, 300)
+def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path):
+    settings = world(root, keep_features=True)
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
+    kept = artifact.features(0)
+    assert len(kept["0.input"]) == len(kept["0.row"])
+    ready = prepare(settings, tmp_path / "tokens", Silent()).ready
+    assert sum(batch.n_rows for _, batch in read_batches(kept, ready)) == artifact.grid.shard_rows
+    old = {f"position.{name}": array for name, array in kept.items()}
+    with pytest.raises(ArtifactError, match="features: kept by another version; build the artifact again"):
+        next(read_batches(old, ready))
 
 
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
@@ -608,12 +800,19 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
 
 
 def test_sampled_rows_hold_the_positions_asked_for_and_no_more_rows_than_needed():
-    length = np.random.default_rng(0).integers(2, 30, size=200)
-    index = token_sample(length - 1, 500, seed=3)
-    held = (length[index] - 1).sum()
-    assert held >= 500
-    assert held - (length - 1).max() < 500
-    assert np.array_equal(token_sample(length - 1, 10**9, seed=3), np.arange(200))
+    supervised = np.random.default_rng(0).integers(1, 29, size=200)
+    sample = Sample.draw(supervised, FeatureSettings(sample_positions=500, sample_rows=2, seed=3))
+    held = supervised[sample.row_index].sum()
+    assert sample.n_positions == held >= 500
+    assert held - supervised.max() < 500
+    assert (np.diff(sample.row_index) > 0).all()
+    assert not sample.is_whole
+    by_rows = Sample.draw(supervised, FeatureSettings(sample_positions=500, sample_rows=100, seed=3))
+    assert len(by_rows.row_index) == 100
+    assert set(by_rows.row_index) > set(sample.row_index)  # of one order
+    whole = Sample.draw(supervised, FeatureSettings(sample_positions=10**9, seed=3))
+    assert np.array_equal(whole.row_index, np.arange(200))
+    assert whole.is_whole
 
 
 def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
@@ -622,15 +821,26 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
 
 
-@pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("gradient",))])
-def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(root, tmp_path, train, kernels):
-    artifact = ArtifactReader.open(build_artifact(world(root, train=train), tmp_path / "artifact"))
-    there = {name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")}
-    assert there == {"pooled", "token", "input", *kernels}
+@pytest.mark.parametrize(
+    ("train", "rule", "kernels"),
+    [
+        ("new", "default", ("knn",)),
+        ("new", "forward", ("knn",)),
+        ("further", "default", ("gradient",)),
+        ("further", "forward", ("hidden_bias", "hidden_linear")),
+    ],
+)
+def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_embedding(
+    root, tmp_path, train, rule, kernels
+):
+    settings = world(root, train=train, features={"rule": rule})
+    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
+    assert set(artifact.kernels) == {"output_layer", "embedding", *kernels}
+    assert {name for name in artifact.array_names if "sketch" in name} == set(BOTH_SKETCHES)
     assert artifact.manifest.settings["train"] == train
-    weights = {"token": 1.0, "input": 1.0, "neighbour": 1.0}
-    if train == "further":
-        weights = dict.fromkeys(("token", "input"), BESIDE_GRADIENT) | {"gradient": 1.0}
+    weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
+    if "gradient" in kernels:
+        weights = dict.fromkeys(("output_layer", "embedding"), BESIDE_GRADIENT) | {"gradient": 1.0}
     assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
@@ -650,11 +860,6 @@ def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further
     *_, odd = regime(settings, 0.9 * math.log(300), 300)
     assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
     assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
-
-
-def test_shift_and_tilt_kernels_need_the_moments_of_the_input_kernel(root):
-    with pytest.raises(SettingsError, match="shift_match, tilt_match: got true without the input kernel"):
-        world(root, features={"shift_match": True, "tilt_match": True, "input_match": False})
 
 
 def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):

@@ -14,6 +14,9 @@ from grasp.settings import BuildSettings, build_settings
 WORDS = ["water", "light", "cell", "river", "energy", "stone", "bird", "plant"]
 WORDS += ["metal", "star", "ocean", "wind", "heart", "blood", "salt", "iron"]
 TOPICS = ("earth", "life", "sky")
+SKETCHES = ("hidden_sketch", "residual_sketch", "product_sketch")
+FORWARD = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled", *SKETCHES)
+EVERY = (*FORWARD, "gradient")
 
 
 def texts(n_rows: int, seed: int = 0) -> list[str]:
@@ -68,7 +71,8 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
         write_checkpoint(root / "model")
         write_corpus(root / "corpus.jsonl", n_rows)
         write_targets(root / "facts.jsonl")
-    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "sample_positions": 200, "sample_rows": 2}
+    widths = {"hidden_width": 8, "residual_width": 8, "product_width": 8}
+    features = {"top_k": 12, **widths, "sample_positions": 200, "sample_rows": 2}
     data: dict[str, Any] = {
         "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},
         "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},

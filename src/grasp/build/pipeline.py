@@ -150,7 +150,7 @@ def observe(
                 spool.write(k, passed)
         saved.write(0, corpus.arrays())
     if isinstance(model, ReferenceModel):
-        for line in regime(settings, corpus, model.vocab_size):
+        for line in regime(settings, corpus.loss, model.vocab_size):
             progress.note(line)
     if ready.sampled is not None:
         progress.note(ready.sampled.describe())
@@ -334,9 +334,8 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     return True
 
 
-def regime(settings: BuildSettings, corpus: CorpusMoments, vocab: int) -> Iterator[str]:
+def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
     """What will be trained and which kernels rank rows for it; and whether the model's loss is odd for that."""
-    loss = corpus.loss
     share = loss / math.log(vocab)
     kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
