@@ -73,7 +73,7 @@ def test_blocks_and_caches_do_not_change_the_result(monkeypatch, kernel, element
         return relevance(torch.ones_like(row_P, dtype=torch.bool), row_P, int(row_P.max()) + 1)
 
     expected_NE = whole_NE()
-    for module in (output_layer, knn, hidden_linear):
+    for module in (output_layer, knn):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
     monkeypatch.setattr(output_layer, "CACHED_ELEMENTS", cached)
     assert_close(whole_NE(), expected_NE)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grasp.kernels.kernel import Batch, Kernel
-from grasp.kernels.knn import BLOCK_ELEMENTS
+from grasp.kernels.knn import units_at_once
 from grasp.kernels.whitening import DeltaMoments, HiddenMoments, SecondMoments, whitening_map
 
 RIDGE = 1.0  # in units of tr / H: at 0.1 rankings move when moments are drawn again (experiments/finetune)
@@ -73,7 +73,7 @@ def tilt_relevance(targets: TiltTargets, hidden_PH: Tensor, delta_PH: Tensor, ro
     """
     centred_PH = hidden_PH.float() - targets.mean_H
     sum_NE = centred_PH.new_zeros(n_rows, targets.n_units)
-    step = max(1, BLOCK_ELEMENTS // max(1, len(row_P)))
+    step = units_at_once(row_P)
     for start in range(0, len(targets.unit_S), step):
         block = slice(start, start + step)
         pair_PS = (centred_PH @ targets.v_SH[block].T).mul_(delta_PH @ targets.u_SH[block].T)

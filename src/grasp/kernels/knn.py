@@ -29,8 +29,9 @@ WIDTH = 0.25  # tau in distances
 PRIOR = 0.1  # lambda
 LARGEST = 32_768.0  # that float16 is asked to hold
 SAMPLED = 2_048  # positions of the sample that are looked at together
-# Pairs held at once: 4 MB in float32, small enough to stay near the cores.
+# Pairs held at once: 4 MB in float32, small enough to stay near the cores. A GPU wants more at once.
 BLOCK_ELEMENTS = 1024 * 1024
+GPU_BLOCK_ELEMENTS = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def neighbour_relevance(
     """
     point_PX, label_P = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
     sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
-    step = max(1, BLOCK_ELEMENTS // max(1, len(row_P)))
+    step = units_at_once(row_P)
     for start in range(0, len(targets.unit_S), step):
         block = slice(start, start + step)
         near_PS = (point_PX @ targets.point_SX[block].T).exp_()
@@ -133,6 +134,12 @@ def neighbour_relevance(
         place = row_P[p] * targets.n_units + targets.unit_S[block][s]
         sum_NE.view(-1).index_add_(0, place, near_PS[p, s] * targets.same_S[block][s])
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
+
+
+def units_at_once(row_P: Tensor) -> int:
+    """Return how many unit positions are held against all positions of a batch."""
+    elements = BLOCK_ELEMENTS if row_P.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    return max(1, elements // max(1, len(row_P)))
 
 
 def _points(white_PH: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from grasp.arrays import F32
 from grasp.errors import ModelError
 from grasp.models.head import OutputHead
 
-# Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores.
+# Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores. A GPU wants more at once.
 LOGIT_ELEMENTS = 8 * 1024 * 1024
+GPU_LOGIT_ELEMENTS = 256 * 1024 * 1024
 
 # Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
 GATHERED_ELEMENTS = 16 * 1024 * 1024
@@ -111,7 +112,8 @@ def sparse_residual(
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
     """Apply the head to P hidden states, a bounded number of logits at a time, and keep the sparse residual."""
-    count = min(max(1, LOGIT_ELEMENTS // vocab), len(hidden_PH))
+    elements = LOGIT_ELEMENTS if hidden_PH.device.type == "cpu" else GPU_LOGIT_ELEMENTS
+    count = min(max(1, elements // vocab), len(hidden_PH))
     buffer = hidden_PH.new_empty(count, vocab)
     work = torch.promote_types(hidden_PH.dtype, torch.float32)
     scratch = hidden_PH.new_empty(count, vocab, dtype=work)
