@@ -133,7 +133,7 @@ def test_the_next_question_of_an_opened_artifact_reads_no_relevance_again(art, t
     opened = grasp.open(copy)
     question = {"drop": "topic = 'sky'"}
     first = opened.predict(**question)
-    for kernel in ("pooled", "token", "input"):
+    for kernel in ("pooled", "output_layer", "embedding"):
         shutil.rmtree(copy / "arrays" / f"relevance_{kernel}", ignore_errors=True)
     assert opened.predict(**question).table.equals(first.table)
     with pytest.raises(grasp.GraspError, match="relevance_"):

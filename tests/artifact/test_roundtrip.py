@@ -121,7 +121,7 @@ def test_units_moments_and_sums(world, tmp_path):
     for name, values in world.values.items():
         np.testing.assert_allclose(artifact.sums[name], values.sum(axis=0, dtype=np.float64) / 3, rtol=1e-12)
     assert artifact.manifest.skipped == {"empty": 2}
-    assert artifact.relevance_name("token") == "relevance_output_layer"
+    assert artifact.relevance_name("output_layer") == "relevance_output_layer"
 
 
 def test_a_gain_multiplies_what_is_read(world, tmp_path):

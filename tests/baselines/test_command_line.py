@@ -139,12 +139,12 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
         (["--methods", ","], "--methods: got ','"),
         (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: no meaning with these methods"),
         (["--methods", "tracin", "--checkpoints", "gone"], "checkpoints: gone: no such directory"),
-        (["--method-settings", "methods.yaml"], "'token additive' is a predictor of ours"),
+        (["--method-settings", "methods.yaml"], "'output_layer additive' is a predictor of ours"),
     ],
 )
 def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("methods.yaml").write_text("token additive: {method: bm25}\n")
+    Path("methods.yaml").write_text("output_layer additive: {method: bm25}\n")
     assert said in refused(*evaluate(world, kept, *flags))
 
 
@@ -152,7 +152,7 @@ def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept,
     ("flags", "said"),
     [
         (["--checkpoints", "gone"], "checkpoints: no meaning without method"),
-        (["--method", "loss", "--match", "token"], "match: no meaning with method"),
+        (["--method", "loss", "--match", "output_layer"], "match: no meaning with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
         (["--method", "retraining_shapley"], "name their directory (--runs)"),
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),

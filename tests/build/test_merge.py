@@ -167,7 +167,7 @@ def another_type(parts, place):
     ("other", "message"),
     [
         (lambda parts, _: parts.first, r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in all\)"),
-        (lambda parts, _: parts.built("own-moments", parts.two), r"merged with .*moments\.pooled\.mean: other"),
+        (lambda parts, _: parts.built("own-moments", parts.two), r"merged with .*moments\.hidden\.mean: other"),
         (another_model, r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"),
         (fewer_units, r"targets\.facts: was 6, now 4; units\.unit_id: other values"),
         (another_type, r"label year: is int64 in .*first and string in .*typed"),

@@ -32,7 +32,7 @@ GEOMETRY = {
 }
 
 
-def effects(art: Path, kernels=("token", "input", "neighbour"), columns=slice(None)) -> np.ndarray:
+def effects(art: Path, kernels=("output_layer", "embedding", "knn"), columns=slice(None)) -> np.ndarray:
     """Effect of every row on `facts`, (N,): the protocol that ships, written out."""
     total_N = 0.0
     for kernel in kernels:
@@ -81,7 +81,7 @@ def test_a_forecast_says_what_a_build_would_be_and_its_rows_are_kept(root, tmp_p
 def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):
     outcome = succeed(
         *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
-        *("--max-length", 48, "--match", "token", "--dtype", "float32", "--keep-features", "--quiet"),
+        *("--max-length", 48, "--match", "output_layer", "--dtype", "float32", "--keep-features", "--quiet"),
         *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # the path that it names
     )
     artifact = ArtifactReader.open(tmp_path / "art")
@@ -205,7 +205,7 @@ def test_score_shows_the_rows_that_a_sort_would(art):
     assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
 
 
-@pytest.mark.parametrize("kernel", ["pooled", "input"])
+@pytest.mark.parametrize("kernel", ["pooled", "embedding"])
 def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
     asked = ["--top", 4, "--match", kernel, "--min-tokens", 30, "--where", "topic = 'sky'", "--labels", "n_tokens"]
     out = succeed("score", art, "--target", "facts", *asked).out
@@ -220,7 +220,7 @@ def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
 def test_score_for_one_unit_is_by_its_own_relevance(art):
     relevance_N = arrays(art)["relevance_output_layer"].astype(float)[:, 2]
     unit = ArtifactReader.open(art).units["unit_id"].to_pylist()[2]
-    asked = ["score", art, "--target", "facts", "--match", "token", "--top", 5]
+    asked = ["score", art, "--target", "facts", "--match", "output_layer", "--top", 5]
     printed = table(succeed(*asked, "--unit", unit).out, "the 5 most helpful")
     row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
     counted_N = np.where(relevance_N < 0, 0.25 * relevance_N, relevance_N)
@@ -231,7 +231,7 @@ def test_score_for_one_unit_is_by_its_own_relevance(art):
 def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path):
     out = tmp_path / "art"
     succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
-    assert f"{out}: has no 'input' relevance" in refused("score", out, "--target", "facts", "--match", "input")
+    assert f"{out}: has no 'embedding' relevance" in refused("score", out, "--target", "facts", "--match", "embedding")
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {output_layer: 1, embedding: 1}\n")
     said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
     assert "does not fit the artifact: needs array 'relevance_embedding'" in said
@@ -342,7 +342,7 @@ def test_components_of_a_protocol_stand_beside_the_change(art, tmp_path):
     outcome = succeed(*asked, "--components", "--out", tmp_path / "p.parquet")
     assert "in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus, " in outcome.lines[1]
     for line in lines_of(tmp_path / "p.parquet"):
-        parts = [line[f"part_{name}"] for name in ("token", "pooled", "joint.pair", "product.self")]
+        parts = [line[f"part_{name}"] for name in ("output_layer", "pooled", "joint.pair", "product.self")]
         assert line["change"] == pytest.approx(sum(parts), rel=1e-5, abs=1e-6)
     assert "part_joint.pair" in succeed(*asked, "--components").out
     assert "part_joint.pair" not in succeed(*asked).out

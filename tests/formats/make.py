@@ -26,7 +26,7 @@ ASKED = texts(4, seed=9)
 
 def numbers(directory: Path) -> dict[str, object]:
     """What the files of a directory say, whichever protocol ships."""
-    best = grasp.open(directory / "artifact").score("facts", match="token", top=5).to_arrow()
+    best = grasp.open(directory / "artifact").score("facts", match="output_layer", top=5).to_arrow()
     runs, retrained = grasp.open_runs(directory / "runs"), Environment.open(directory / "retrained")
     return {
         "best": best["row_id"].to_pylist(),

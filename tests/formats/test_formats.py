@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
+from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
+from grasp.predict.scoring_rule import load_protocol
 from grasp.runs.retrained import Environment
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from tests.formats.make import numbers, unpacked
@@ -40,7 +43,7 @@ def test_one_of_each_is_kept_as_this_version_writes_it():
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
-    kept = unpacked(kept, tmp_path / "kept")
+    release, kept = kept.name, unpacked(kept, tmp_path / "kept")
     said = json.loads((kept / "numbers.json").read_text())
     found = numbers(kept)
     assert found.pop("best") == said.pop("best")
@@ -50,9 +53,30 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
     art = grasp.open(kept / "artifact").files
     settings = BuildSource(art).settings  # what explain, --add-target and --export read
     assert settings.corpus.max_length == 48
-    assert settings.model.add_bos_token is (False if kept.name == "0.2.0" else None)  # that version added none
+    assert settings.model.add_bos_token is (False if release == "0.2.0" else None)  # that version added none
+    assert settings.features.kernels == tuple(name.removeprefix("relevance_") for name in art.array_names)
+    assert (settings.features.positions, settings.features.summary_positions) == ("all", "tail:32")
+    assert set(art.kernels) == {"output_layer", "embedding", "knn", "pooled"}
+    assert {"hidden.mean", "delta.gamma", "summary.count", "states.label", "loss"} <= set(art.moments)
+    assert {f"{name}.total" for name in art.array_names} <= set(art.sums)
+    for protocol in ("kept", "mixture"):
+        rule = load_protocol(kept / f"{protocol}.protocol.yaml")
+        assert rule.match == {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
+        assert rule.fitted(art.array_names, art.feature_settings).match == rule.match
     assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
     assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+def test_targets_are_not_added_under_other_names(kept, tmp_path):
+    """A refusal, since what is there would be damaged."""
+    artifact = unpacked(kept, tmp_path / "kept") / "artifact"
+    before = {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()}
+    spec = {name: ArraySpec(2, "1", "none") for name in ("relevance_output_layer", "relevance_pooled")}
+    units = pa.table({"unit_id": ["a", "b"], "target": ["more", "more"]})
+    with pytest.raises(ArtifactError, match="can be read but not added to; build it again with all targets"):
+        ArtifactWriter.extend(artifact, identity={}, units=units, arrays=spec, dtype="float32")
+    assert {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from tests.runs.worlds import info
 N_ROWS = 40
 ROWS = RowIndex.from_ids([f"r{i}" for i in range(N_ROWS)])
 FAMILY = parse_family("bernoulli:0.6")
-TRUE = Candidate(Binding("retained", "mean", "mean_relevance"), (("token", 1.0),), (("joint.pair", -0.5),))
+TRUE = Candidate(Binding("retained", "mean", "mean_relevance"), (("output_layer", 1.0),), (("joint.pair", -0.5),))
 SMALL = ProtocolFamily(components=((), ("joint.pair",), ("joint.self",)), omegas=(-0.5, 0.5))
 
 
@@ -218,7 +218,7 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
     found = chosen(level("pooled"))
     assert found.undefined == {"predictions are constant": 1}
     assert len(found.scores) == 2
-    nowhere = level("pooled", "token")
+    nowhere = level("pooled", "output_layer")
     with pytest.raises(ProtocolError, match="no candidate has a rho on every development result"):
         chosen(nowhere)
     flat = make_environment(tmp_path / "flat", nowhere, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
@@ -255,7 +255,7 @@ def test_protocols_that_an_artifact_cannot_serve_are_counted(development, source
 def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp_path):
     found = choose_protocol(SMALL, [development], resamples=50)
     frozen = freeze(found, [development], SMALL, "chosen")
-    assert (frozen.match, frozen.components) == ({"token": 1.0}, {"joint.pair": -0.5})
+    assert (frozen.match, frozen.components) == ({"output_layer": 1.0}, {"joint.pair": -0.5})
     assert frozen.calibration.family == str(FAMILY)
     save_protocol(frozen, tmp_path / "chosen.yaml")
     loaded = load_protocol(tmp_path / "chosen.yaml")
@@ -275,7 +275,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     write_provenance(record, path)
     assert path.name == "chosen.provenance.json"
     read = json.loads(path.read_text())
-    assert read["best"][0]["protocol"] == TRUE.name == "retained | mean | token | -0.5 joint.pair | mean_relevance"
+    assert read["best"][0]["protocol"] == TRUE.name == "retained | mean | output_layer | -0.5 joint.pair | mean_relevance"
     assert (read["candidates"], read["environments"][0]["name"]) == (15, "dev")
 
 
@@ -337,7 +337,7 @@ def test_the_family_that_ships_is_finite_and_listed():
     without = [name for name in FakeSource().array_names if name != "relevance_embedding"]
     left, skipped = default_family().members(without)
     assert len(left) == skipped == len(members) / 2
-    assert set(left) == {candidate for candidate in members if "input" not in dict(candidate.match)}
+    assert set(left) == {candidate for candidate in members if "embedding" not in dict(candidate.match)}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def value(objective, rows) -> float:
 )
 @example(EVERY, "omitted", "mean", "mean_of_standardised", 0.5, 13, 0)
 def test_the_quadratic_is_the_prediction(omegas, side, weighting, task, negative, size, seed):
-    source, match = World(seed=seed), {"token": 1.0, "pooled": 0.5}
+    source, match = World(seed=seed), {"output_layer": 1.0, "pooled": 0.5}
     chosen = protocol(
         side=side, weighting=weighting, match=match, negative=negative, components=omegas, standardize={"task": task}
     )

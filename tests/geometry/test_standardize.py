@@ -81,9 +81,9 @@ def test_sampled_moments_agree_with_closed_forms(spelling):
     family, n_rows = parse_family(spelling), 80
     relevance_NE = np.random.default_rng(1).standard_normal((n_rows, 3)) + 0.5
     blocks = family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration")
-    sampled = sampled_moments({"token": block.weights_BN @ relevance_NE} for block in blocks)
+    sampled = sampled_moments({"output_layer": block.weights_BN @ relevance_NE} for block in blocks)
     want = relevance_moments(RowMoments.from_blocks([(0, relevance_NE)]), family, "retained", "count")
-    got = sampled["token"]
+    got = sampled["output_layer"]
     assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
     assert np.allclose(got.std_E, want.std_E, rtol=0.08)
 

@@ -220,7 +220,7 @@ REFUSED = [
     ("noisy", {"neighbours": 0}, "neighbours: got 0"),
     ("noisy", {"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
     ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
-    ("noisy", {"match": "input"}, "no 'input' relevance"),
+    ("noisy", {"match": "embedding"}, "no relevance by 'embedding'"),
     ("marked", {"neighbours": 5}, "neighbours: no meaning without a label"),
     ("marked", {"k": 5}, "k: no meaning without truth"),
     ("marked", {"top": -1}, "top: got -1"),

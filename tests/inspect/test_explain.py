@@ -113,7 +113,7 @@ def test_positions_that_no_kernel_uses_add_nothing(root, positions):
     art = ArtifactReader.open(
         build_artifact(world(root / "world", features=features), root / positions.replace(":", "-"))
     )
-    for kernel in ("token", "pooled"):
+    for kernel in ("output_layer", "pooled"):
         found = explain(art, "facts", "row-3", unit=UNIT, match=kernel)
         assert np.nansum(found.contributions) + found.average == pytest.approx(found.effect, abs=1e-3)
     assert np.count_nonzero(found.contributions[:-4] > 0) == 0
@@ -147,14 +147,14 @@ def test_a_row_that_helps_mostly_one_question_says_so(explainer):
 
 def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
     """The token kernel from its definition, one pair of positions after the other, in float64."""
-    found = explainer.explain("facts", "row-5", unit=UNIT, match="token", protocol=BOTH_SIGNS)
+    found = explainer.explain("facts", "row-5", unit=UNIT, match="output_layer", protocol=BOTH_SIGNS)
     origin, unit = explainer._origin, unit_of(art)
     whitener = Whitener.fit(unspool_position_moments(art.moments).token, tau=0.01, alpha=1.0, epsilon=0.3)
     prompt, answer = origin.model.tokenizer.encode([unit["prompt"], unit["completion"]])
     row = each_position(origin, whitener, origin.rows.rows(row_index(art, ["row-5"])).ids(0), first=1)
     said = each_position(origin, whitener, np.array([*prompt, *answer], dtype=np.int32), first=len(prompt))
     pair = [[float(h @ g) * float(x @ (whitener.precondition_V * y)) for g, y in said] for h, x in row]
-    pair_LS = np.array(pair) / (len(row) * len(said) * stored(art, "token", UNIT).std())
+    pair_LS = np.array(pair) / (len(row) * len(said) * stored(art, "output_layer", UNIT).std())
     np.testing.assert_allclose(found.contributions[1:], pair_LS.sum(axis=1), rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(found.received[len(prompt) :], pair_LS.sum(axis=0), rtol=1e-3, atol=1e-5)
 
@@ -240,7 +240,7 @@ def test_a_long_row_is_shown_in_part(root):
         root / "long-world",
         model={"path": str(root / "long" / "model"), "threads": 1},
         corpus={"path": str(root / "long.jsonl"), "max_length": 6_000, "max_rows_per_document": 1},
-        features={"match": "token", "input_match": False, "neighbour_match": False},
+        features={"match": "output_layer", "input_match": False, "neighbour_match": False},
     )
     art = ArtifactReader.open(build_artifact(settings, root / "long-art"))
     found = explain(art, "facts", "long")

@@ -69,7 +69,7 @@ def protocol(**components):
 
 ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
 PLAIN = {
-    *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
+    *(f"tail, {kernel}" for kernel in ("output_layer", "embedding", "knn")),
     "moments drawn again",
     "residual beyond top-k",
     "batch invariance",
@@ -127,7 +127,7 @@ def test_what_a_protocol_uses_is_measured_and_every_line_says_what_is_healthy(of
 
 def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(plain, of_plain, monkeypatch):
     named = by_name(of_plain)
-    for kernel in ("token", "input", "neighbour"):
+    for kernel in ("output_layer", "embedding", "knn"):
         square_NE = plain.array_rows(f"relevance_{kernel}", np.arange(plain.n_rows)).astype(np.float64) ** 2
         share_E = square_NE.max(axis=0) / np.maximum(square_NE.sum(axis=0), 1e-300)
         assert named[f"tail, {kernel}"].numbers["median"] == pytest.approx(np.median(share_E))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
-from grasp.kernels import embedding as input_match
 from grasp.kernels.embedding import (
     input_relevance,
     input_tokens,
 )
 from grasp.kernels.output_layer import prepare_targets
 from grasp.kernels.whitening import MomentAccumulator, Whitener
+from grasp.models import residuals
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import extract
 from grasp.models.head import OutputHead
@@ -113,7 +113,7 @@ def test_rows_without_a_token_of_any_unit_have_no_relevance():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("gathered", [1, 10**6])
 def test_the_gradient_by_a_hidden_state_is_that_of_autograd_in_any_dtype(monkeypatch, dtype, gathered):
-    monkeypatch.setattr(input_match, "GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(residuals, "GATHERED_ELEMENTS", gathered)
     torch.manual_seed(1)
     head, label = make_head(dtype, scale=0.7, cap=3.0), torch.randint(0, V, (9,))
     hidden = torch.randn(9, H).requires_grad_()

@@ -255,9 +255,9 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
     )
     predictor = Predictor.from_artifact(source, chosen)
     alone = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0}))
-    assert predictor.dropped == ("input", "hidden.self")
+    assert predictor.dropped == ("embedding", "hidden.self")
     assert Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0})).dropped == (
-        "input",
+        "embedding",
     )
     both = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0}))
     np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))

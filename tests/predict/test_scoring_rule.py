@@ -31,13 +31,13 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     protocol = default_protocol()
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
-    arrays = [f"relevance_{kernel}" for kernel in ("pooled", "token", "input")]
-    for default, last in ((scratch, ("neighbour",)), (tuned, ("shift", "tilt")), (further, ("gradient",))):
+    arrays = [f"relevance_{kernel}" for kernel in ("pooled", "output_layer", "embedding")]
+    for default, last in ((scratch, ("knn",)), (tuned, ("hidden_bias", "hidden_linear")), (further, ("gradient",))):
         fitted = protocol.fitted([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
         assert sorted(fitted.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
     best = max(scratch["best"], key=lambda one: one["lcb"])
-    assert best["protocol"] == "retained | mean | input+token (negative x 0.25) | no geometry | mean_relevance"
+    assert best["protocol"] == "retained | mean | embedding+output_layer (negative x 0.25) | no geometry | mean_relevance"
     assert max(tuned["best"], key=lambda one: one["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
@@ -74,11 +74,11 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
 @pytest.mark.parametrize(
     ("given", "kernels", "fitted"),
     [
-        ("auto", ("token", "input", "pooled"), {"input": 1.0, "token": 1.0}),
-        ("auto", ("token", "pooled"), {"token": 1.0}),
+        ("auto", ("output_layer", "embedding", "pooled"), {"embedding": 1.0, "output_layer": 1.0}),
+        ("auto", ("output_layer", "pooled"), {"output_layer": 1.0}),
         ("auto", ("pooled",), {"pooled": 1.0}),
-        ({"token": 1.0, "pooled": 0.0}, ("token",), {"token": 1.0}),  # of weight 0 it is not needed
-        ({"token": 1.0, "input": 0.5}, ("token", "input"), {"token": 1.0, "input": 0.5}),
+        ({"output_layer": 1.0, "pooled": 0.0}, ("output_layer",), {"output_layer": 1.0}),  # of weight 0 it is not needed
+        ({"output_layer": 1.0, "embedding": 0.5}, ("output_layer", "embedding"), {"output_layer": 1.0, "embedding": 0.5}),
     ],
 )
 def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(given, kernels, fitted):
@@ -89,9 +89,9 @@ def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(given, ker
 
 def test_additive_methods_are_those_of_the_kernels_there():
     both = additive_methods(["relevance_output_layer", "relevance_embedding", "hidden_sketch"])
-    assert list(both) == ["output_layer additive", "embedding additive", "token+input additive"]
-    assert both["token+input additive"].match == {"token": 1.0, "input": 1.0}
-    three = ["output_layer additive", "pooled additive", "both additive"]
+    assert list(both) == ["output_layer additive", "embedding additive", "output_layer+embedding additive"]
+    assert both["output_layer+embedding additive"].match == {"output_layer": 1.0, "embedding": 1.0}
+    three = ["output_layer additive", "pooled additive", "output_layer+pooled additive"]
     assert list(additive_methods(["relevance_output_layer", "relevance_pooled"])) == three
 
 
@@ -101,7 +101,7 @@ def test_all_mismatches_come_in_one_message():
     with pytest.raises(ProtocolError) as caught:
         FULL.fitted(names, source.feature_settings)
     says(
-        str(caught.value), "array 'relevance_pooled'", "array 'product_sketch'", "pooling: requires", "top_k: requires"
+        str(caught.value), "array 'relevance_pooled'", "array 'product_sketch'", "summary_positions: requires", "top_k: requires"
     )
     assert "\n" not in str(caught.value)
 
@@ -112,7 +112,8 @@ def test_all_mismatches_come_in_one_message():
         ("name: p\ncomponents: {joint.pairs: 1}", r"components: unknown \['joint.pairs'\]"),
         ("name: p\ncomponents: {joint.pair: .inf}", "components: weights must be finite"),
         ("name: p\nmatch: {output_layer: 0}", "match.*expected auto, or at least one kernel"),
-        ("name: p\nmatch: {words: 1}", "match"),
+        ("name: p\nmatch: {output_layer: many}", "match.*output_layer"),
+        ("name: p\nmatch: [output_layer]", "match"),
         ("name: p\nside: both", "side: .* got 'both'"),
         ("name: p\nweighting: median", "weighting: "),
         ("name: p\nside: omitted\ncalibration: {family: 'halves:1'}", "calibration.family: .*unknown kind"),
@@ -133,6 +134,37 @@ def test_mistakes_in_a_file_name_the_field(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_names_of_an_earlier_version_are_read_as_those_of_today(tmp_path):
+    old = {
+        "match": {"token": 1.0, "input": 0.5, "neighbour": 0.4, "shift": 0.3, "tilt": 0.2, "gradient": 2.0, "pooled": 0.1},
+        "requires": {"pooling": "tail:32", "token_positions": "all", "top_k": 64},
+    }
+    (tmp_path / "old.yaml").write_text(json.dumps({"name": "p"} | old))
+    new = rule(
+        name="p",
+        match={
+            "output_layer": 1.0,
+            "embedding": 0.5,
+            "knn": 0.4,
+            "hidden_bias": 0.3,
+            "hidden_linear": 0.2,
+            "gradient": 2.0,
+            "pooled": 0.1,
+        },
+        requires={"summary_positions": "tail:32", "positions": "all", "top_k": 64},
+    )
+    assert load_protocol(tmp_path / "old.yaml") == new
+    (tmp_path / "old.yaml").write_text(json.dumps({"name": "p", "side": "omitted"} | old))
+    assert load_protocol(tmp_path / "old.yaml").match == new.match
+    save_protocol(new, tmp_path / "new.yaml")
+    assert load_protocol(tmp_path / "new.yaml") == new
+
+
+def test_a_kernel_that_the_artifact_lacks_is_named_whatever_it_is_called():
+    with pytest.raises(ProtocolError, match=r"needs array 'relevance_words', the artifact has \['relevance_knn'\]"):
+        rule(name="p", match={"words": 1.0}).fitted(["relevance_knn"], {})
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("- 1", "got list, expected a mapping"), ("name: [", "not YAML"), (None, "no such settings")]
 )
@@ -145,4 +177,4 @@ def test_files_that_are_not_protocols(tmp_path, text, message):
 
 def test_negative_relevance_by_gradients_counts_whole():
     protocol = rule(name="tried", negative=0.25)
-    assert [protocol.negative_of(kernel) for kernel in ("token", "tilt", "gradient")] == [0.25, 0.25, 1.0]
+    assert [protocol.negative_of(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [0.25, 0.25, 1.0]

@@ -51,7 +51,7 @@ def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are():
     said = plain.schema.metadata[b"grasp.provenance"]
     assert b"in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus" in said
     table = prediction_table(predictor, FakeSource(), subsets(3), components=True).read_all()
-    parts = ["part_token", "part_pooled", "part_joint.pair", "part_hidden.cent"]
+    parts = ["part_output_layer", "part_pooled", "part_joint.pair", "part_hidden.cent"]
     assert table.column_names[3:] == ["level", *parts, "value_joint.pair", "value_hidden.cent"]
     added = sum(table[name].to_numpy() for name in parts)
     np.testing.assert_allclose(added, table["change"], atol=1e-5)

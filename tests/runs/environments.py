@@ -30,8 +30,8 @@ def units() -> list[Unit]:
     ]
 
 
-def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "token", **settings) -> ArtifactReader:
-    """Sketches, a kernel (or several: token+input) and a topic for every row; seven rows to a shard."""
+def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "output_layer", **settings) -> ArtifactReader:
+    """Sketches, a kernel (or several: output_layer+embedding) and a topic for every row; seven rows to a shard."""
     rng = np.random.default_rng(0)
     topic = rng.integers(0, 3, n_rows)
     arrays = {

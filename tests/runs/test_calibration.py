@@ -182,7 +182,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
         assert (one["method"], one["target"]) == (other["method"], other["target"])
         for metric in ("task_rho", "task_ceiling", "pairwise"):
             assert other[metric] == pytest.approx(one[metric], abs=1e-6)
-    assert "undefined: mean_lds of token additive on sciq: no predictions for units" in repr(imported_ones)
+    assert "undefined: mean_lds of output_layer additive on sciq: no predictions for units" in repr(imported_ones)
     assert "single units is undefined" in repr(imported_ones)
     assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
@@ -190,7 +190,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
 
 
 def test_what_is_evaluated_is_what_predict_says(tmp_path):
-    artifact = write_artifact(tmp_path / "art", kernel="token+input")
+    artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
     joined = Joined.from_environment(runs_beside(artifact, imported(weights="times")[0]), artifact)
     (found,) = joined.additive({"p": protocol}, joined.environment.targets)
@@ -302,7 +302,7 @@ def test_with_runs_that_agree_with_relevance_its_rows_are_kept(artifact, environ
     assert kept >= 0.75  # what rows are chosen by within their topic counts less beside runs
 
 
-@pytest.mark.parametrize(("kernel", "within"), [("token", WITHIN), ("gradient", 1.0)])
+@pytest.mark.parametrize(("kernel", "within"), [("output_layer", WITHIN), ("gradient", 1.0)])
 def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, within):
     artifact = write_artifact(tmp_path / "art", kernel=kernel)
     predictor = Predictor.from_artifact(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))

@@ -60,9 +60,18 @@ def test_relevance_is_the_formula(root, built):
     # units are drawn in an order of their own
     order = [int(name.rpartition("-")[2]) for name in artifact.units["unit_id"].to_pylist()]
     found = arrays(built)
-    token, pooled = hidden_match * residual_match, residual_match * np.sign(hidden_match) * np.log1p(abs(hidden_match))
-    np.testing.assert_allclose(found["relevance_output_layer"], token[:, order], atol=2e-4 * abs(token).max())
-    np.testing.assert_allclose(found["relevance_pooled"], pooled[:, order], atol=2e-4 * abs(pooled).max())
+    product = hidden_match * residual_match
+    np.testing.assert_allclose(found["relevance_output_layer"], product[:, order], atol=2e-4 * abs(product).max())
+    assert set(found) == {"relevance_output_layer", "hidden_sketch", "residual_sketch"}
+
+
+def test_the_paper_s_kernel_is_its_formula_too(root, tmp_path):
+    hidden_match, residual_match = reference(root)
+    kernels = ["pooled", "output_layer", "product_sketch"]
+    built = build_artifact(build_settings(settings(root, features__kernels=kernels)), tmp_path / "art")
+    order = [int(name.rpartition("-")[2]) for name in ArtifactReader.open(built).units["unit_id"].to_pylist()]
+    pooled = residual_match * np.sign(hidden_match) * np.log1p(abs(hidden_match))
+    np.testing.assert_allclose(arrays(built)["relevance_pooled"], pooled[:, order], atol=2e-4 * abs(pooled).max())
 
 
 def test_what_is_on_disk(built):

@@ -93,6 +93,7 @@ def test_an_image_classifier_without_its_head_is_told_which_setting_it_lacks(wor
 def test_settings_of_texts_are_refused_with_a_classifier(tmp_path):
     data = settings(tmp_path)
     assert build_settings(data).features.tau == 100.0
-    data["features"]["input_match"] = True
+    data["features"]["kernels"] = ["output_layer", "embedding", "gradient", "knn"]
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
-    assert "an image has no input tokens" in refused("build", "--config", tmp_path / "c.yaml", "--out", tmp_path / "a")
+    said = refused("build", "--config", tmp_path / "c.yaml", "--out", tmp_path / "a")
+    assert "features.kernels: got embedding, gradient, knn, which are of texts; leave them out" in said

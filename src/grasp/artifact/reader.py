@@ -43,16 +43,16 @@ from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
 
 RELEVANCE = "relevance_"  # of an array, before the name of its kernel
-# Names that version 0.2 gave to kernels, and to moments.
-_KERNELS = {
+# Names that version 0.2 gave to kernels, settings and moments.
+RENAMED_KERNELS = {
     "token": "output_layer",
     "input": "embedding",
     "neighbour": "knn",
     "shift": "hidden_bias",
     "tilt": "hidden_linear",
 }
-_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in _KERNELS.items()}
-_RENAMED_SETTINGS = {
+_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in RENAMED_KERNELS.items()}
+RENAMED_SETTINGS = {
     "pooling": "summary_positions",
     "token_positions": "positions",
     "moment_positions": "sample_positions",
@@ -405,8 +405,10 @@ def _with_present_names(manifest: Manifest) -> Manifest:
     if not isinstance(features, dict) or "match" not in features:
         return manifest
     arrays = {_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
-    kept = {_RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
+    kept = {RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
     kernels = [name.removeprefix(RELEVANCE) for name in arrays]
+    if not kept.get("product_width"):  # 0: no such sketch
+        kept.pop("product_width", None)
     settings = {**manifest.settings, "features": kept | {"kernels": kernels}}
     return manifest.model_copy(update={"arrays": arrays, "settings": settings})
 

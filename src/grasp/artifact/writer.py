@@ -197,6 +197,11 @@ class ArtifactWriter(BuiltShards):
                 relevance arrays, or mean something else.
         """
         artifact = ArtifactReader.open(path)
+        if any(entry.groups[0].name != name for name, entry in artifact.manifest.arrays.items()):
+            raise ArtifactError(
+                f"{artifact.path}: version 0.2 of grasp built it, which named its kernels otherwise, so it can be read "
+                "but not added to; build it again with all targets"
+            )
         wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
         if sorted(wanted) != sorted(arrays):
             raise ArtifactError(

@@ -129,7 +129,11 @@ def observe(
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
         if not saved.has(0):  # copied when the build begins: the other artifact may go
-            saved.write(0, dict(alike(inputs, settings.like).moments))
+            given = dict(alike(inputs, settings.like).moments)
+            corpus.load(given)
+            if trained and isinstance(model, ReferenceModel):
+                refuse_untrained(corpus.loss, model)
+            saved.write(0, given)
         progress.note(f"moments are those of {settings.like}; none are measured")
     if saved.has(0):
         corpus.load(saved.read(0))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
+from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
 from grasp.settings import Positions, Settings
@@ -185,12 +186,26 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
 
 
 def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
-    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read."""
+    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read.
+
+    Kernels and settings may have the names of version 0.2.
+    """
+    settings = _with_present_names(settings)
     if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
         read_by: type[ScoringProtocol] = geometry().protocol_type
         return validated(read_by, settings, where, ProtocolError)
     left = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
     return validated(ScoringProtocol, left, where, ProtocolError)
+
+
+def _with_present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    new = {"match": RENAMED_KERNELS, "requires": RENAMED_SETTINGS}
+    return {
+        field: {new[field].get(name, name): value for name, value in found.items()}
+        if field in new and isinstance(found, Mapping)
+        else found
+        for field, found in settings.items()
+    }
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
