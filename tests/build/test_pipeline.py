@@ -783,10 +783,10 @@ def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path)
     kept = artifact.features(0)
     assert len(kept["0.input"]) == len(kept["0.row"])
     ready = prepare(settings, tmp_path / "tokens", Silent()).ready
-    assert sum(batch.n_rows for _, batch in read_batches(kept, ready)) == artifact.grid.shard_rows
+    assert sum(batch.n_rows for _, batch in read_batches(kept, ready, 300)) == artifact.grid.shard_rows
     old = {f"position.{name}": array for name, array in kept.items()}
     with pytest.raises(ArtifactError, match="features: kept by another version; build the artifact again"):
-        next(read_batches(old, ready))
+        next(read_batches(old, ready, 300))
 
 
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):

@@ -65,7 +65,7 @@ class RayWorkers(Workers):
         self._cluster = cluster
         self._actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
         # before the kernels prepare, which write over the coordinates
-        self._units = replace(units.to("cpu", copy=True), head=None, sampled=None)  # type: ignore[arg-type]
+        self._units = replace(units.to("cpu", copy=True), head=None, sampled=None)
 
     def run(
         self,

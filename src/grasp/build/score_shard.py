@@ -73,7 +73,7 @@ def score_shard(
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}
     features: Arrays = {}
-    batches = ready.batches(rows) if passed is None else read_batches(passed, ready)
+    batches = ready.batches(rows) if passed is None else read_batches(passed, ready, ready.model.vocab_size)
     for k, (index, batch) in enumerate(batches):
         loss_N[index] = batch.loss_B.cpu().numpy()
         for kernel in kernels:

@@ -67,7 +67,7 @@ class SampleFeatures:
         value_PK = self.batch.residual.value_PK.float().cpu().numpy()
         n, k = index_PK.shape
         entries = (value_PK.ravel(), index_PK.ravel(), np.arange(0, n * k + 1, k))
-        found = csr_array(entries, shape=(n, self.batch.vocab_size))
+        found = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # the batch stays as it is
         found.sum_duplicates()
         found.eliminate_zeros()
         return found
@@ -105,17 +105,17 @@ def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
     """Kept features where they are, else those of the model, in the build's batches; `origin` may be an error."""
-    if isinstance(origin, GraspError):
-        raise origin
-    ready = forward_only(origin)
+    ready = None if isinstance(origin, GraspError) else forward_only(origin)
     if not artifact.keeps_features:
-        found = list(ready.batches(origin.rows.rows(row_index)))
+        if isinstance(origin, GraspError):
+            raise origin
+        found = list(forward_only(origin).batches(origin.rows.rows(row_index)))
         return SampleFeatures(row_index, joined(found, len(row_index)).rows(0, len(row_index)), "the model")
-    size, parts = artifact.grid.shard_rows, []
+    size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
     place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     place_N[row_index] = np.arange(len(row_index))
     for k in np.unique(row_index // size):
-        for index, batch in read_batches(artifact.features(int(k)), ready):
+        for index, batch in read_batches(artifact.features(int(k)), ready, vocab_size):
             place_B = place_N[int(k) * size + index]
             if (place_B >= 0).any():
                 chosen_B = np.flatnonzero(place_B >= 0)

@@ -64,6 +64,7 @@ class Embedding(Kernel):
         self._targets = prepare_targets(units.delta_PH, tokens, *of_units, whitener, ROWS_AT_ONCE)
 
     def score(self, batch: Batch) -> Tensor:
+        assert batch.head is not None
         at = batch.residual, batch.input_P, batch.row_P, batch.n_rows
         return input_relevance(self._targets, batch.head, *at)
 

@@ -52,7 +52,7 @@ class Batch:
         row_P: row of each position, in [0, n_rows); of rows in order.
         input_P: token at each position; its label is the next one.
         loss_B: mean loss of each row, nats a token.
-        head: the output layer, of `vocab_size` outputs.
+        head: the output layer, of `vocab_size` outputs; None: it is not at hand, so `delta_PH` cannot be had.
         tail: the positions that a summary averages; None: all of these.
         gradient_BK: the coordinates taken of the gradient of each row's whole loss, of a unit's mean loss; None: there
             was no backward pass.
@@ -65,7 +65,7 @@ class Batch:
     input_P: Tensor
     n_rows: int
     loss_B: Tensor
-    head: OutputHead
+    head: OutputHead | None
     vocab_size: int
     tail: "Batch | None" = None
     gradient_BK: Tensor | None = None
@@ -74,6 +74,7 @@ class Batch:
     @cached_property
     def delta_PH(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Gradient of each position's loss by its hidden state, (P, H)."""
+        assert self.head is not None
         return hidden_gradient(self.head, self.residual)
 
     @cached_property
