@@ -1,0 +1,284 @@
+"""Rows and units through the model, a batch at a time: forward, or forward and backward where a kernel needs it.
+
+Each row and each unit passes the model once: all kernels read the same batch.
+Shape letters: B rows of a batch, L tokens, K coordinates, E units.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grasp.arrays import I64
+from grasp.corpus.row_store import RowShard
+from grasp.errors import ArtifactError, ModelError
+from grasp.kernels.gradient import SampledGradients, room
+from grasp.kernels.kernel import Batch, needs_backward
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
+from grasp.models.residuals import SparseResidual, stack_residuals
+from grasp.models.sampled_gradients import Example
+from grasp.settings import FeatureSettings
+from grasp.targets.units import UnitTokens
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """The model with what kernels need of it.
+
+    Attributes:
+        sampled: which coordinates of gradients are taken; None: no kernel needs a backward pass.
+    """
+
+    model: Reference
+    settings: FeatureSettings
+    sampled: SampledGradients | None = None
+
+    @classmethod
+    def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
+        """Make ready what the kernels of `settings` need."""
+        sampled = SampledGradients.choose(model, settings) if needs_backward(settings.kernels) else None
+        return cls(model, settings, sampled)
+
+    def batches(self, rows: Rows) -> Iterator[tuple[I64, Batch]]:
+        """Yield batches of rows of like lengths, each with the place of its rows in `rows`.
+
+        Raises:
+            ModelError: the model computed NaN or infinity; the message names the rows.
+        """
+        column, specs = rows.table.column("row_id"), self.settings.row_positions
+        for index, found, taken_BK in self._passes(rows, specs):
+            batch = self._batch(found, [column[int(i)].as_py() for i in index], "row")
+            if taken_BK is not None:
+                batch = replace(batch, gradient_BK=_narrow(taken_BK).to(taken_BK.dtype), sampled=self.sampled)
+            yield index, batch
+
+    def units(self, units: Units, names: Sequence[str]) -> Batch:
+        """Return all units as one batch; a unit is a row, positions in any order of units."""
+        gradient_EK = None if self.sampled is None else room(len(units), self.sampled, self.settings.gradient_memory_mb)
+        parts: list[tuple[I64, Batch]] = []
+        for index, found, taken_BK in self._passes(units, self.settings.unit_positions):
+            parts.append((index, self._batch(found, [names[e] for e in index], "unit")))
+            if taken_BK is not None and gradient_EK is not None:
+                place_B = torch.from_numpy(index).to(gradient_EK.device)
+                # the same digits wherever they lie
+                gradient_EK[place_B] = _narrow(taken_BK).to(gradient_EK.device, gradient_EK.dtype)
+        return replace(joined(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
+
+    def _passes(
+        self, items: Rows | Units, specs: tuple[str, ...]
+    ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
+        """Yield batches of rows or units: their places, features, and coordinates of gradients."""
+        if self.sampled is None:
+            for index, found in forward_passes(self.model, items, specs, self.settings.top_k):
+                yield index, found, None
+            return
+        assert isinstance(self.model, ReferenceModel)
+        assert isinstance(items, RowShard | Sequence)
+        examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
+        for index in self.sampled.batches(examples):
+            for part, (taken_BK, hidden_BLH) in halved(index, self._there_and_back(examples)):
+                own = [examples[int(i)] for i in part]
+                scored = [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
+                padded = pad_rows([one.input_ids for one in own], scored)
+                yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), taken_BK
+
+    def _there_and_back(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
+        assert self.sampled is not None
+        compute = self.sampled.compute
+        return lambda some: compute([examples[int(i)] for i in some])
+
+    def _batch(self, found: BatchFeatures, names: Sequence[str], what: str) -> Batch:
+        """What a pass gave, as kernels read it: at their positions, and at those of summaries if they are others."""
+        refuse_bad(found, names, what)
+        n_rows = len(names)
+        loss_B, head, vocab_size = found.row_loss(n_rows), self.model.head, self.model.vocab_size
+        tail = None
+        for which in reversed(range(len(found.chosen))):
+            hidden_PH, residual, row_P = found.take(which)
+            input_P = found.input_P[found.chosen[which]]
+            tail = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, tail)
+        assert tail is not None
+        return tail
+
+
+def joined(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
+    """Return batches as one, given the numbers of their rows among all; positions in the order of the batches."""
+    first = parts[0][1]
+    loss_B = first.loss_B.new_zeros(n_rows)
+    numbers = [torch.from_numpy(index).to(loss_B.device) for index, _ in parts]
+    for number_B, (_, part) in zip(numbers, parts, strict=True):
+        loss_B[number_B] = part.loss_B
+    tails = [(index, part.tail) for index, part in parts if part.tail is not None]
+    return replace(
+        first,
+        hidden_PH=torch.cat([part.hidden_PH for _, part in parts]),
+        residual=stack_residuals([part.residual for _, part in parts]),
+        row_P=torch.cat([number_B[part.row_P] for number_B, (_, part) in zip(numbers, parts, strict=True)]),
+        input_P=torch.cat([part.input_P for _, part in parts]),
+        n_rows=n_rows,
+        loss_B=loss_B,
+        tail=joined(tails, n_rows) if tails else None,
+        gradient_BK=None,
+    )
+
+
+def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
+    """Return units as texts for a backward pass."""
+    return [Example(unit.input_ids, unit.first) for unit in units]
+
+
+def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
+    """Return rows as texts for a backward pass, with the tokens that carry loss at the positions of the kernels."""
+    found = []
+    for i in range(len(rows)):
+        ids, mask = rows.ids(i), rows.mask(i)
+        labelled = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
+        labelled[0] = False
+        if settings.positions != "all":
+            used_1L = position_mask(settings.positions, torch.from_numpy(labelled)[None])
+            labelled[1:] = used_1L[0, :-1].numpy()
+        found.append(Example(ids, labelled=labelled))
+    return found
+
+
+def halved(index: I64, run: Callable[[I64], Found]) -> Iterator[tuple[I64, Found]]:
+    """Run a batch; where a GPU has no room for it, its halves."""
+    try:
+        found = run(index)
+    except torch.cuda.OutOfMemoryError as err:
+        if len(index) == 1:
+            raise ModelError(
+                "the GPU has no memory for a backward pass over one row; use --dtype bfloat16, a smaller "
+                "--max-length, or --rule forward"
+            ) from err
+    else:
+        yield index, found
+        return
+    torch.cuda.empty_cache()  # only here: the error holds what the batch had computed
+    for half in np.array_split(index, 2):
+        yield from halved(half, run)
+
+
+def refuse_bad(found: BatchFeatures, names: Sequence[str], what: str) -> None:
+    """Stop where the model computed a NaN or an infinity."""
+    finite_P = found.hidden_PH.isfinite().all(dim=1) & found.residual.loss_P.isfinite()
+    finite_P &= found.residual.value_PK.isfinite().all(dim=1)
+    bad = torch.unique(found.row_P[~finite_P]).tolist()
+    if bad:
+        named = ", ".join(repr(names[b]) for b in bad[:5])
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ModelError(
+            f"{what} {named}{more}: the model computed NaN or infinity, expected finite hidden states and losses; "
+            "use model.dtype float32, or take it out"
+        )
+
+
+# ---------------------------------------------------------------------------------- batches that are kept in a file
+
+
+def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> dict[str, NDArray[Any]]:
+    """Return a batch, the k-th of a part, as named arrays, from which `read_batches` makes it again.
+
+    Args:
+        index: places of its rows in the part.
+        half: hidden states and mistakes in float16, as an artifact keeps them; else as they are.
+    Raises:
+        ModelError: hidden states that do not fit float16.
+    """
+    arrays: dict[str, NDArray[Any]] = {f"{k}.rows": index}
+    for part, at in (("", batch), ("tail.", batch.tail)):
+        if at is not None:
+            arrays |= {f"{k}.{part}{name}": array for name, array in _arrays(at, half=half).items()}
+    if batch.gradient_BK is not None:
+        narrow_BK = _narrow(batch.gradient_BK)
+        is_short = narrow_BK.dtype == torch.bfloat16
+        arrays[f"{k}.gradient"] = (narrow_BK.view(torch.uint16) if is_short else narrow_BK).cpu().numpy()
+    return arrays
+
+
+def _narrow(gradient_BK: Tensor) -> Tensor:
+    """Coordinates with the digits in which they are kept: bfloat16, or all of a model in float64."""
+    return gradient_BK if gradient_BK.dtype == torch.float64 else gradient_BK.bfloat16()
+
+
+def _arrays(batch: Batch, *, half: bool) -> dict[str, NDArray[Any]]:
+    hidden_PH = batch.hidden_PH.half() if half else batch.hidden_PH
+    if half and not bool(hidden_PH.isfinite().all()):
+        raise ModelError(
+            "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; build "
+            "without keep_features"
+        )
+    at = batch.residual
+    parts = {
+        "hidden": hidden_PH,
+        "index": at.index_PK.int(),
+        "value": at.value_PK.half() if half else at.value_PK,
+        "loss": at.loss_P,
+        "row": batch.row_P.int(),
+        "input": batch.input_P.int(),
+        "row_loss": batch.loss_B,
+    }
+    if at.rest_P is not None:
+        parts["rest"] = at.rest_P.half() if half else at.rest_P
+    return {name: part.cpu().numpy() for name, part in parts.items()}
+
+
+def read_batches(
+    arrays: Mapping[str, NDArray[Any]], ready: ModelPass | None, vocab_size: int
+) -> Iterator[tuple[I64, Batch]]:
+    """Yield the batches of `batch_arrays`, on the device of the model.
+
+    Args:
+        ready: None: the model is not at hand; then they lack the output layer, and gradients.
+    Raises:
+        ArtifactError: they were kept by another version.
+    """
+    if "0.rows" not in arrays:
+        raise ArtifactError("features: kept by another version; build the artifact again")
+    count = 1 + max(int(name.partition(".")[0]) for name in arrays)
+    for k in range(count):
+        index = arrays[f"{k}.rows"]
+        known = len(index), ready, vocab_size
+        tail = _batch_of(arrays, f"{k}.tail.", *known) if f"{k}.tail.hidden" in arrays else None
+        batch = _batch_of(arrays, f"{k}.", *known)
+        if ready is None:
+            yield index, replace(batch, tail=tail)
+            continue
+        gradient_BK = None
+        if f"{k}.gradient" in arrays and ready.sampled is not None:
+            kept_BK = torch.from_numpy(arrays[f"{k}.gradient"])
+            kept_BK = kept_BK.view(torch.bfloat16) if kept_BK.dtype == torch.uint16 else kept_BK
+            gradient_BK = kept_BK.to(ready.model.device, ready.sampled.engine.work)
+        yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=ready.sampled)
+
+
+def _batch_of(
+    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, ready: ModelPass | None, vocab_size: int
+) -> Batch:
+    device = torch.device("cpu") if ready is None else ready.model.device
+    part = {
+        name.removeprefix(prefix): torch.from_numpy(array).to(device)
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+    work = part["loss"].dtype
+    residual = SparseResidual(
+        part["index"].long(), part["value"].to(work), part["loss"], part["rest"].to(work) if "rest" in part else None
+    )
+    return Batch(
+        part["hidden"].to(work),
+        residual,
+        part["row"].long(),
+        part["input"].long(),
+        n_rows,
+        part["row_loss"],
+        None if ready is None else ready.model.head,
+        vocab_size,
+    )
