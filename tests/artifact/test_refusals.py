@@ -137,7 +137,7 @@ def test_tuples_and_lists_are_one_identity(world, tmp_path):
         ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}}, "column 1: got 3, .*power of two"),
         ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}}, "column 1: got -2, .*power of two"),
         (
-            {"arrays": {f"relevance_{k}": ArraySpec(width, "1", "none") for k, width in (("output_layer", 4), ("pooled", 3))}},
+            {"arrays": {f"relevance_{k}": ArraySpec(width, "1", "none") for k, width in (("knn", 4), ("pooled", 3))}},
             "relevance arrays have different widths",
         ),
     ],
@@ -231,8 +231,14 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
         (lambda artifact: next(artifact.array_blocks("relevance_output_layer", columns=[0, 4])), "got column 4"),
         (lambda artifact: next(artifact.array_blocks("relevance_output_layer", block_rows=0)), "block_rows: got 0"),
         (lambda artifact: artifact.array_rows("relevance_output_layer", np.array([1, 23])), "row_index: got 23"),
-        (lambda artifact: artifact.relevance_name("pooled"), "no relevance by 'pooled', only by output_layer; build it with"),
-        (lambda artifact: artifact.relevance_name("both"), "no relevance by 'both', only by output_layer; build it with"),
+        (
+            lambda artifact: artifact.relevance_name("pooled"),
+            "no relevance by 'pooled', only by output_layer; build",
+        ),
+        (
+            lambda artifact: artifact.relevance_name("both"),
+            "no relevance by 'both', only by output_layer; build",
+        ),
         (lambda artifact: next(artifact.row_batches(["genre"])), r"no columns \['genre'\]; it has"),
     ],
 )

@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers.utils import chat_template_utils
 
-from grasp import api
+import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.conversations import Conversation
-from grasp.corpus.row_store import RowStore
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import prepare
-from grasp.build.pipeline import build_artifact
 from grasp.build.merge import merge
 from grasp.build.modality import load_reference
+from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
+from grasp.corpus.conversations import Conversation
+from grasp.corpus.row_store import RowStore
 from grasp.settings import BuildSettings, TargetSettings, build_settings
-from tests.cli.grasp_command import arrays
-from tests.corpus.chats import CHATML, turns
 from tests.build.test_pipeline import Notes
 from tests.build.world import WORDS, world, write_targets
+from tests.cli.grasp_command import arrays
+from tests.corpus.chats import CHATML, turns
 from tests.rounding import rounding
 
 
@@ -72,11 +72,11 @@ def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
         )
         # features are those of the tail of 32 and of all supervised positions, so the mean is over all of them
         assert loss[i] == pytest.approx(losses[torch.from_numpy(mask[1:])].mean().item(), rel=1e-4)
-    assert int(art.moments["token.count"][0]) == store.supervised().sum()
+    assert int(art.moments["hidden.count"][0]) == store.supervised().sum()
 
 
 def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
-    art = api.open(chat[0] / "art")
+    art = grasp.open(chat[0] / "art")
     supervised_N = RowStore.open(chat[0] / "art" / "tokens").supervised()
     rows = art.rows.to_pandas()
     assert rows["n_loss"].tolist() == supervised_N.tolist()
@@ -94,7 +94,7 @@ def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
     corpus = settings.corpus.model_copy(update={"path": str(tmp_path / "text.jsonl")})
     text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
     build_artifact(text, tmp_path / "text")
-    both = api.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
+    both = grasp.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
     supervised = [RowStore.open(part / "tokens").supervised() for part in (root / "art", tmp_path / "text")]
     assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
     assert len(both.score(next(iter(both.targets)), min_tokens=1).to_pandas()) == len(np.concatenate(supervised))
@@ -109,14 +109,14 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     )
     build_artifact(settings, tmp_path / "art")
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
-    found, expected = arrays(tmp_path / "art"), arrays(tmp_path / "joint")
-    np.testing.assert_allclose(found["relevance_output_layer"], expected["relevance_output_layer"], rtol=1e-4, atol=1e-6)
+    found, expected = (arrays(tmp_path / name)["relevance_output_layer"] for name in ("art", "joint"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_an_export_holds_the_users_own_records(chat, tmp_path, kind):
     root, _ = chat
-    art = api.open(root / "art")
+    art = grasp.open(root / "art")
     picked = art.select("50%")
     picked.export(tmp_path / "out", format=kind)
     files = sorted((tmp_path / "out").glob("part-*"))
@@ -163,7 +163,7 @@ def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat
             return super().now(tz) + timedelta(days=1)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
-    api.open(tmp_path / "art").select("50%").export(tmp_path / "kept")
+    grasp.open(tmp_path / "art").select("50%").export(tmp_path / "kept")
     assert (tmp_path / "kept" / "_manifest.yaml").exists()
     assert BuildSource(art).tokenizer.render(Conversation(tuple(turns("a", "b")))).text.startswith("26 Jul 2024")
 

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.errors import ModelError, SettingsError
 from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
-from grasp.kernels import gradient as gradient_match
-from grasp.kernels.gradient import SampledGradients
+from grasp.errors import ModelError, SettingsError
+from grasp.kernels import gradient as gradient_module
+from grasp.kernels.gradient import Gradient, SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.sampled_gradients import Example
 from grasp.models.tokenizer import HfTokenizer
@@ -29,9 +29,12 @@ def relevance(out):
     return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
 
 
+WHOLE = {"sample_positions": 10**6}  # the sample is the corpus
+
+
 @pytest.fixture(scope="module")
 def built(root):
-    return build_artifact(world(root, train="further"), root / "built")
+    return build_artifact(world(root, train="further", features=WHOLE), root / "built")
 
 
 def test_what_is_stored_lies_well_inside_float16(built):
@@ -41,7 +44,7 @@ def test_what_is_stored_lies_well_inside_float16(built):
 
 def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root, tmp_path):
     peft = pytest.importorskip("peft")
-    settings = world(root, train="further")
+    settings = world(root, train="further", features=WHOLE)
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(settings.model.path)
     adapted = peft.get_peft_model(
@@ -131,9 +134,9 @@ def test_more_coordinates_than_there_are_are_refused():
 def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
     inside = relevance(build_artifact(settings, tmp_path / "inside"))
-    monkeypatch.setattr(gradient_match, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
+    monkeypatch.setattr(gradient_module, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
-    monkeypatch.setattr(gradient_match.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    monkeypatch.setattr(gradient_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
         build_artifact(settings, tmp_path / "nowhere")
 
@@ -161,18 +164,20 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
 
 
 def test_a_classifier_has_no_gradient_kernel():
-    with pytest.raises(ModelError, match=r"features.gradient_match: got true, but the model is a classifier"):
+    with pytest.raises(
+        ModelError, match=r"features.kernels: got gradient, but the model is a classifier; expected a c"
+    ):
         SampledGradients.choose(SimpleNamespace(), FeatureSettings())
 
 
 def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):
-    real = gradient_match.GradientKernel.relevance
+    real = Gradient.score
 
-    def broken(kernel, taken_BK):
-        taken_BK[0, 0] = torch.inf
-        return real(kernel, taken_BK)
+    def broken(kernel, batch):
+        batch.gradient_BK[0, 0] = torch.inf
+        return real(kernel, batch)
 
-    monkeypatch.setattr(gradient_match.GradientKernel, "relevance", broken)
+    monkeypatch.setattr(Gradient, "score", broken)
     notes = Notes()
     artifact = ArtifactReader.open(build_artifact(world(root, train="further"), tmp_path / "art", progress=notes))
     zero_N = ~relevance(tmp_path / "art").any(axis=1)

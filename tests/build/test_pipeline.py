@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 from grasp.api.score import score
 from grasp.artifact.inspection import verify
-from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
+from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import foretell
@@ -244,7 +244,7 @@ def test_sketches_equal_the_float64_reference(root, tmp_path, last):
             for j in range(8):
                 for k in range(8):
                     expected[(j + k) % 8] += a[j] * b[k] / len(rows[i][0])
-        np.testing.assert_allclose(found["product_sketch"][i], expected, atol=2e-4 * np.abs(found["product_sketch"]).max())
+        np.testing.assert_allclose(found["product_sketch"][i], expected, atol=2e-4 * np.abs(expected).max())
 
 
 def test_sketches_have_mean_squared_norm_one(every):
@@ -372,7 +372,9 @@ def test_some_kernels_alone_are_what_they_are_beside_the_others(root, every, tmp
     assert_same(found, {name: expected[name] for name in found})
 
 
-def test_the_paper_s_rule_builds_pooled_and_sketches_and_looks_at_the_last_positions_alone(root, tmp_path, looked_at):
+def test_the_rule_of_the_paper_builds_pooled_and_sketches_and_looks_at_the_last_positions_alone(
+    root, tmp_path, looked_at
+):
     settings = world(root).model_dump(mode="json")
     settings["features"] = {"rule": "paper", "positions": "tail:3", "summary_positions": "tail:3"}
     artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "paper"))
@@ -382,19 +384,19 @@ def test_the_paper_s_rule_builds_pooled_and_sketches_and_looks_at_the_last_posit
     assert 2.9 * artifact.n_rows < sum(of_rows) <= 3 * artifact.n_rows  # some rows are shorter
 
 
-def test_a_build_s_kernels_are_what_the_scoring_rule_reads_and_two_sketches():
+def test_the_kernels_of_a_build_are_what_the_scoring_rule_reads_and_two_sketches():
     """The table in settings says which, for each way to train; the rule picks them out of all kernels there are."""
-    for (rule, train), named in KERNELS.items():
-        features = FeatureSettings(rule=rule).decided(train)
+    for (which, train), named in KERNELS.items():
+        features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
         stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
         fitted = default_protocol().fitted(stored, features.model_dump())
-        assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (rule, train)
+        assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
     assert {train for _, train in KERNELS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
 
-def test_the_paper_s_settings_come_with_its_rule():
+def test_the_settings_of_the_paper_come_with_its_rule():
     paper = FeatureSettings(rule="paper").decided("further")
     assert paper.kernels == ("pooled", *BOTH_SKETCHES)
     assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
@@ -431,7 +433,7 @@ KERNEL = Toy
 @pytest.mark.parametrize("beside", [(), ("knn", "hidden_sketch")])
 def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_path, monkeypatch, beside):
     module = ModuleType("grasp.kernels.toy")
-    exec(TOY, module.__dict__)  # noqa: S102 - the file that somebody adds
+    exec(TOY, module.__dict__)
     monkeypatch.setitem(sys.modules, "grasp.kernels.toy", module)
     settings = world(root, features={"kernels": ("toy", *beside)})
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
@@ -773,7 +775,7 @@ def test_an_artifact_without_a_kernel_grows_without_it(root, tmp_path):
     assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
     artifact = ArtifactReader.open(out)
     assert set(artifact.array_names) == before
-    with pytest.raises(ArtifactError, match=r"no relevance by 'embedding', only by output_layer; build it with features.k"):
+    with pytest.raises(ArtifactError, match=r"no relevance by 'embedding', only by output_layer; build it with fea"):
         artifact.relevance_name("embedding")
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.build import ray_cluster as cluster
-from grasp.build.ray_cluster import ClusterSpec, connected
 from grasp.build.pipeline import build_artifact
+from grasp.build.ray_cluster import ClusterSpec, connected
+from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.progress import Silent
-from tests.cli.grasp_command import arrays
 from tests.build.test_chat_build import chat_settings
 from tests.build.test_pipeline import assert_same, with_broken_model
-from tests.build.world import world
+from tests.build.world import EVERY, FORWARD, world
+from tests.cli.grasp_command import arrays
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
@@ -52,12 +52,15 @@ class StopsAfter(Silent):
         self.stages.append(name)
 
     def advance(self, rows, tokens):
-        self.left -= self.name == "forward"
+        self.left -= self.name == "rows scored"
         if self.left == 0:
             raise Stop
 
 
-@pytest.mark.parametrize("features", [{}, {"sample_rows": 16}, {"gradient_match": True, "sample_rows": 16}])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"kernels": FORWARD, "sample_rows": 16}, {"kernels": EVERY, "sample_rows": 16}, {"sample_rows": 100}],
+)
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
     expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
     found = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
@@ -87,7 +90,7 @@ def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order)
     out, watch = tmp_path / "artifact", StopsAfter(2)
     with pytest.raises(Stop):
         build_artifact(world(root), out, cluster=clusters[order[0]], progress=watch)
-    assert watch.stages.count("forward") == 1
+    assert watch.stages.count("rows scored") == 1
     build_artifact(world(root), out, cluster=clusters[order[1]])
     assert_same(arrays(out), arrays(built))
 
@@ -100,7 +103,7 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
             self.killed, self.forward = [], False
 
         def stage(self, name, *, rows, tokens):
-            self.forward = name == "forward"
+            self.forward = name == "rows scored"
 
         def advance(self, rows, tokens):
             if self.forward and not self.killed:

@@ -275,7 +275,15 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     out = succeed("evaluate", art, "--runs", env).out
     printed = lines_of(out)
     kernels = ("output_layer", "pooled", "embedding", "knn")
-    several = {f"{names} additive" for names in ("both", "output_layer+embedding", "output_layer+embedding+knn", "output_layer+embedding+pooled")}
+    several = {
+        f"{names} additive"
+        for names in (
+            "output_layer+pooled",
+            "output_layer+embedding",
+            "output_layer+embedding+knn",
+            "output_layer+embedding+pooled",
+        )
+    }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
     assert f"protocol default: {default_protocol().provenance}" in out
     realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))

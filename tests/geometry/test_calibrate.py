@@ -275,7 +275,9 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     write_provenance(record, path)
     assert path.name == "chosen.provenance.json"
     read = json.loads(path.read_text())
-    assert read["best"][0]["protocol"] == TRUE.name == "retained | mean | output_layer | -0.5 joint.pair | mean_relevance"
+    assert (
+        read["best"][0]["protocol"] == TRUE.name == "retained | mean | output_layer | -0.5 joint.pair | mean_relevance"
+    )
     assert (read["candidates"], read["environments"][0]["name"]) == (15, "dev")
 
 

@@ -37,7 +37,9 @@ def test_the_default_is_what_its_provenance_says_was_selected():
         assert sorted(fitted.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
     best = max(scratch["best"], key=lambda one: one["lcb"])
-    assert best["protocol"] == "retained | mean | embedding+output_layer (negative x 0.25) | no geometry | mean_relevance"
+    assert (
+        best["protocol"] == "retained | mean | embedding+output_layer (negative x 0.25) | no geometry | mean_relevance"
+    )
     assert max(tuned["best"], key=lambda one: one["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
@@ -77,8 +79,16 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
         ("auto", ("output_layer", "embedding", "pooled"), {"embedding": 1.0, "output_layer": 1.0}),
         ("auto", ("output_layer", "pooled"), {"output_layer": 1.0}),
         ("auto", ("pooled",), {"pooled": 1.0}),
-        ({"output_layer": 1.0, "pooled": 0.0}, ("output_layer",), {"output_layer": 1.0}),  # of weight 0 it is not needed
-        ({"output_layer": 1.0, "embedding": 0.5}, ("output_layer", "embedding"), {"output_layer": 1.0, "embedding": 0.5}),
+        (
+            {"output_layer": 1.0, "pooled": 0.0},
+            ("output_layer",),
+            {"output_layer": 1.0},
+        ),  # of weight 0 it is not needed
+        (
+            {"output_layer": 1.0, "embedding": 0.5},
+            ("output_layer", "embedding"),
+            {"output_layer": 1.0, "embedding": 0.5},
+        ),
     ],
 )
 def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(given, kernels, fitted):
@@ -101,7 +111,11 @@ def test_all_mismatches_come_in_one_message():
     with pytest.raises(ProtocolError) as caught:
         FULL.fitted(names, source.feature_settings)
     says(
-        str(caught.value), "array 'relevance_pooled'", "array 'product_sketch'", "summary_positions: requires", "top_k: requires"
+        str(caught.value),
+        "array 'relevance_pooled'",
+        "array 'product_sketch'",
+        "summary_positions: requires",
+        "top_k: requires",
     )
     assert "\n" not in str(caught.value)
 
@@ -136,7 +150,15 @@ def test_mistakes_in_a_file_name_the_field(tmp_path, text, message):
 
 def test_names_of_an_earlier_version_are_read_as_those_of_today(tmp_path):
     old = {
-        "match": {"token": 1.0, "input": 0.5, "neighbour": 0.4, "shift": 0.3, "tilt": 0.2, "gradient": 2.0, "pooled": 0.1},
+        "match": {
+            "token": 1.0,
+            "input": 0.5,
+            "neighbour": 0.4,
+            "shift": 0.3,
+            "tilt": 0.2,
+            "gradient": 2.0,
+            "pooled": 0.1,
+        },
         "requires": {"pooling": "tail:32", "token_positions": "all", "top_k": 64},
     }
     (tmp_path / "old.yaml").write_text(json.dumps({"name": "p"} | old))
@@ -177,4 +199,8 @@ def test_files_that_are_not_protocols(tmp_path, text, message):
 
 def test_negative_relevance_by_gradients_counts_whole():
     protocol = rule(name="tried", negative=0.25)
-    assert [protocol.negative_of(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [0.25, 0.25, 1.0]
+    assert [protocol.negative_of(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [
+        0.25,
+        0.25,
+        1.0,
+    ]

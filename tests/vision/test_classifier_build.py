@@ -65,7 +65,7 @@ def test_relevance_is_the_formula(root, built):
     assert set(found) == {"relevance_output_layer", "hidden_sketch", "residual_sketch"}
 
 
-def test_the_paper_s_kernel_is_its_formula_too(root, tmp_path):
+def test_the_kernel_of_the_paper_is_its_formula_too(root, tmp_path):
     hidden_match, residual_match = reference(root)
     kernels = ["pooled", "output_layer", "product_sketch"]
     built = build_artifact(build_settings(settings(root, features__kernels=kernels)), tmp_path / "art")

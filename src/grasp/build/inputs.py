@@ -297,9 +297,7 @@ def unit_table(inputs: Inputs) -> pa.Table:
         {
             "unit_id": [unit.unit_id for unit in units],
             "target": [unit.target for unit in units],
-            "n_positions": pa.array(
-                torch.bincount(inputs.units.row_P, minlength=len(units)).tolist(), pa.int32()
-            ),
+            "n_positions": pa.array(torch.bincount(inputs.units.row_P, minlength=len(units)).tolist(), pa.int32()),
             "loss": pa.array(inputs.units.loss_B.float().cpu().numpy(), pa.float32()),
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],

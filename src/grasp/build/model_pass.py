@@ -85,7 +85,9 @@ class ModelPass:
         for index in self.sampled.batches(examples):
             for part, (taken_BK, hidden_BLH) in halved(index, self._there_and_back(examples)):
                 own = [examples[int(i)] for i in part]
-                scored = [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
+                scored = (
+                    [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
+                )
                 padded = pad_rows([one.input_ids for one in own], scored)
                 yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), taken_BK
 

@@ -122,9 +122,7 @@ def observe(
     coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
     fits = kept_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
     spool = FeatureSpool(work / "passed") if keep and sample.is_whole and fits and settings.like is None else None
-    progress.plan(
-        tokens_ahead(store, features, sample, measured=settings.like is not None, once=spool is not None)
-    )
+    progress.plan(tokens_ahead(store, features, sample, measured=settings.like is not None, once=spool is not None))
     corpus, saved = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:

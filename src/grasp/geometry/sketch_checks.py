@@ -55,12 +55,12 @@ def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Chec
 
 
 def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
-    at = kernels.positions
+    at, settings = kernels.positions, kernels.settings
     pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
     ranks = rank_agreement(pooled_B, product_B)
     return judged(
         "pooled for tokens",
-        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.summary_positions or kernels.settings.positions}, "
+        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {settings.row_positions[-1]}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
         f"of K agree {ranks:+.2f}",
         MOST_OF_IT,

@@ -30,7 +30,7 @@ Half = Literal["hidden", "residual", "product"]
 class PositionProducts:
     """What takes the positions of the rows, in the coordinates of the token kernel.
 
-    An artifact without moments of positions (`rule: paper`) has no such coordinates: those of the pooled kernel are used.
+    An artifact without moments of positions (`rule: paper`) has no such coordinates: those of the pooled kernel serve.
     """
 
     product_NN: F64  # <G_i, G_j>, G = mean_t h~_t (x) D^1/2 xi_t: what the product sketch is one of

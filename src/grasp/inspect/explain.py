@@ -180,22 +180,24 @@ class _Question:
         vars(alone)["summary"] = PooledFeatures(hidden_PH, residual_PV)
         return alone
 
-    def _by_position(self, batch: Batch, token_P: I64, example: Example) -> Iterator[tuple[str, I64, F64]]:
+    def _by_position(
+        self, batch: Batch, token_P: I64, summed_P: I64, example: Example
+    ) -> Iterator[tuple[str, I64, F64]]:
         """What the tokens of a row add to its relevance: kernel, (n,) tokens, (n, C); some positions at a time.
 
         Args:
             batch: the row alone.
             token_P: the token that each of its positions predicts, by its place in the row.
+            summed_P: the same of the positions that a summary averages.
         """
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
                 added_LC = example.labels * kernel.sampled.by_position(example, kernel.side_EK)
-                # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
+                # what the model makes of token t goes to the token after it, as everywhere; none follows the last
                 yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
         for kernel in self.kernels:
-            if isinstance(kernel, Pooled):  # of the positions that a summary averages
-                tail = batch.tail or batch
-                yield kernel.name, token_P[-len(tail.row_P) :], kernel.score(self._alone(tail)).double().cpu().numpy()
+            if isinstance(kernel, Pooled):
+                yield kernel.name, summed_P, kernel.score(self._alone(batch.tail or batch)).double().cpu().numpy()
         n = len(token_P)
         for start in range(0, n, BATCH_ROWS):
             chosen_P = torch.arange(start, min(start + BATCH_ROWS, n), device=batch.row_P.device)
@@ -211,14 +213,17 @@ class _Question:
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
         ((_, batch),) = self.ready.batches(shard)
         _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        token_P = position_mask(self.settings.positions, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
+        token_P, summed_P = (
+            position_mask(spec, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
+            for spec in (self.settings.positions, self.settings.row_positions[-1])
+        )
         (example,) = row_examples(shard, self.settings)
 
         # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
         added_C = np.zeros(self.n_columns)
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
-        for name, tokens, part_PC in self._by_position(batch, token_P, example):
+        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
             if name in added_L:
                 weighted_PC = part_PC * parts.weights[name]
                 added_L[name][tokens] += weighted_PC.sum(axis=1)

@@ -307,6 +307,7 @@ class Gradient(Kernel):
                 kept[:, start : start + CHUNK].to(device, work) for kept in (batch.gradient_BK, self.side_EK)
             )
             product_BE += taken_BK @ side_EK.T
+        product_BE *= batch.positions_B.to(device)[:, None]  # a row counts with all of its loss
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()
 

@@ -5,8 +5,8 @@ r"""The inner product of gradients of one matrix that acts on every hidden state
 The kernel `hidden_bias` asks what a row wants said more often, wherever: the gradient of a vector b that is added to
 every hidden state. This one asks what it wants said more often in situations like these: the gradient of the matrix M
 in h + M (h - mean) + b, which the output matrix reads. It is the kernel `output_layer` with the mistake brought back to
-hidden space, delta = W^T xi: H coordinates in place of V, none of which is a token that the moments hardly saw. Either side is
-whitened with a large ridge, since of H^2 directions a corpus shows few well.
+hidden space, delta = W^T xi: H coordinates in place of V, none of which is a token that the moments hardly saw. Either
+side is whitened with a large ridge, since of H^2 directions a corpus shows few well.
 
 It is computed pair by pair, by two matrix products over positions: no matrix of a row or a unit, H x H each, is formed.
 Shape letters: P row positions, S unit positions, N rows, E units, H hidden width.

@@ -54,8 +54,7 @@ class Batch:
         loss_B: mean loss of each row, nats a token.
         head: the output layer, of `vocab_size` outputs; None: it is not at hand, so `delta_PH` cannot be had.
         tail: the positions that a summary averages; None: all of these.
-        gradient_BK: the coordinates taken of the gradient of each row's whole loss, of a unit's mean loss; None: there
-            was no backward pass.
+        gradient_BK: the coordinates taken of the gradient of each row's mean loss; None: there was no backward pass.
         sampled: how they were taken.
     """
 
