@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from grasp.yaml_files import write_yaml
-from tests.build.world import world
+from tests.build.world import SKETCHES, world
 from tests.cli.grasp_command import succeed
 
 # How long an example takes says something about the machine, nothing about the law.
@@ -102,7 +102,8 @@ def family(request: pytest.FixtureRequest) -> str:
 def root(tmp_path_factory) -> Path:
     """A small world: model/, corpus.jsonl, facts.jsonl, settings.yaml"""
     place = tmp_path_factory.mktemp("cli")
-    write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
+    features = {"kernels": ("output_layer", "embedding", "knn", "pooled", *SKETCHES)}
+    write_yaml(world(place, features=features).model_dump(mode="json"), place / "settings.yaml")
     return place
 
 

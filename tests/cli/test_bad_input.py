@@ -100,7 +100,7 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
         ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
         ("features.tau=.nan", "features.tau: Input should be a finite number"),
         ("features=3", "features: expected fields with names"),
-        ("features.summary_positions=tail:0", "features.pooling: expected all, tail:N or stride:N"),
+        ("features.summary_positions=tail:0", "features.summary_positions: expected all, tail:N or stride:N"),
         ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
         ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
         ("targets.names=sciq", "targets.names: expected a list"),
@@ -121,9 +121,9 @@ def test_a_wrong_setting(build, assignment, word):
 
 
 def test_every_wrong_setting_is_in_one_message(build):
-    found = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--match", "most"))
+    found = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--rule", "most"))
     assert found.count("; ") == 3
-    assert all(name in found for name in ("features.tau", "shard_rows", "model.dtype", "features.match"))
+    assert all(name in found for name in ("features.tau", "shard_rows", "model.dtype", "features.rule"))
 
 
 @pytest.mark.parametrize(

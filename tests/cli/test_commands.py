@@ -81,7 +81,7 @@ def test_a_forecast_says_what_a_build_would_be_and_its_rows_are_kept(root, tmp_p
 def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):
     outcome = succeed(
         *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
-        *("--max-length", 48, "--match", "output_layer", "--dtype", "float32", "--keep-features", "--quiet"),
+        *("--max-length", 48, "--rule", "forward", "--dtype", "float32", "--keep-features", "--quiet"),
         *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # the path that it names
     )
     artifact = ArtifactReader.open(tmp_path / "art")
@@ -115,14 +115,15 @@ def test_a_settings_file_in_the_output_directory_stays_as_it_was_written(art, tm
 
 
 def test_flags_beat_set_and_set_beats_the_file(art, tmp_path):
-    flags = ["--max-length", 24, "--match", "pooled", "--no-keep-features"]
+    flags = ["--max-length", 24, "--rule", "paper", "--no-keep-features"]
     assigned = ["corpus.max_length=12", "corpus.limit=9", "features.tau=0.5", "keep_features=true"]
     given = [part for assignment in assigned for part in ("--set", assignment)]
     succeed("build", "--config", art / "run.yaml", *given, *flags, "--out", tmp_path / "art")
     settings = ArtifactReader.open(tmp_path / "art").manifest.settings
     assert (settings["corpus"]["max_length"], settings["corpus"]["limit"]) == (24, 9)
-    features = {name: settings["features"][name] for name in ("tau", "match", "top_k")}
-    assert features == {"tau": 0.5, "match": "pooled", "top_k": 12}  # the last is of the file
+    features = {name: settings["features"][name] for name in ("tau", "rule", "top_k")}
+    assert features == {"tau": 0.5, "rule": "paper", "top_k": 12}  # the last is of the file
+    assert settings["features"]["kernels"] == ["pooled", "hidden_sketch", "residual_sketch"]  # not those of the file
     assert settings["keep_features"] is False
 
 
@@ -230,8 +231,9 @@ def test_score_for_one_unit_is_by_its_own_relevance(art):
 
 def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path):
     out = tmp_path / "art"
-    succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
-    assert f"{out}: has no 'embedding' relevance" in refused("score", out, "--target", "facts", "--match", "embedding")
+    kernels = "features.kernels=[output_layer, hidden_sketch]"
+    succeed("build", "--config", art / "run.yaml", "--set", kernels, "--out", out)
+    assert f"{out}: has no relevance by 'embedding', only by output_layer" in refused("score", out, "--target", "facts", "--match", "embedding")
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {output_layer: 1, embedding: 1}\n")
     said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
     assert "does not fit the artifact: needs array 'relevance_embedding'" in said

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.writer import lock_artifact
-from grasp.errors import ArtifactError
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.pipeline import alike, claim_settings, decided, has_work, refuse_untrained
 from grasp.build.sample import MEGABYTE, Sample, kept_bytes
 from grasp.build.score_shard import observe_part, score_shard
+from grasp.errors import ArtifactError
 from grasp.kernels.kernel import kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES

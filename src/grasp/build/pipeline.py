@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -288,8 +287,8 @@ def refuse_untrained(loss: float, model: ReferenceModel) -> None:
     chance = math.log(model.vocab_size)
     if loss > UNTRAINED * chance:
         raise ModelError(
-            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats a token, guessing gives "
-            f"{chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made them; or go on all "
+            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats a token, guessing "
+            f"gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made them; or go on all "
             "the same with --untrained"
         )
 

@@ -53,7 +53,7 @@ def demo(
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
     verb="grasp.build.build",
-    more="resume untrained tokenizer keep_features like match dtype",
+    more="resume untrained tokenizer keep_features like rule dtype",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -82,6 +82,7 @@ def build(
 
     resume, untrained = asked.pop("resume"), asked.pop("untrained")
     flags = {(NAMED | SETTINGS)[name]: value for name, value in asked.items()}
+    flags["features.kernels"] = [] if asked["rule"] else None  # a file may name those of another rule
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
     data = merged(settings, assign, flags)
     if add_target is not None:
