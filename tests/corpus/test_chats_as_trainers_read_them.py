@@ -189,3 +189,22 @@ def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
         stored(tmp_path, [record])
     told = stored(tmp_path / "told", [record], prompt="{prompt}", completion="{chosen}")
     assert said(told)[1] == " wet.<|endoftext|>"
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_json_text_of_turns_is_turns(tmp_path, name):
+    store = stored(tmp_path, [{name: "\n " + json.dumps(TURNS)}])
+    assert said(store) == said(stored(tmp_path / "turns", [{"messages": TURNS}]))
+    assert store.details["columns"]["turns"] == name
+    text, _ = said(stored(tmp_path / "text", [{"messages": "[sic] a text"}]))
+    assert text == "[sic] a text<|endoftext|>"
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: text column 'messages' begins like a list of turns and is not"):
+        stored(tmp_path / "python", [{"messages": str(TURNS)}])
+
+
+@pytest.mark.parametrize("nothing", ["null", " ", "", "[]", []])
+def test_no_tools_and_no_calls_may_be_written_as_text(tmp_path, nothing):
+    strict = WITH_CALLS.replace("{{ m.content }}", "{{ m.content }}{{ 'called' if 'tool_calls' in m }}")
+    marked = [TURNS[0], {**TURNS[1], "tool_calls": nothing}]
+    text = said(stored(tmp_path, [{"messages": marked, "tools": nothing}], chat_tokenizer(strict)))
+    assert text == said(stored(tmp_path / "none", [{"messages": TURNS[:2]}]))

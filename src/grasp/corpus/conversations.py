@@ -77,6 +77,7 @@ Span = tuple[int, int]  # characters of a text: the first, and the first that is
 
 TEXT: Final = "text"
 TURNS: Final = ("messages", "conversations", "conversation")
+JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
 BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
@@ -207,7 +208,7 @@ class Form:
                 pair = given["prompt"], given["completion"]
             else:
                 said = [turn for name in ("prompt", "completion") for turn in _turns(given[name], name, where)]
-        elif isinstance(given[first], str | None):
+        elif not holds_turns(given[first], first):
             return Content(text=given[first])
         else:
             said = _turns(given[first], first, where)
@@ -242,10 +243,17 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
+def _list_of(value: Any) -> Any:
+    """Return a list, or the one that JSON text says; null, no value and white space are an empty one."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    return value or []
+
+
 def _tools(tools: Any, where: str) -> tuple[Any, ...]:
     """Descriptions of tools: a list, JSON of one (LLaMA-Factory), or a list of JSON texts."""
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or ()
+        tools = _list_of(tools)
         if isinstance(tools, list | tuple):
             return tuple(json.loads(tool) if isinstance(tool, str) else plain_json(tool, mend=False) for tool in tools)
     except (ValueError, RecursionError) as err:
@@ -269,8 +277,22 @@ def answer_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {name: turn.get(name) for name in ("tool_calls", *REASONING)} | {"content": turn["content"].strip()}
 
 
+def holds_turns(value: Any, column: str) -> bool:
+    """Return whether a column holds turns: a list, or JSON text of one in a column that is named for turns."""
+    if isinstance(value, str):
+        return column in TURNS and JSON_TURNS.match(value) is not None
+    return value is not None
+
+
 def _turns(said: Any, column: str, where: str) -> list[Any]:
-    """Turns in a list; `datasets` may have made a struct of lists of them."""
+    """Turns in a list, or in JSON text of one; `datasets` may have made a struct of lists of them."""
+    if isinstance(said, str) and JSON_TURNS.match(said):
+        try:
+            said = plain_json(json.loads(said))
+        except (ValueError, RecursionError) as err:
+            raise CorpusError(
+                f"{where}: text column {column!r} begins like a list of turns and is not JSON: {err}; write it as JSON"
+            ) from err
     if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
         lengths = {len(part) for part in said.values()}
         if len(lengths) == 1:
@@ -298,6 +320,8 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
     if "tool_calls" in given:
         given["tool_calls"] = _tool_calls(given["tool_calls"], where)
+        if not given["tool_calls"]:
+            del given["tool_calls"]
     elif role.lower() == CALL:  # LLaMA-Factory writes it in the model's own form of tool calls
         try:
             calls = json.loads(content)
@@ -315,7 +339,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _tool_calls(calls: Any, where: str) -> list[Any]:
     """Return tool calls with their arguments as objects; they, or all of the calls, may come as JSON text."""
     try:
-        calls = json.loads(calls) if isinstance(calls, str) else calls
+        calls = _list_of(calls)
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
