@@ -196,7 +196,8 @@ class Form:
             for name in (first, output, *inputs):
                 if not isinstance(given[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
-            question = "\n\n".join(text for name in (first, *inputs) if (text := given[name] or "").strip())
+            between = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+            question = between.join(text for name in (first, *inputs) if (text := given[name] or "").strip())
             pairs = [*_history(given.get(HISTORY), where), (question, given[output] or "")]
             said = [
                 {"role": role, "content": words}
