@@ -75,6 +75,13 @@ def test_history_of_an_instruction_comes_before_it(tmp_path):
     assert said(stored(tmp_path, [record])) == said(stored(tmp_path / "turns", [{"messages": TURNS}]))
 
 
+@pytest.mark.parametrize(("given", "between"), [({"history": []}, "\n"), ({}, "\n\n")])
+def test_an_instruction_and_its_input_are_joined_as_its_form_says(tmp_path, given, between):
+    record = {"instruction": "what is", "input": "water?", "output": ANSWERED, **given}
+    asked = [{"role": "user", "content": f"what is{between}water?"}, TURNS[1]]
+    assert said(stored(tmp_path, [record])) == said(stored(tmp_path / "turns", [{"messages": asked}]))
+
+
 @pytest.mark.parametrize("history", ["x", [["one"]], [[1, 2]]])
 def test_a_history_of_another_shape_is_refused(tmp_path, history):
     with pytest.raises(CorpusError, match="history"):
@@ -89,6 +96,8 @@ def test_a_history_of_another_shape_is_refused(tmp_path, history):
         calling([AS_TEXT]),
         calling(json.dumps([CALL])),
         calling(json.dumps([AS_TEXT]), ""),
+        calling(None, function_call=CALL["function"]),
+        calling("", function_call=json.dumps(CALL["function"])),
         [
             {"from": "human", "value": ASKED},
             {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
@@ -133,8 +142,15 @@ def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
         stored(tmp_path / "alone", records[:1])
 
 
-def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path):
-    turn = {"from": "function_call", "value": "weather(Paris)"}
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": "weather(Paris)"},
+        {"from": "gpt", "value": "", "function_call": {"name": "weather"}},
+        {"from": "gpt", "value": "hm", "function_call": "auto"},
+    ],
+)
+def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path, turn):
     record = {"conversations": [{"from": "human", "value": ASKED}, turn], "id": "odd"}
     assert stored(tmp_path, [record, {"conversations": TURNS}]).skipped.ids == {"bad_call": ["odd"]}
 

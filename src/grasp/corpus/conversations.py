@@ -82,7 +82,7 @@ INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
 BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
-CALL: Final = "function_call"  # role of ShareGPT whose words are a tool call
+CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -103,7 +103,7 @@ FAULTS: Final = {
     "no_answer": "the assistant does not answer",
     "untrained": "every answer of the assistant is marked weight: 0 or train: false",
     "trained_user": "a turn of another role than the assistant is marked to be trained; only answers carry loss",
-    "bad_call": "a turn of function_call is no JSON with name and arguments",
+    "bad_call": "a function_call is no JSON with name and arguments",
 }
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names that templates give to an answer's reasoning
 
@@ -239,7 +239,7 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
                 untrained.add(k)
             if flag == "train" and value and not is_answer:
                 fault = "trained_user"
-        if turn.pop(CALL, False):
+        if turn.get("tool_calls", ()) is None:
             fault = "bad_call"
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
@@ -307,7 +307,10 @@ def _turns(said: Any, column: str, where: str) -> list[Any]:
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a turn as chat templates take it; marks of training are still in it."""
+    """Return a turn as chat templates take it; marks of training are still in it.
+
+    Calls that cannot be read are None.
+    """
     given: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
     role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
@@ -319,22 +322,25 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and known != "tool":  # templates write a tool's result in whatever form it has
         raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], where)
-        if not given["tool_calls"]:
-            del given["tool_calls"]
-    elif role.lower() == CALL:  # LLaMA-Factory writes it in the model's own form of tool calls
-        try:
-            calls = json.loads(content)
-            calls = calls if isinstance(calls, list) else [calls]
-            given["tool_calls"] = [
-                {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-                for call in calls
-            ]
-            content = ""
-        except (ValueError, RecursionError, KeyError, TypeError):
-            given[CALL] = True
+    if role.lower() == CALL and "tool_calls" not in given:  # LLaMA-Factory writes it in the model's own form of tool calls
+        given[CALL], content = content, ""
+    called = given.pop(CALL, None) if known == "assistant" else None
+    given["tool_calls"] = _tool_calls(given.get("tool_calls"), where) or (_function_calls(called) if called else [])
+    if given["tool_calls"] == []:
+        del given["tool_calls"]
     return {"role": known, "content": content, **given}
+
+
+def _function_calls(calls: Any) -> list[Any] | None:
+    """Return calls in the form of `tool_calls`, of a name with arguments, several, or JSON of them; None: no such."""
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+        return [
+            {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in (calls if isinstance(calls, list) else [calls])
+        ]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
