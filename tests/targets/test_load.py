@@ -12,7 +12,7 @@ from grasp.errors import MissingExtraError, TargetError
 from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets import load_units
 from grasp.targets.load import target_name, units_of
-from tests.corpus.chats import DROPS, chat_tokenizer, turns
+from tests.corpus.chats import CHATML, DROPS, chat_tokenizer, turns
 
 ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
 TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
@@ -117,6 +117,15 @@ def test_every_answer_is_a_unit_when_asked(tmp_path):
 def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
     (unit,) = load(tmp_path, record).written_out(chat_tokenizer()).units
     assert unit.completion == ANSWERED + END
+
+
+def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}")
+    for part in ({"reasoning_content": "hm"}, {"tool_calls": [{"name": "f", "arguments": {}}], "content": " "}):
+        answer = {"role": "assistant", "content": "", **part}
+        (unit,) = load(tmp_path, {"messages": [TURNS[0], answer]}).written_out(chat_tokenizer(template)).units
+        assert unit.prompt.endswith(f"{ASKED}{END}\n<|im_start|>assistant\n")
+        assert "hm" in unit.completion or "'f'" in unit.completion
 
 
 # ---------------------------------------------------------------- refusals
