@@ -117,7 +117,8 @@ class HfTokenizer:
         first = f"texts begin with {begin}, as {why}" if begin else f"texts begin without BOS, as {why}"
         if not begin and self.add_bos_token is None:
             first = "texts begin without a special token, as the tokenizer adds none"
-        return f"special tokens: {first}; documents end with {end or 'none'}"
+        chats = "; chats begin and end as their template writes them" if self.writes_chats else ""
+        return f"special tokens: {first}; documents end with {end or 'none'}{chats}"
 
     @property
     def writes_chats(self) -> bool:
