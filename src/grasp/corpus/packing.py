@@ -257,6 +257,8 @@ class Packer:
         if document.input_ids is None:
             if document.conversation is None:  # a template brings its own mark
                 suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
+                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it
+                    suffix = suffix[:0]
                 ids = np.concatenate([ids, suffix])
                 if mask is not None:
                     mask = np.concatenate([mask, np.full(len(suffix), mask.any())])

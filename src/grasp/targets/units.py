@@ -133,7 +133,9 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
         if not len(context):
             raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
         first, ids = len(context), np.concatenate([context, ids])
-    n_prefix = tokens.n_prefix if len(ids) > max_length else 0
+    prefix = tokenizer.prefix_ids  # the tokenizer puts it in front, or the text has it
+    n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
+    n_prefix = n_front if len(ids) > max_length else 0
     n_scored = len(ids) - first
     if n_scored + max(1, n_prefix) > max_length:
         raise TargetError(
@@ -147,4 +149,4 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
             f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
             " the tokenizer does not belong to the model"
         )
-    return UnitTokens(ids.astype(np.int32), max(1, tokens.n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
+    return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)
