@@ -224,3 +224,48 @@ def test_no_tools_and_no_calls_may_be_written_as_text(tmp_path, nothing):
     marked = [TURNS[0], {**TURNS[1], "tool_calls": nothing}]
     text = said(stored(tmp_path, [{"messages": marked, "tools": nothing}], chat_tokenizer(strict)))
     assert text == said(stored(tmp_path / "none", [{"messages": TURNS[:2]}]))
+
+
+# ---------------------------------------------------------------- arguments of tool calls
+
+AS_GIVEN = '{"city":"Paris",  "day": 1}'  # no JSON that Python writes
+TAKES_BOTH = WITH_CALLS.replace(
+    "{{ c.function.arguments | tojson }}",
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+)
+TAKES_OBJECTS = WITH_CALLS.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments.items() | list }}")
+
+
+def with_arguments_of(arguments) -> list[dict]:
+    return calling([{"type": "function", "function": {"name": "weather", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize("template", [TAKES_BOTH, JOINS_TEXT, PRINTS])
+def test_arguments_that_are_text_are_written_as_they_are(tmp_path, template):
+    store = stored(tmp_path, [{"messages": with_arguments_of(AS_GIVEN)}], chat_tokenizer(template))
+    assert said(store)[1] == f"<call>weather {AS_GIVEN}</call>{END}{ANSWERED}{END}"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "expected"),
+    [
+        (WITH_CALLS, AS_GIVEN, '{"city": "Paris", "day": 1}'),
+        (WITH_CALLS, "print(1)", '"print(1)"'),
+        (TAKES_OBJECTS, AS_GIVEN, "[('city', 'Paris'), ('day', 1)]"),
+        (TAKES_OBJECTS, "{}", "[]"),
+        (JOINS_TEXT, {}, "{}"),
+        (WITH_CALLS, "{}", "{}"),
+    ],
+)
+def test_arguments_take_the_form_that_the_template_needs(tmp_path, template, arguments, expected):
+    store = stored(tmp_path, [{"messages": with_arguments_of(arguments)}], chat_tokenizer(template))
+    assert said(store)[1] == f"<call>weather {expected}</call>{END}{ANSWERED}{END}"
+
+
+@pytest.mark.parametrize("words", [str(CALL["function"]["arguments"]), json.dumps(AS_TEXT["function"]["arguments"])])
+@pytest.mark.parametrize("call", [CALL, AS_TEXT])
+def test_words_that_look_like_arguments_do_not_change_them(tmp_path, words, call):
+    messages = calling([call])
+    messages[0]["content"] = words
+    assert said(stored(tmp_path, [{"messages": messages}], chat_tokenizer(TAKES_BOTH)))[1].startswith(CALLED)
+    assert said(stored(tmp_path / "json", [{"messages": messages}], chat_tokenizer(WITH_CALLS)))[1].startswith(CALLED)

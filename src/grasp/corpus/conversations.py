@@ -3,14 +3,14 @@
 Reads turns in the form of OpenAI (`role`, `content`) and ShareGPT (`from`, `value`); an instruction with its input,
 output and `history`; a prompt and its completion; any columns by two templates, format strings (`{question}`) or Jinja
 (`{{ question }}`). Turns are normalised to what chat templates expect, as trainers do: null members are absent,
-arguments of tool calls are objects, and turns marked `weight: 0` or `train: false` carry no loss. A model's chat
-template turns them into text later. Start with `form_of` and `Form.read`.
+tool calls are lists, and turns marked `weight: 0` or `train: false` carry no loss. A model's chat template turns them
+into text later. Start with `form_of` and `Form.read`.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from string import Formatter
@@ -322,7 +322,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and known != "tool":  # templates write a tool's result in whatever form it has
         raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
-    if role.lower() == CALL and "tool_calls" not in given:  # LLaMA-Factory writes it in the model's own form of tool calls
+    if role.lower() == CALL and "tool_calls" not in given:  # LLaMA-Factory writes it as a tool call of the model
         given[CALL], content = content, ""
     called = given.pop(CALL, None) if known == "assistant" else None
     given["tool_calls"] = _tool_calls(given.get("tool_calls"), where) or (_function_calls(called) if called else [])
@@ -344,53 +344,45 @@ def _function_calls(calls: Any) -> list[Any] | None:
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Return tool calls with their arguments as objects; they, or all of the calls, may come as JSON text."""
+    """Return tool calls, which may come as JSON text; their arguments stay as they are."""
     try:
         calls = _list_of(calls)
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list of calls")
-    return [_with_arguments(call, json_arguments) for call in calls]
+    return calls
 
 
-def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a call, in OpenAI's form or flat, whose arguments are changed."""
-    changed = dict(call)
-    if isinstance(changed.get("function"), Mapping):
-        changed["function"] = _with_arguments(changed["function"], change)
-    elif "arguments" in changed:
-        changed["arguments"] = change(changed["arguments"])
-    return changed
+def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    """Return a conversation whose tool calls, in OpenAI's form or flat, have their arguments changed."""
+
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
+
+    turns = (
+        {**turn, "tool_calls": [changed(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
+        for turn in conversation.turns
+    )
+    return replace(conversation, turns=tuple(turns))
 
 
-def json_arguments(arguments: Any) -> Any:
+def object_arguments(arguments: Any) -> Any:
     """Return the object that arguments say in JSON; other texts, code say, stay as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)  # null members of a text are its author's own
+        parsed = json.loads(arguments)  # null members of a text are its author's own
     except (ValueError, RecursionError):
         return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
-def call_arguments(turn: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of the tool calls of a turn."""
-    found: list[Any] = []
-    for call in turn.get("tool_calls", ()):
-        _with_arguments(call, found.append)
-    return found
-
-
-def with_text_arguments(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn whose tool calls have their arguments as JSON texts, for templates that take them so."""
-
-    def as_text(arguments: Any) -> Any:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-    if "tool_calls" not in turn:
-        return dict(turn)
-    return {**turn, "tool_calls": [_with_arguments(call, as_text) for call in turn["tool_calls"]]}
+def text_arguments(arguments: Any) -> str:
+    """Return arguments as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs

@@ -6,7 +6,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date, datetime, time
 from functools import cached_property
@@ -23,8 +23,9 @@ from grasp.corpus.conversations import (
     Span,
     UnusableConversationError,
     answer_parts,
-    call_arguments,
-    with_text_arguments,
+    object_arguments,
+    text_arguments,
+    with_arguments,
 )
 from grasp.corpus.encoding import RenderedChat
 from grasp.errors import ModelError
@@ -36,6 +37,8 @@ BYTES = 256
 LONGEST_CHARACTER = 4  # tokens, where each is a byte
 # verbose: a text longer than the context is no mistake here, rows are cut later
 PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+STAND_IN = "graspstandin"  # a word that no conversation holds
+STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
 PROBE = "a"  # a text that shows what a tokenizer puts around it
 CLOCK = "strftime_now"  # the function by which templates write today's date
 DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # of `strftime`
@@ -202,7 +205,7 @@ class HfTokenizer:
                 "questions and answers in columns, "
                 """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
             )
-        text, marked = self._written(conversation)
+        conversation, text, marked = self._written(conversation)
         spoken = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
         if marked and len(marked) != len(spoken):
             raise UnusableConversationError(
@@ -217,59 +220,75 @@ class HfTokenizer:
             unwritten |= dict.fromkeys(self._unwritten(conversation, k, text[start:stop], text))
         return RenderedChat(text, tuple(spans), tuple(unwritten))
 
-    def _written(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
-        """Return the turns as text, and what of it the template marks as the assistant's.
+    def _written(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
+        """Return a conversation as the template can take it, its text, and what of that is marked as the assistant's.
 
-        Arguments of tool calls are given as objects, or as JSON texts to templates that need those: they fail to join
-        an object to a text, or write it as Python does.
+        Arguments of tool calls are given as they come. If the template refuses them, writes JSON text as a quoted
+        string or an object as Python does, they are given as objects, or else as JSON texts.
+        """
+        forms = [conversation]
+        if any("tool_calls" in turn for turn in conversation.turns):
+            others = [with_arguments(conversation, change) for change in (object_arguments, text_arguments)]
+            forms += [other for other in others if other.turns != conversation.turns]
+        rendered: list[tuple[Conversation, str, list[Span]]] = []
+        refusals: list[UnusableConversationError] = []
+        for form in forms:
+            try:
+                rendered.append((form, *self._render(form)))
+                if len(forms) == 1 or not self._garbles_arguments(form):
+                    return rendered[-1]
+            except UnusableConversationError as err:
+                refusals.append(err)
+        if not rendered:
+            raise refusals[0]
+        return rendered[0]
+
+    def _garbles_arguments(self, conversation: Conversation) -> bool:
+        """Return whether the template quotes arguments that are JSON text, or writes objects as Python does.
+
+        Other arguments take their place, which do not stand elsewhere in the conversation.
+        """
+
+        def probe(arguments: Any) -> Any:
+            if not isinstance(object_arguments(arguments), dict):
+                return arguments
+            return json.dumps(STAND_IN_ARGUMENTS) if isinstance(arguments, str) else STAND_IN_ARGUMENTS
+
+        text, _ = self._render(with_arguments(conversation, probe))
+        return str(STAND_IN_ARGUMENTS) in text or json.dumps(json.dumps(STAND_IN_ARGUMENTS)) in text
+
+    def _render(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
+        """Return turns as text, and what of it the template marks as the assistant's.
+
+        Raises:
+            UnusableConversationError: the template refuses the turns.
         """
         jinja = require("jinja2", extra="chat", feature="a chat template")
-        failures = (jinja.TemplateError, TypeError, ValueError, KeyError)
-        turns = conversation.turns
-        arguments = [part for turn in turns for part in call_arguments(turn) if isinstance(part, dict) and part]
-        refused = None
-        try:
-            written = self._render(turns, conversation.tools, how)
-        except failures as err:
-            refused = err
-        if arguments and (refused is not None or any(str(part) in written[0] for part in arguments)):
-            try:
-                written = self._render([with_text_arguments(turn) for turn in turns], conversation.tools, how)
-                refused = None
-            except failures as err:
-                refused = refused or err
-        if refused is not None:
-            reason = " ".join(str(refused).split())[:200]
-            raise UnusableConversationError("refused", reason) from refused
-        return written
-
-    def _render(
-        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], how: Mapping[str, Any]
-    ) -> tuple[str, list[Span]]:
-        template = self.tokenizer.get_chat_template(None, list(tools) or None)
+        tools = list(conversation.tools) or None
+        template = self.tokenizer.get_chat_template(None, tools)
         if CLOCK in template:
             template = _clock_macro(self.chat_date) + template
         has_marks = GENERATION.search(template) is not None
-        (text,), marked = render_jinja_template(
-            [list(turns)],
-            tools=list(tools) or None,
-            chat_template=template,
-            return_assistant_tokens_mask=has_marks,
-            **self.tokenizer.special_tokens_map,
-            **how,
-        )
+        try:
+            (text,), marked = render_jinja_template(
+                [list(conversation.turns)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=has_marks,
+                **self.tokenizer.special_tokens_map,
+                **how,
+            )
+        except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
+            raise UnusableConversationError("refused", " ".join(str(err).split())[:200]) from err
         return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
 
     def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
         """Return the characters of turn k: what stands between the prompt for it and its end."""
-        prompt, _ = self._written(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
-        whole = self._written(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
+        prompt, _ = self._render(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
+        whole = self._render(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
         if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
             return len(prompt), len(whole)
-        raise UnusableConversationError(
-            "rewritten",
-            f"turn {k}",
-        )
+        raise UnusableConversationError("rewritten", f"turn {k}")
 
     def _unwritten(self, conversation: Conversation, k: int, answer: str, text: str) -> list[str]:
         """Return what the template leaves out of an answer, keys of `text.SKIPPED`.
@@ -300,7 +319,7 @@ class HfTokenizer:
         *before, turn = conversation.turns[: k + 1]
         bare = {name: part for name, part in turn.items() if name != "tool_calls"}
         try:
-            texts = [self._written(replace(conversation, turns=(*before, last)))[0] for last in (turn, bare)]
+            texts = [self._render(replace(conversation, turns=(*before, last)))[0] for last in (turn, bare)]
         except UnusableConversationError:
             return False  # it does not take an answer without words, so it looks at the calls
         return texts[0] == texts[1]
