@@ -10,7 +10,8 @@ import pytest
 from grasp.corpus.conversations import preference_note
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
-from tests.corpus.chats import CHATML, MARKED, chat_tokenizer
+from grasp.text import skipped_lines
+from tests.corpus.chats import CHATML, MARKED, chat_tokenizer, turns
 from tests.corpus.test_conversations import ANSWERED, ASKED, END, LAST, TURNS, said, stored
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
@@ -269,3 +270,79 @@ def test_words_that_look_like_arguments_do_not_change_them(tmp_path, words, call
     messages[0]["content"] = words
     assert said(stored(tmp_path, [{"messages": messages}], chat_tokenizer(TAKES_BOTH)))[1].startswith(CALLED)
     assert said(stored(tmp_path / "json", [{"messages": messages}], chat_tokenizer(WITH_CALLS)))[1].startswith(CALLED)
+
+
+# ---------------------------------------------------------------- answers that are written in part or elsewhere
+
+STRIPS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+CALLS_ALONE = WITH_CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+HIDES = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else ('hidden' if m.content else '') }}")
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.last %}{% generation %}<t>{{ m.reasoning_content }}</t>{% endgeneration %}GAP"
+    "{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "loss"),
+    [
+        (STRIPS, {"content": f"<think>hm</think>{ANSWERED}"}, ANSWERED),
+        (CHATML.replace("m.content", "m.content[:8]"), {"content": ANSWERED}, ANSWERED[:8]),
+        (CALLS_ALONE, {"content": "let me see", "tool_calls": [CALL]}, CALLED),
+    ],
+)
+def test_an_answer_that_is_written_in_part_is_kept_and_counted(tmp_path, template, turn, loss):
+    record = {"messages": [TURNS[0], {"role": "assistant", **turn}], "id": "part"}
+    store = stored(tmp_path, [record], chat_tokenizer(template))
+    assert said(store)[1] == loss + END
+    assert store.skipped.ids == {"cut_answer": ["part"]}
+    (line,) = skipped_lines(store.skipped.counts, store.skipped.examples)
+    assert "c.jsonl:1: turn 1" in line
+    assert "--tokenizer" in line
+
+
+@pytest.mark.parametrize("template", [STRIPS, HIDES])
+def test_an_answer_of_which_nothing_is_written_is_left_out(tmp_path, template):
+    record = {"messages": turns(ASKED, "<think>hm</think>")}
+    with pytest.raises(CorpusError, match=r"does not write an answer: .*c\.jsonl:1: turn 1: words '<think>hm"):
+        stored(tmp_path, [record], chat_tokenizer(template))
+
+
+def test_marked_spans_are_those_of_their_turns(tmp_path):
+    last = {**TURNS[3], "reasoning_content": "hm"}
+    messages = [TURNS[0], {**TURNS[1], "reasoning_content": "gone"}, TURNS[2], last]
+    store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(THINKS))
+    assert said(store)[1] == ANSWERED + END + "<t>hm</t>" + LAST + END
+    alone = stored(tmp_path / "last", [{"messages": messages}], chat_tokenizer(THINKS), loss_on="completion")
+    assert said(alone)[1] == "<t>hm</t>" + LAST + END
+    first = [TURNS[0], TURNS[1], TURNS[2], {**last, "weight": 0}]
+    assert said(stored(tmp_path / "first", [{"messages": first}], chat_tokenizer(THINKS)))[1] == ANSWERED + END
+
+
+def test_marks_whose_turns_cannot_be_told_are_left_out(tmp_path):
+    only_last = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+    twice = MARKED.replace("{% for", "{{ messages[0].content }}{% for", 1)
+    for name, template in (("one", only_last), ("two", twice)):
+        records = [{"messages": TURNS, "id": "odd"}, {"messages": TURNS[:2]}]
+        store = stored(tmp_path / name, records, chat_tokenizer(template))
+        assert store.skipped.ids == {"unmarked": ["odd"]}
+    asked = stored(tmp_path / "last", [{"messages": TURNS}], chat_tokenizer(only_last), loss_on="completion")
+    assert said(asked)[1] == LAST + END
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_whole_turns_in_json_are_found_or_left_out(tmp_path, marked):
+    quoted = turns(ASKED, 'water is "wet".\nyes', "and fire?", LAST)
+    template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    if marked:
+        template = (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+            "{% else %}{{ m | tojson }}{% endif %}\n{% endfor %}"
+        )
+    store = stored(tmp_path, [{"messages": quoted}], chat_tokenizer(template), max_length=400)
+    assert said(store)[1] == "".join(json.dumps(turn) for turn in quoted[1::2])
+    assert store.skipped.ids == {}
+    with pytest.raises(CorpusError, match=r"once turns follow: .*c\.jsonl:1: turn 1"):
+        stored(tmp_path / "one", [{"messages": quoted}], chat_tokenizer("{{ messages | tojson }}"))

@@ -12,7 +12,7 @@ from grasp.errors import MissingExtraError, TargetError
 from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets import load_units
 from grasp.targets.load import target_name, units_of
-from tests.corpus.chats import CHATML, DROPS, chat_tokenizer, turns
+from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
 ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
 TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
@@ -98,6 +98,23 @@ def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
     assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
     with pytest.raises(TargetError, match=r"unit 'exam:0' of exam .* does not write an answer: turn 3: words"):
         load(tmp_path).written_out(chat_tokenizer(DROPS))
+
+
+def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
+    words = "{% generation %}{{ m.content }}"
+    joined = MARKED.replace(words, "{% generation %}-{% endgeneration %}" + words)
+    (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer(joined)).units
+    assert unit.completion == "-" + LAST + END
+    apart = MARKED.replace(words, "{% generation %}-{% endgeneration %} " + words)
+    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam: .* marks its answer in 2 spans .* expected one"):
+        load(tmp_path).written_out(chat_tokenizer(apart))
+
+
+def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
+    found = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
+    written = found.written_out(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
+    assert written.units[0].completion == ANSWERED + END
+    assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
 
 
 def test_every_answer_is_a_unit_when_asked(tmp_path):
