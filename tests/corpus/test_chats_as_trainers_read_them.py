@@ -11,7 +11,7 @@ from grasp.corpus.conversations import preference_note
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.text import skipped_lines
-from tests.corpus.chats import CHATML, MARKED, chat_tokenizer, turns
+from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 from tests.corpus.test_conversations import ANSWERED, ASKED, END, LAST, TURNS, said, stored
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
@@ -301,6 +301,17 @@ def test_an_answer_that_is_written_in_part_is_kept_and_counted(tmp_path, templat
     (line,) = skipped_lines(store.skipped.counts, store.skipped.examples)
     assert "c.jsonl:1: turn 1" in line
     assert "--tokenizer" in line
+
+
+def test_an_answer_whose_beginning_is_in_the_prompt_is_whole(tmp_path):
+    thinks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    messages = turns(ASKED, f"<think>\nhm</think>{ANSWERED}")
+    store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(thinks))
+    assert said(store)[1] == f"hm</think>{ANSWERED}{END}"
+    assert store.skipped.ids == {}
+    asked = [{"messages": turns("what is 4?", "4")}]
+    with pytest.raises(CorpusError, match="does not write an answer"):
+        stored(tmp_path / "short", asked, chat_tokenizer(DROPS))
 
 
 @pytest.mark.parametrize("template", [STRIPS, HIDES])

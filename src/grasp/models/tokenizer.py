@@ -216,7 +216,7 @@ class HfTokenizer:
         for k in answers:
             if not spans_of.get(k):
                 raise UnusableConversationError("unmarked", f"turn {k}: nothing of it is marked")
-            answer = "".join(text[start:stop] for start, stop in spans_of[k])
+            answer = spans_of[k][0][0], spans_of[k][-1][1]
             unwritten += [(reason, k) for reason in self._unwritten(conversation, k, answer, text)]
         return RenderedChat(text, tuple(span for k in answers for span in spans_of[k]), tuple(unwritten))
 
@@ -327,11 +327,11 @@ class HfTokenizer:
             raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(spoken)} answers")
         return [spoken[bisect_right(places, begin) - 1] for begin, _ in spans]
 
-    def _unwritten(self, conversation: Conversation, k: int, answer: str, text: str) -> list[str]:
+    def _unwritten(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
         """Return what the template leaves out of an answer, whole or in part, as keys of `text.SKIPPED`.
 
         Args:
-            answer: characters of the answer that carry loss.
+            answer: where it stands; the prompt may hold its beginning, `<think>` say.
             text: the whole conversation; a template may write the reasoning and not mark it.
         Raises:
             UnusableConversationError: it writes nothing of the answer.
@@ -339,7 +339,8 @@ class HfTokenizer:
         turn = conversation.turns[k]
         parts = {name: part for name, part in answer_parts(turn).items() if part}
         no_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
-        place_of = {"content": answer} | dict.fromkeys(REASONING, text)
+        begin = max(0, answer[0] + 1 - len(turn["content"]))
+        place_of = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
         lacking = [name for name, part in parts.items() if name in place_of and not _holds(place_of[name], part)]
         if "tool_calls" in parts and self._writes_same(conversation, k, no_calls, text):
             lacking.append("tool_calls")
