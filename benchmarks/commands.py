@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
+
 from experiments.finetune.training import prepare_model
 
 ROOT = Path(__file__).parents[1]
@@ -75,8 +76,9 @@ def run(tree: Path, words: list[str]) -> dict[str, float]:
 
 def plain_passes(root: Path) -> float:
     """Processor seconds of one forward and backward pass over all rows and units, gradients by activations alone."""
-    from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415 - of this tree
     from grasp.build.provenance import BuildSource  # noqa: PLC0415
+
+    from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415 - of this tree
 
     torch.set_num_threads(1)
     origin = BuildSource(ArtifactReader.open(root / "art"))
@@ -111,10 +113,11 @@ def main() -> None:
                 places = {"model": asked.root / "model", "chats": asked.root / "chats.jsonl", "out": out, "art": art}
                 if command in ("predict", "select", "explain") and not art.exists():
                     run(Path(tree).resolve(), [word.format(**places | {"out": art}) for word in COMMANDS["further"]])
-                row = "" if command != "explain" else pq.read_table(next(art.rglob("rows.parquet")))["row_id"][7].as_py()
+                row = pq.read_table(art / "rows.parquet")["row_id"][7].as_py() if command == "explain" else ""
                 spent = run(Path(tree).resolve(), [word.format(**places, row=row) for word in COMMANDS[command]])
                 found.setdefault(command, {}).setdefault(name, []).append(spent)
-                print(f"{repeat + 1}  {command:9} {name:8} {spent['cpu_s']:7.1f} s  {spent['peak_mb']:7.0f} MB", flush=True)
+                numbers = f"{spent['cpu_s']:7.1f} s  {spent['peak_mb']:7.0f} MB"
+                print(f"{repeat + 1}  {command:9} {name:8} {numbers}", flush=True)
     middle = {
         command: {name: statistics.median(one["cpu_s"] for one in runs) for name, runs in by_tree.items()}
         for command, by_tree in found.items()
