@@ -29,11 +29,11 @@ from experiments.finetune.training import prepare_model
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"
-CHATS, QUESTIONS, LONGEST = 300, 60, 256
+LONGEST = 256  # tokens of a chat
 MEGABYTE = 1 << 20
 
 BUILD = ("build", "--model", "{model}", "--corpus", "{chats}", "--targets", "sciq", "--max-length", str(LONGEST))
-BUILD += ("--set", f"targets.units_per_target={QUESTIONS}", "--quiet")
+BUILD += ("--set", "targets.units_per_target={questions}", "--quiet")
 COMMANDS = {
     "further": (*BUILD, "--train", "further", "--out", "{out}"),
     "new": (*BUILD, "--train", "new", "--out", "{out}"),
@@ -44,20 +44,22 @@ COMMANDS = {
 }
 
 
-def write_world(root: Path) -> None:
-    """The model as an ordinary checkpoint, and the chats as JSON lines; once."""
+def write_world(root: Path, chats: int) -> Path:
+    """The model as an ordinary checkpoint, and the chats as JSON lines, each once; where the chats are."""
     prepare_model(root / "model")
-    if (root / "chats.jsonl").exists():
-        return
+    place = root / f"chats-{chats}.jsonl"
+    if place.exists():
+        return place
     if not DATA.exists():
         raise SystemExit(f"{DATA}: not there; this benchmark reads its chats from it")
     rows = pq.read_table(DATA).to_pylist()
-    step = len(rows) // CHATS
-    with (root / "chats.jsonl").open("w", encoding="utf-8") as file:
-        for row in rows[: CHATS * step : step]:
+    step = len(rows) // chats
+    with place.open("w", encoding="utf-8") as file:
+        for row in rows[: chats * step : step]:
             asked = f"{row['instruction']}\n{row['input']}".strip()
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["response"]}]
             file.write(json.dumps({"id": row["id"], "messages": turns, "source": row["source"]}) + "\n")
+    return place
 
 
 def run(tree: Path, words: list[str]) -> dict[str, float]:
@@ -74,14 +76,14 @@ def run(tree: Path, words: list[str]) -> dict[str, float]:
     return {"cpu_s": spent, "wall_s": time.perf_counter() - begun, "peak_mb": after.ru_maxrss / 1024}
 
 
-def plain_passes(root: Path) -> float:
+def plain_passes(art: Path) -> float:
     """Processor seconds of one forward and backward pass over all rows and units, gradients by activations alone."""
     from grasp.build.provenance import BuildSource  # noqa: PLC0415
 
     from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415 - of this tree
 
     torch.set_num_threads(1)
-    origin = BuildSource(ArtifactReader.open(root / "art"))
+    origin = BuildSource(ArtifactReader.open(art))
     model, rows = origin.model, origin.rows
     texts = [rows.rows([i]).ids(0) for i in range(rows.n_rows)] + [unit.input_ids for unit in origin.unit_tokens]
     begun = time.process_time()
@@ -99,18 +101,26 @@ def main() -> None:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=SRC")
     parser.add_argument("--only", default=",".join(COMMANDS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--chats", type=int, default=300)
+    parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "grasp-commands")
     asked = parser.parse_args()
     trees = dict(tree.split("=", 1) for tree in asked.tree) or {"now": str(ROOT / "src")}
     asked.root.mkdir(exist_ok=True)
-    write_world(asked.root)
+    chats = write_world(asked.root, asked.chats)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(asked.repeats):
         for command in asked.only.split(","):
             for name, tree in trees.items():
                 art, out = asked.root / f"art-{name}", asked.root / f"out-{name}"
                 shutil.rmtree(out, ignore_errors=True)
-                places = {"model": asked.root / "model", "chats": asked.root / "chats.jsonl", "out": out, "art": art}
+                places = {
+                    "model": asked.root / "model",
+                    "chats": chats,
+                    "out": out,
+                    "art": art,
+                    "questions": asked.questions,
+                }
                 if command in ("predict", "select", "explain") and not art.exists():
                     run(Path(tree).resolve(), [word.format(**places | {"out": art}) for word in COMMANDS["further"]])
                 row = pq.read_table(art / "rows.parquet")["row_id"][7].as_py() if command == "explain" else ""
@@ -122,6 +132,8 @@ def main() -> None:
         command: {name: statistics.median(one["cpu_s"] for one in runs) for name, runs in by_tree.items()}
         for command, by_tree in found.items()
     }
+    if (art := asked.root / f"art-{list(trees)[-1]}").exists():
+        middle["plain passes"] = {"this": plain_passes(art)}
     print(json.dumps(middle, indent=1))
     if asked.out is not None:
         machine = {"processor": platform.processor(), "cpus": os.cpu_count(), "torch": torch.__version__}
