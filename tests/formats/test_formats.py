@@ -50,7 +50,7 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
     art = grasp.open(kept / "artifact").files
     settings = BuildSource(art).settings  # what explain, --add-target and --export read
     assert settings.corpus.max_length == 48
-    assert settings.model.add_bos_token is (False if kept.name == "0.2.0" else None)  # that version added none
+    assert settings.model.add_bos_token is False  # 0.2 added none
     assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
     assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
 
