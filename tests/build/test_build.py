@@ -11,8 +11,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
-from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from grasp.build.build import add_targets, build, split_names
+from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from tests.build.test_pipeline import Notes
 from tests.build.world import world
 

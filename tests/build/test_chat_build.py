@@ -14,19 +14,19 @@ from transformers.utils import chat_template_utils
 
 from grasp import api
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.conversations import Conversation
-from grasp.corpus.row_store import RowStore
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import prepare
-from grasp.build.pipeline import build_artifact
 from grasp.build.merge import merge
 from grasp.build.modality import load_reference
+from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
+from grasp.corpus.conversations import Conversation
+from grasp.corpus.row_store import RowStore
 from grasp.settings import BuildSettings, TargetSettings, build_settings
-from tests.cli.grasp_command import arrays
-from tests.corpus.chats import CHATML, turns
 from tests.build.test_pipeline import Notes
 from tests.build.world import WORDS, world, write_targets
+from tests.cli.grasp_command import arrays
+from tests.corpus.chats import CHATML, turns
 from tests.rounding import rounding
 
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.errors import ModelError, SettingsError
 from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
+from grasp.errors import ModelError, SettingsError
 from grasp.kernels import gradient as gradient_match
 from grasp.kernels.gradient import SampledGradients
 from grasp.models.causal_lm import ReferenceModel

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.conversations import Conversation
 from grasp.build import leaks
 from grasp.build.build import add_targets
 from grasp.build.leaks import GRAM, QuestionIndex, find_leaks, question_words
-from grasp.build.pipeline import build_artifact
 from grasp.build.merge import merge
+from grasp.build.pipeline import build_artifact
+from grasp.corpus.conversations import Conversation
 from grasp.progress import Silent
 from grasp.targets import Unit
 from tests.build.test_merge import write_lines

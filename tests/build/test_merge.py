@@ -15,14 +15,14 @@ import grasp
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.build.build import add_targets
 from grasp.build.forecast import foretell
-from grasp.build.pipeline import build_artifact
 from grasp.build.merge import merge
+from grasp.build.pipeline import build_artifact
+from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.yaml_files import write_yaml
-from tests.cli.grasp_command import arrays, refused, succeed
 from tests.build.world import texts, world, write_targets
+from tests.cli.grasp_command import arrays, refused, succeed
 
 DOCUMENTS = 20, 14  # of each part; some become two rows
 

@@ -20,15 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 from grasp.artifact.inspection import verify
 from grasp.artifact.manifest import MARKER, RUN, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.select.export import corpus_settings
-from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
+from grasp.build import moments
 from grasp.build import score_shard as forward
-from grasp.build.moments import token_sample
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import foretell
-from grasp.build.score_shard import ShardForward
 from grasp.build.inputs import ON_DISK, prepare
-from grasp.build import moments
+from grasp.build.moments import token_sample
 from grasp.build.pipeline import (
     build_artifact,
     decided,
@@ -36,14 +33,17 @@ from grasp.build.pipeline import (
     regime,
     relevance_scale,
 )
-from grasp.progress import Silent
 from grasp.build.provenance import BuildSource
-from grasp.models import forward_pass as extract
+from grasp.build.score_shard import ShardForward
+from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.files import discard
+from grasp.models import forward_pass as extract
 from grasp.predict.scoring_rule import BESIDE_GRADIENT, default_protocol
+from grasp.progress import Silent
+from grasp.select.export import corpus_settings
 from grasp.settings import BuildSettings, TargetSettings, build_settings
-from tests.cli.grasp_command import arrays
 from tests.build.world import texts, world, write_checkpoint, write_targets
+from tests.cli.grasp_command import arrays
 from tests.says import says
 
 

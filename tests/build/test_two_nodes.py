@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from grasp.build.pipeline import build_artifact
+from grasp.build.ray_cluster import ClusterSpec
 from grasp.distil.ngrams import LENGTHS, SLOTS
 from grasp.distil.scorer import Scorer
-from grasp.build.ray_cluster import ClusterSpec
-from grasp.build.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.yaml_files import write_yaml
-from tests.select.scorers import scorer_of
-from tests.cli.grasp_command import arrays
-from tests.corpus.world import write_parquet
 from tests.build.test_pipeline import assert_same
 from tests.build.world import texts, world
+from tests.cli.grasp_command import arrays
+from tests.corpus.world import write_parquet
+from tests.select.scorers import scorer_of
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")

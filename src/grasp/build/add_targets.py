@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.moments import unspool_moments, unspool_position_moments
-from grasp.build.score_shard import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.build.inputs import identity, leak_arrays, prepare, unit_table
+from grasp.build.moments import unspool_moments, unspool_position_moments
 from grasp.build.pipeline import column_sums, relevance_specs
-from grasp.progress import Progress, Silent
 from grasp.build.provenance import BuildSource
-from grasp.models.forward_pass import Reference
+from grasp.build.score_shard import PositionKernels, ShardForward, UnitFeatures, forward_shard
 from grasp.kernels.pooled import PooledKernel
+from grasp.models.forward_pass import Reference
+from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ModelError
-from grasp.progress import Advance, ignore
-from grasp.models.forward_pass import Pass, Reference, Rows, extract, position_mask
 from grasp.kernels.gradient import SampledGradients, SquareSums
 from grasp.models.causal_lm import pad_rows
+from grasp.models.forward_pass import Pass, Reference, Rows, extract, position_mask
 from grasp.models.sampled_gradients import Example
+from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 
 Found = TypeVar("Found")

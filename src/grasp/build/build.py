@@ -17,16 +17,16 @@ from torch import nn
 
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.sources import IN_MEMORY, Source, table_source
-from grasp.errors import CorpusError, SettingsError, TargetError
-from grasp.build.ray_cluster import ClusterSpec
 from grasp.build.add_targets import Source as Added
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import InMemory
 from grasp.build.pipeline import build_artifact
-from grasp.progress import Progress, Silent
+from grasp.build.ray_cluster import ClusterSpec
+from grasp.corpus.sources import IN_MEMORY, Source, table_source
+from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
+from grasp.progress import Progress, Silent
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.store import remote
 from grasp.targets.load import records_of, units_of

@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from grasp.build.modality import load_reference
 from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.build.score_shard import PositionKernels, UnitFeatures, Workers
-from grasp.build.modality import load_reference
-from grasp.progress import Advance, ignore
 from grasp.models.forward_pass import Reference, Rows
+from grasp.progress import Advance, ignore
 from grasp.settings import BuildSettings, FeatureSettings, ModelSettings
 
 

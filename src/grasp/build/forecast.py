@@ -11,16 +11,16 @@ import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.writer import lock_artifact
-from grasp.errors import ArtifactError
 from grasp.build.backward import square_sums
 from grasp.build.build import REQUIRED, staging_place
-from grasp.build.moments import STATES, reads_once, spool_moments
-from grasp.build.score_shard import PositionKernels, forward_shard, position_sums
 from grasp.build.inputs import ON_DISK, Inputs, prepare
+from grasp.build.moments import STATES, reads_once, spool_moments
 from grasp.build.pipeline import alike, claim_settings, decided, first_rows, has_work, refuse_untrained
-from grasp.progress import Progress, Silent
-from grasp.models.forward_pass import Pass
+from grasp.build.score_shard import PositionKernels, forward_shard, position_sums
+from grasp.errors import ArtifactError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Pass
+from grasp.progress import Progress, Silent
 from grasp.settings import build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text

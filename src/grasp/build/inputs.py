@@ -14,21 +14,21 @@ import torch
 import grasp
 from grasp.arrays import I64
 from grasp.artifact.reader import Leaks
+from grasp.build.leaks import find_leaks
+from grasp.build.modality import load_reference, vision
+from grasp.build.moments import Store
+from grasp.build.score_shard import UnitFeatures, forward_units
 from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
-from grasp.corpus.sources import Source, open_source
 from grasp.corpus.row_store import RowStore
+from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError
-from grasp.build.moments import Store
-from grasp.build.score_shard import UnitFeatures, forward_units
-from grasp.build.leaks import find_leaks
-from grasp.build.modality import load_reference, vision
-from grasp.progress import Progress
-from grasp.models.forward_pass import Reference, Units
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
+from grasp.models.forward_pass import Reference, Units
 from grasp.models.tokenizer import HfTokenizer
+from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.text import skipped_lines

@@ -23,11 +23,11 @@ from grasp.arrays import F32, I64
 from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
+from grasp.build.pipeline import sketch_gain
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
-from grasp.build.pipeline import sketch_gain
-from grasp.progress import Progress, Silent
 from grasp.files import FULL, check_outputs, differences, written_aside
+from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"

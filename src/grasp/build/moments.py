@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.manifest import FeatureSpool
-from grasp.corpus.row_store import RowStore, ShardStore
-from grasp.errors import ModelError
 from grasp.build.backward import square_sums
 from grasp.build.score_shard import PositionSums, ShardForward, Workers, forward_shard, position_sums
-from grasp.progress import Progress
-from grasp.models.forward_pass import Reference
+from grasp.corpus.row_store import RowStore, ShardStore
+from grasp.errors import ModelError
 from grasp.kernels.gradient import SquareSums
 from grasp.kernels.whitening import LabelledStates, MomentAccumulator, Moments, PositionMoments
+from grasp.models.forward_pass import Reference
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 

@@ -22,9 +22,16 @@ from numpy.typing import NDArray
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
-from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, ModelError, SettingsError
-from grasp.build.ray_cluster import ClusterSpec
+from grasp.build.inputs import (
+    ON_DISK,
+    InMemory,
+    Inputs,
+    describe_build,
+    identity,
+    leak_arrays,
+    prepare,
+    unit_table,
+)
 from grasp.build.moments import (
     Store,
     pooled_moments,
@@ -36,23 +43,16 @@ from grasp.build.moments import (
     unspool_moments,
     unspool_position_moments,
 )
+from grasp.build.ray_cluster import ClusterSpec
 from grasp.build.score_shard import PositionKernels, ShardForward, Workers, forward_shard
-from grasp.build.inputs import (
-    ON_DISK,
-    InMemory,
-    Inputs,
-    describe_build,
-    identity,
-    leak_arrays,
-    prepare,
-    unit_table,
-)
-from grasp.progress import Progress, Silent
-from grasp.models.forward_pass import Rows
-from grasp.kernels.pooled import PooledKernel
+from grasp.corpus.row_store import RowStore
+from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
+from grasp.kernels.pooled import PooledKernel
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name, is_adapter, refuse_unreadable, said_train
+from grasp.models.forward_pass import Rows
+from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.labels import IDS_COLUMN
-from grasp.corpus.sources import IN_MEMORY, lies_here
-from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.build.modality import load_reference, vision
+from grasp.corpus.labels import IDS_COLUMN
+from grasp.corpus.row_store import RowStore
+from grasp.corpus.sources import IN_MEMORY, lies_here
+from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.hub import only_here
 from grasp.settings import BuildSettings, build_settings, without_foreign_code
 from grasp.targets.units import Unit, UnitSet, UnitTokens

@@ -15,11 +15,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
-from grasp.errors import ArtifactError, ModelError
 from grasp.build.backward import backward_passes
-from grasp.progress import Advance, ignore
-from grasp.models.forward_pass import BatchFeatures, Pass, Reference, Rows, Units, forward_passes
-from grasp.kernels.gradient import GradientKernel
+from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.embedding import (
     hidden_gradient,
     input_relevance,
@@ -27,15 +24,18 @@ from grasp.kernels.embedding import (
     prepare_shift,
     shift_relevance,
 )
-from grasp.kernels.whitening import LabelledStates, MomentAccumulator, PositionMoments, Whitener
-from grasp.kernels.knn import NeighbourTargets, neighbour_relevance, prepare_neighbours
-from grasp.models.residuals import PooledFeatures, SparseResidual, pool, stack_residuals
-from grasp.kernels.sketch import ProductSketch
+from grasp.kernels.gradient import GradientKernel
 from grasp.kernels.hidden_affine import TiltTargets, prepare_tilt, tilt_relevance
+from grasp.kernels.knn import NeighbourTargets, neighbour_relevance, prepare_neighbours
 from grasp.kernels.output_layer import TokenTargets, prepare_targets, token_relevance
+from grasp.kernels.sketch import ProductSketch
+from grasp.kernels.whitening import LabelledStates, MomentAccumulator, PositionMoments, Whitener
 from grasp.models.causal_lm import BATCH_ROWS
-from grasp.models.sampled_gradients import Example
+from grasp.models.forward_pass import BatchFeatures, Pass, Reference, Rows, Units, forward_passes
 from grasp.models.head import OutputHead
+from grasp.models.residuals import PooledFeatures, SparseResidual, pool, stack_residuals
+from grasp.models.sampled_gradients import Example
+from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 
 
