@@ -33,9 +33,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from grasp.build.backward import examples_of, square_sums
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.backward import examples_of, square_sums
 from grasp.build.pipeline import build_artifact
 from grasp.build.score_shard import PositionBatch, PositionKernels, PositionSums, forward_units
 from grasp.corpus.row_store import RowStore

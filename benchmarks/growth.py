@@ -49,7 +49,12 @@ START_ROWS, START_UNITS, START_SUBSETS = 2_000, 8, 4
 def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) -> Path:
     """An artifact of random numbers; the same shard of them over and over, which no reader can tell."""
     rng = np.random.default_rng(0)
-    widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_output_layer": n_units, "relevance_embedding": n_units}
+    widths = {
+        "hidden_sketch": 64,
+        "residual_sketch": 64,
+        "relevance_output_layer": n_units,
+        "relevance_embedding": n_units,
+    }
     shard = {name: (rng.standard_normal((SHARD_ROWS, width)) / 8).astype(np.float32) for name, width in widths.items()}
     specs = {name: ArraySpec(width, "none", "none") for name, width in widths.items()}
     with lock_artifact(path):

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from grasp.build.moments import unspool_position_moments
 from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.moments import unspool_position_moments
 from grasp.build.score_shard import forward_units
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored

@@ -43,6 +43,8 @@ SKIPPED = {
     "refused": "conversations that the chat template refuses",
     "unwritten": "conversations of which the chat template does not write an answer",
     "rewritten": "conversations of which the chat template writes an answer otherwise once turns follow",
+    "cut_answer": "parts of answers that the chat template does not write",
+    "unmarked": "conversations of which the chat template does not say which {% generation %} is which answer's",
     "no_calls": "tool calls that the chat template does not write, of answers with words",
     "no_reasoning": "reasoning that the chat template does not write",
     "no_loss": "rows without a token that carries loss",
@@ -53,9 +55,11 @@ SKIPPED = {
 
 REMEDIES = {
     "unwritten": "use a tokenizer whose template writes it (--tokenizer)",
+    "cut_answer": "what it writes of them carries loss; use a tokenizer whose template writes them whole (--tokenizer)",
     "no_calls": "they are not read; use a tokenizer whose template writes them (--tokenizer)",
     "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion, so that "
     "the last answer alone carries loss",
+    "unmarked": "use a template that marks every answer with {% generation %} (--tokenizer)",
     "turn_order": "expected user and assistant in turn, a system turn first",
 }
 

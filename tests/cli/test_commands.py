@@ -233,7 +233,9 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
     out = tmp_path / "art"
     kernels = "features.kernels=[output_layer, hidden_sketch]"
     succeed("build", "--config", art / "run.yaml", "--set", kernels, "--out", out)
-    assert f"{out}: has no relevance by 'embedding', only by output_layer" in refused("score", out, "--target", "facts", "--match", "embedding")
+    assert f"{out}: has no relevance by 'embedding', only by output_layer" in refused(
+        "score", out, "--target", "facts", "--match", "embedding"
+    )
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {output_layer: 1, embedding: 1}\n")
     said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
     assert "does not fit the artifact: needs array 'relevance_embedding'" in said

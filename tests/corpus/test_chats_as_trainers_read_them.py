@@ -10,7 +10,8 @@ import pytest
 from grasp.corpus.conversations import preference_note
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
-from tests.corpus.chats import CHATML, MARKED, chat_tokenizer
+from grasp.text import skipped_lines
+from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 from tests.corpus.test_conversations import ANSWERED, ASKED, END, LAST, TURNS, said, stored
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
@@ -75,6 +76,13 @@ def test_history_of_an_instruction_comes_before_it(tmp_path):
     assert said(stored(tmp_path, [record])) == said(stored(tmp_path / "turns", [{"messages": TURNS}]))
 
 
+@pytest.mark.parametrize(("given", "between"), [({"history": []}, "\n"), ({}, "\n\n")])
+def test_an_instruction_and_its_input_are_joined_as_its_form_says(tmp_path, given, between):
+    record = {"instruction": "what is", "input": "water?", "output": ANSWERED, **given}
+    asked = [{"role": "user", "content": f"what is{between}water?"}, TURNS[1]]
+    assert said(stored(tmp_path, [record])) == said(stored(tmp_path / "turns", [{"messages": asked}]))
+
+
 @pytest.mark.parametrize("history", ["x", [["one"]], [[1, 2]]])
 def test_a_history_of_another_shape_is_refused(tmp_path, history):
     with pytest.raises(CorpusError, match="history"):
@@ -89,6 +97,8 @@ def test_a_history_of_another_shape_is_refused(tmp_path, history):
         calling([AS_TEXT]),
         calling(json.dumps([CALL])),
         calling(json.dumps([AS_TEXT]), ""),
+        calling(None, function_call=CALL["function"]),
+        calling("", function_call=json.dumps(CALL["function"])),
         [
             {"from": "human", "value": ASKED},
             {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
@@ -133,8 +143,15 @@ def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
         stored(tmp_path / "alone", records[:1])
 
 
-def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path):
-    turn = {"from": "function_call", "value": "weather(Paris)"}
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": "weather(Paris)"},
+        {"from": "gpt", "value": "", "function_call": {"name": "weather"}},
+        {"from": "gpt", "value": "hm", "function_call": "auto"},
+    ],
+)
+def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path, turn):
     record = {"conversations": [{"from": "human", "value": ASKED}, turn], "id": "odd"}
     assert stored(tmp_path, [record, {"conversations": TURNS}]).skipped.ids == {"bad_call": ["odd"]}
 
@@ -189,3 +206,154 @@ def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
         stored(tmp_path, [record])
     told = stored(tmp_path / "told", [record], prompt="{prompt}", completion="{chosen}")
     assert said(told)[1] == " wet.<|endoftext|>"
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_json_text_of_turns_is_turns(tmp_path, name):
+    store = stored(tmp_path, [{name: "\n " + json.dumps(TURNS)}])
+    assert said(store) == said(stored(tmp_path / "turns", [{"messages": TURNS}]))
+    assert store.details["columns"]["turns"] == name
+    text, _ = said(stored(tmp_path / "text", [{"messages": "[sic] a text"}]))
+    assert text == "[sic] a text<|endoftext|>"
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: text column 'messages' begins like a list of turns and is not"):
+        stored(tmp_path / "python", [{"messages": str(TURNS)}])
+
+
+@pytest.mark.parametrize("nothing", ["null", " ", "", "[]", []])
+def test_no_tools_and_no_calls_may_be_written_as_text(tmp_path, nothing):
+    strict = WITH_CALLS.replace("{{ m.content }}", "{{ m.content }}{{ 'called' if 'tool_calls' in m }}")
+    marked = [TURNS[0], {**TURNS[1], "tool_calls": nothing}]
+    text = said(stored(tmp_path, [{"messages": marked, "tools": nothing}], chat_tokenizer(strict)))
+    assert text == said(stored(tmp_path / "none", [{"messages": TURNS[:2]}]))
+
+
+# ---------------------------------------------------------------- arguments of tool calls
+
+AS_GIVEN = '{"city":"Paris",  "day": 1}'  # no JSON that Python writes
+TAKES_BOTH = WITH_CALLS.replace(
+    "{{ c.function.arguments | tojson }}",
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+)
+TAKES_OBJECTS = WITH_CALLS.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments.items() | list }}")
+
+
+def with_arguments_of(arguments) -> list[dict]:
+    return calling([{"type": "function", "function": {"name": "weather", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize("template", [TAKES_BOTH, JOINS_TEXT, PRINTS])
+def test_arguments_that_are_text_are_written_as_they_are(tmp_path, template):
+    store = stored(tmp_path, [{"messages": with_arguments_of(AS_GIVEN)}], chat_tokenizer(template))
+    assert said(store)[1] == f"<call>weather {AS_GIVEN}</call>{END}{ANSWERED}{END}"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "expected"),
+    [
+        (WITH_CALLS, AS_GIVEN, '{"city": "Paris", "day": 1}'),
+        (WITH_CALLS, "print(1)", '"print(1)"'),
+        (TAKES_OBJECTS, AS_GIVEN, "[('city', 'Paris'), ('day', 1)]"),
+        (TAKES_OBJECTS, "{}", "[]"),
+        (JOINS_TEXT, {}, "{}"),
+        (WITH_CALLS, "{}", "{}"),
+    ],
+)
+def test_arguments_take_the_form_that_the_template_needs(tmp_path, template, arguments, expected):
+    store = stored(tmp_path, [{"messages": with_arguments_of(arguments)}], chat_tokenizer(template))
+    assert said(store)[1] == f"<call>weather {expected}</call>{END}{ANSWERED}{END}"
+
+
+@pytest.mark.parametrize("words", [str(CALL["function"]["arguments"]), json.dumps(AS_TEXT["function"]["arguments"])])
+@pytest.mark.parametrize("call", [CALL, AS_TEXT])
+def test_words_that_look_like_arguments_do_not_change_them(tmp_path, words, call):
+    messages = calling([call])
+    messages[0]["content"] = words
+    assert said(stored(tmp_path, [{"messages": messages}], chat_tokenizer(TAKES_BOTH)))[1].startswith(CALLED)
+    assert said(stored(tmp_path / "json", [{"messages": messages}], chat_tokenizer(WITH_CALLS)))[1].startswith(CALLED)
+
+
+# ---------------------------------------------------------------- answers that are written in part or elsewhere
+
+STRIPS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+CALLS_ALONE = WITH_CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+HIDES = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else ('hidden' if m.content else '') }}")
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.last %}{% generation %}<t>{{ m.reasoning_content }}</t>{% endgeneration %}GAP"
+    "{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "loss"),
+    [
+        (STRIPS, {"content": f"<think>hm</think>{ANSWERED}"}, ANSWERED),
+        (CHATML.replace("m.content", "m.content[:8]"), {"content": ANSWERED}, ANSWERED[:8]),
+        (CALLS_ALONE, {"content": "let me see", "tool_calls": [CALL]}, CALLED),
+    ],
+)
+def test_an_answer_that_is_written_in_part_is_kept_and_counted(tmp_path, template, turn, loss):
+    record = {"messages": [TURNS[0], {"role": "assistant", **turn}], "id": "part"}
+    store = stored(tmp_path, [record], chat_tokenizer(template))
+    assert said(store)[1] == loss + END
+    assert store.skipped.ids == {"cut_answer": ["part"]}
+    (line,) = skipped_lines(store.skipped.counts, store.skipped.examples)
+    assert "c.jsonl:1: turn 1" in line
+    assert "--tokenizer" in line
+
+
+def test_an_answer_whose_beginning_is_in_the_prompt_is_whole(tmp_path):
+    thinks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    messages = turns(ASKED, f"<think>\nhm</think>{ANSWERED}")
+    store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(thinks))
+    assert said(store)[1] == f"hm</think>{ANSWERED}{END}"
+    assert store.skipped.ids == {}
+    asked = [{"messages": turns("what is 4?", "4")}]
+    with pytest.raises(CorpusError, match="does not write an answer"):
+        stored(tmp_path / "short", asked, chat_tokenizer(DROPS))
+
+
+@pytest.mark.parametrize("template", [STRIPS, HIDES])
+def test_an_answer_of_which_nothing_is_written_is_left_out(tmp_path, template):
+    record = {"messages": turns(ASKED, "<think>hm</think>")}
+    with pytest.raises(CorpusError, match=r"does not write an answer: .*c\.jsonl:1: turn 1: words '<think>hm"):
+        stored(tmp_path, [record], chat_tokenizer(template))
+
+
+def test_marked_spans_are_those_of_their_turns(tmp_path):
+    last = {**TURNS[3], "reasoning_content": "hm"}
+    messages = [TURNS[0], {**TURNS[1], "reasoning_content": "gone"}, TURNS[2], last]
+    store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(THINKS))
+    assert said(store)[1] == ANSWERED + END + "<t>hm</t>" + LAST + END
+    alone = stored(tmp_path / "last", [{"messages": messages}], chat_tokenizer(THINKS), loss_on="completion")
+    assert said(alone)[1] == "<t>hm</t>" + LAST + END
+    first = [TURNS[0], TURNS[1], TURNS[2], {**last, "weight": 0}]
+    assert said(stored(tmp_path / "first", [{"messages": first}], chat_tokenizer(THINKS)))[1] == ANSWERED + END
+
+
+def test_marks_whose_turns_cannot_be_told_are_left_out(tmp_path):
+    only_last = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+    twice = MARKED.replace("{% for", "{{ messages[0].content }}{% for", 1)
+    for name, template in (("one", only_last), ("two", twice)):
+        records = [{"messages": TURNS, "id": "odd"}, {"messages": TURNS[:2]}]
+        store = stored(tmp_path / name, records, chat_tokenizer(template))
+        assert store.skipped.ids == {"unmarked": ["odd"]}
+    asked = stored(tmp_path / "last", [{"messages": TURNS}], chat_tokenizer(only_last), loss_on="completion")
+    assert said(asked)[1] == LAST + END
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_whole_turns_in_json_are_found_or_left_out(tmp_path, marked):
+    quoted = turns(ASKED, 'water is "wet".\nyes', "and fire?", LAST)
+    template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    if marked:
+        template = (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+            "{% else %}{{ m | tojson }}{% endif %}\n{% endfor %}"
+        )
+    store = stored(tmp_path, [{"messages": quoted}], chat_tokenizer(template), max_length=400)
+    assert said(store)[1] == "".join(json.dumps(turn) for turn in quoted[1::2])
+    assert store.skipped.ids == {}
+    with pytest.raises(CorpusError, match=r"once turns follow: .*c\.jsonl:1: turn 1"):
+        stored(tmp_path / "one", [{"messages": quoted}], chat_tokenizer("{{ messages | tojson }}"))

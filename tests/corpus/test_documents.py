@@ -545,7 +545,7 @@ REFUSED = [
     ("c.jsonl", FIRST + b'{"input_ids": [1, 99999999999999999999]}', r"c\.jsonl:3: .*32 bits"),
     ("c.jsonl.gz", gzip.compress(FIRST * 200, mtime=0)[:-20], "damaged or cut short"),
     ("c.jsonl.zst", pa.compress(FIRST * 200, codec="zstd", asbytes=True)[:-20], "damaged or cut short"),
-    ("c.jsonl.gz", gzip.compress(FIRST) + bytes(512), "damaged or cut short"),
+    ("c.jsonl.gz", gzip.compress(FIRST, mtime=0) + bytes(512), "damaged or cut short"),
     ("c.jsonl.gz", FIRST, "damaged or cut short"),
     ("c.jsonl.zst", FIRST, "damaged or cut short"),
     ("c.csv", b"text\nx\n", r"unknown file type '\.csv'"),

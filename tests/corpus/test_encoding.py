@@ -13,7 +13,7 @@ from grasp.corpus.packing import pack
 from grasp.errors import CorpusError, ModelError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.targets import Unit, UnitSet
-from tests.corpus.tokenizers import BOS, KINDS, MARKS, WithoutOffsets, tiny
+from tests.corpus.tokenizers import BOS, EOS, KINDS, MARKS, WithoutOffsets, tiny
 from tests.corpus.world import document, settings_for
 
 PARTS = ("un", "likely", " likely", "Answer:", " ", "\n", "\n\n", "12", "345", ".", ":", "it is", "words", "é", "東")
@@ -130,6 +130,8 @@ def test_special_tokens_are_the_tokenizer_s_and_never_twice(kind):
     assert len({off.fingerprint, on.fingerprint, tokenizer.fingerprint, tiny(kind).fingerprint}) == 4
     assert BOS in tokenizer.describe()
     assert "without" in off.describe()
+    assert "chats" not in off.describe()
+    assert "chats begin and end as their template writes them" in tiny(kind, template=PLAIN).describe()
 
 
 def test_bos_that_a_tokenizer_does_not_have_is_refused():
@@ -173,7 +175,7 @@ def test_every_row_begins_with_bos_and_the_texts_are_whole(length, packing, text
     assert found == [token for ids in tokenizer.encode(texts) for token in (*ids, eos_id)]
 
 
-def test_a_chat_that_loses_its_beginning_keeps_its_bos():
+def test_what_loses_its_beginning_keeps_its_bos():
     template = f"{BOS}{PLAIN}"
     tokenizer = tiny("byte", bos=True, template=template)
     chat = _document(conversation=Conversation(turns("words " * 30, "it is")))
@@ -185,3 +187,22 @@ def test_a_chat_that_loses_its_beginning_keeps_its_bos():
     assert unit.input_ids[0] == tokenizer.prefix_ids[0]
     assert tokenizer.tokenizer.decode(unit.input_ids[unit.first :]) == " it is"
     assert MARKS[1] in tokenizer.tokenizer.decode(row.input_ids)
+    asked = Unit("c", "t", "", "", conversation=chat.conversation), Unit("p", "t", BOS + "words " * 30, " it is")
+    scored = UnitSet(asked).written_out(tokenizer).tokenize(tokenizer, 12)
+    for unit in scored:
+        assert (len(unit.input_ids), unit.input_ids[0]) == (12, tokenizer.prefix_ids[0])
+        assert tokenizer.tokenizer.decode(unit.input_ids[unit.first :]).strip() == "it is"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_ends_with_eos_gets_no_other(kind):
+    tokenizer = tiny(kind)
+    (eos_id,) = tokenizer.suffix_ids
+    pair = {"text": f"it is{EOS}", "answers": ((0, 5 + len(EOS)),)}
+    for fields in ({"text": f"it is{EOS}"}, {"text": "it is"}, pair):
+        for packing in ("document", "concat") if fields is not pair else ("document",):
+            asked = settings_for("none", max_length=40, packing=packing)
+            (row,) = pack([_document(**fields)], asked, tokenizer, with_texts=True)
+            assert row.input_ids.tolist().count(eos_id) == 1
+            assert row.input_ids[-1] == eos_id
+            assert row.text == fields["text"]

@@ -12,7 +12,7 @@ from grasp.errors import MissingExtraError, TargetError
 from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets import load_units
 from grasp.targets.load import target_name, units_of
-from tests.corpus.chats import DROPS, chat_tokenizer, turns
+from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
 ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
 TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
@@ -105,6 +105,23 @@ def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
         load(tmp_path).written_out(chat_tokenizer(DROPS))
 
 
+def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
+    words = "{% generation %}{{ m.content }}"
+    joined = MARKED.replace(words, "{% generation %}-{% endgeneration %}" + words)
+    (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer(joined)).units
+    assert unit.completion == "-" + LAST + END
+    apart = MARKED.replace(words, "{% generation %}-{% endgeneration %} " + words)
+    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam: .* marks its answer in 2 spans .* expected one"):
+        load(tmp_path).written_out(chat_tokenizer(apart))
+
+
+def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
+    found = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
+    written = found.written_out(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
+    assert written.units[0].completion == ANSWERED + END
+    assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
+
+
 def test_every_answer_is_a_unit_when_asked(tmp_path):
     found = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
     by_name = {unit.unit_id: unit.completion for unit in found.written_out(chat_tokenizer()).units}
@@ -122,6 +139,15 @@ def test_every_answer_is_a_unit_when_asked(tmp_path):
 def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
     (unit,) = load(tmp_path, record).written_out(chat_tokenizer()).units
     assert unit.completion == ANSWERED + END
+
+
+def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}")
+    for part in ({"reasoning_content": "hm"}, {"tool_calls": [{"name": "f", "arguments": {}}], "content": " "}):
+        answer = {"role": "assistant", "content": "", **part}
+        (unit,) = load(tmp_path, {"messages": [TURNS[0], answer]}).written_out(chat_tokenizer(template)).units
+        assert unit.prompt.endswith(f"{ASKED}{END}\n<|im_start|>assistant\n")
+        assert "hm" in unit.completion or "'f'" in unit.completion
 
 
 # ---------------------------------------------------------------- refusals

@@ -116,6 +116,8 @@ def prepare(
                 "that are conversations (messages) are asked with it"
             )
         unit_set = unit_set.written_out(tokenizer)
+        for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
+            progress.note(f"left out of questions: {line}")
         units = unit_set.tokenize(tokenizer, longest)
         ends = [[int(one.input_ids[one.first - 1])] for one in units]
         spaced = [

@@ -3,14 +3,14 @@
 Reads turns in the form of OpenAI (`role`, `content`) and ShareGPT (`from`, `value`); an instruction with its input,
 output and `history`; a prompt and its completion; any columns by two templates, format strings (`{question}`) or Jinja
 (`{{ question }}`). Turns are normalised to what chat templates expect, as trainers do: null members are absent,
-arguments of tool calls are objects, and turns marked `weight: 0` or `train: false` carry no loss. A model's chat
-template turns them into text later. Start with `form_of` and `Form.read`.
+tool calls are lists, and turns marked `weight: 0` or `train: false` carry no loss. A model's chat template turns them
+into text later. Start with `form_of` and `Form.read`.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from string import Formatter
@@ -77,11 +77,12 @@ Span = tuple[int, int]  # characters of a text: the first, and the first that is
 
 TEXT: Final = "text"
 TURNS: Final = ("messages", "conversations", "conversation")
+JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
 BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
-CALL: Final = "function_call"  # role of ShareGPT whose words are a tool call
+CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -102,7 +103,7 @@ FAULTS: Final = {
     "no_answer": "the assistant does not answer",
     "untrained": "every answer of the assistant is marked weight: 0 or train: false",
     "trained_user": "a turn of another role than the assistant is marked to be trained; only answers carry loss",
-    "bad_call": "a turn of function_call is no JSON with name and arguments",
+    "bad_call": "a function_call is no JSON with name and arguments",
 }
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names that templates give to an answer's reasoning
 
@@ -195,7 +196,8 @@ class Form:
             for name in (first, output, *inputs):
                 if not isinstance(given[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
-            question = "\n\n".join(text for name in (first, *inputs) if (text := given[name] or "").strip())
+            between = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+            question = between.join(text for name in (first, *inputs) if (text := given[name] or "").strip())
             pairs = [*_history(given.get(HISTORY), where), (question, given[output] or "")]
             said = [
                 {"role": role, "content": words}
@@ -207,7 +209,7 @@ class Form:
                 pair = given["prompt"], given["completion"]
             else:
                 said = [turn for name in ("prompt", "completion") for turn in _turns(given[name], name, where)]
-        elif isinstance(given[first], str | None):
+        elif not holds_turns(given[first], first):
             return Content(text=given[first])
         else:
             said = _turns(given[first], first, where)
@@ -237,15 +239,22 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
                 untrained.add(k)
             if flag == "train" and value and not is_answer:
                 fault = "trained_user"
-        if turn.pop(CALL, False):
+        if turn.get("tool_calls", ()) is None:
             fault = "bad_call"
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
+
+
+def _list_of(value: Any) -> Any:
+    """Return a list, or the one that JSON text says; null, no value and white space are an empty one."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    return value or []
 
 
 def _tools(tools: Any, where: str) -> tuple[Any, ...]:
     """Descriptions of tools: a list, JSON of one (LLaMA-Factory), or a list of JSON texts."""
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or ()
+        tools = _list_of(tools)
         if isinstance(tools, list | tuple):
             return tuple(json.loads(tool) if isinstance(tool, str) else plain_json(tool, mend=False) for tool in tools)
     except (ValueError, RecursionError) as err:
@@ -269,8 +278,22 @@ def answer_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {name: turn.get(name) for name in ("tool_calls", *REASONING)} | {"content": turn["content"].strip()}
 
 
+def holds_turns(value: Any, column: str) -> bool:
+    """Return whether a column holds turns: a list, or JSON text of one in a column that is named for turns."""
+    if isinstance(value, str):
+        return column in TURNS and JSON_TURNS.match(value) is not None
+    return value is not None
+
+
 def _turns(said: Any, column: str, where: str) -> list[Any]:
-    """Turns in a list; `datasets` may have made a struct of lists of them."""
+    """Turns in a list, or in JSON text of one; `datasets` may have made a struct of lists of them."""
+    if isinstance(said, str) and JSON_TURNS.match(said):
+        try:
+            said = plain_json(json.loads(said))
+        except (ValueError, RecursionError) as err:
+            raise CorpusError(
+                f"{where}: text column {column!r} begins like a list of turns and is not JSON: {err}; write it as JSON"
+            ) from err
     if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
         lengths = {len(part) for part in said.values()}
         if len(lengths) == 1:
@@ -284,7 +307,10 @@ def _turns(said: Any, column: str, where: str) -> list[Any]:
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a turn as chat templates take it; marks of training are still in it."""
+    """Return a turn as chat templates take it; marks of training are still in it.
+
+    Calls that cannot be read are None.
+    """
     given: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
     role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
@@ -296,70 +322,67 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and known != "tool":  # templates write a tool's result in whatever form it has
         raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], where)
-    elif role.lower() == CALL:  # LLaMA-Factory writes it in the model's own form of tool calls
-        try:
-            calls = json.loads(content)
-            calls = calls if isinstance(calls, list) else [calls]
-            given["tool_calls"] = [
-                {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-                for call in calls
-            ]
-            content = ""
-        except (ValueError, RecursionError, KeyError, TypeError):
-            given[CALL] = True
+    if role.lower() == CALL and "tool_calls" not in given:  # LLaMA-Factory writes it as a tool call of the model
+        given[CALL], content = content, ""
+    called = given.pop(CALL, None) if known == "assistant" else None
+    given["tool_calls"] = _tool_calls(given.get("tool_calls"), where) or (_function_calls(called) if called else [])
+    if given["tool_calls"] == []:
+        del given["tool_calls"]
     return {"role": known, "content": content, **given}
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Return tool calls with their arguments as objects; they, or all of the calls, may come as JSON text."""
+def _function_calls(calls: Any) -> list[Any] | None:
+    """Return calls in the form of `tool_calls`, of a name with arguments, several, or JSON of them; None: no such."""
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
+        return [
+            {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in (calls if isinstance(calls, list) else [calls])
+        ]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    """Return tool calls, which may come as JSON text; their arguments stay as they are."""
+    try:
+        calls = _list_of(calls)
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list of calls")
-    return [_with_arguments(call, json_arguments) for call in calls]
+    return calls
 
 
-def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a call, in OpenAI's form or flat, whose arguments are changed."""
-    changed = dict(call)
-    if isinstance(changed.get("function"), Mapping):
-        changed["function"] = _with_arguments(changed["function"], change)
-    elif "arguments" in changed:
-        changed["arguments"] = change(changed["arguments"])
-    return changed
+def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    """Return a conversation whose tool calls, in OpenAI's form or flat, have their arguments changed."""
+
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
+
+    turns = (
+        {**turn, "tool_calls": [changed(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
+        for turn in conversation.turns
+    )
+    return replace(conversation, turns=tuple(turns))
 
 
-def json_arguments(arguments: Any) -> Any:
+def object_arguments(arguments: Any) -> Any:
     """Return the object that arguments say in JSON; other texts, code say, stay as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)  # null members of a text are its author's own
+        parsed = json.loads(arguments)  # null members of a text are its author's own
     except (ValueError, RecursionError):
         return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
-def call_arguments(turn: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of the tool calls of a turn."""
-    found: list[Any] = []
-    for call in turn.get("tool_calls", ()):
-        _with_arguments(call, found.append)
-    return found
-
-
-def with_text_arguments(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn whose tool calls have their arguments as JSON texts, for templates that take them so."""
-
-    def as_text(arguments: Any) -> Any:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-    if "tool_calls" not in turn:
-        return dict(turn)
-    return {**turn, "tool_calls": [_with_arguments(call, as_text) for call in turn["tool_calls"]]}
+def text_arguments(arguments: Any) -> str:
+    """Return arguments as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Conversation, Span, form_of
+from grasp.corpus.conversations import Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Label, is_json, is_label, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
 from grasp.corpus.values import plain_record, plain_values
@@ -259,7 +259,7 @@ def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
     if record is None:
         return {}
     form = form_of(record.values.keys(), settings, record.where)
-    first = "text" if isinstance(record.values.get(form.columns[0]), str | None) else "turns"
+    first = "turns" if holds_turns(record.values.get(form.columns[0]), form.columns[0]) else "text"
     content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
     row, doc = id_columns(settings, [*record.values, *record.ignored], record.where)
     roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}

@@ -65,13 +65,13 @@ class RenderedChat:
     """A conversation as its chat template writes it.
 
     Attributes:
-        spans: characters of each answer that carries loss, with the mark at its end.
-        unwritten: what the template left out of answers of which it wrote something, keys of `text.SKIPPED`.
+        spans: characters that carry loss: each answer with the mark at its end, or the parts of it that are marked.
+        unwritten: what the template left out of answers of which it wrote something, keys of `text.SKIPPED` with turns.
     """
 
     text: str
     spans: tuple[Span, ...]
-    unwritten: tuple[str, ...] = ()
+    unwritten: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

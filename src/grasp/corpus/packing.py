@@ -68,7 +68,8 @@ class Skipped:
     """What was left out: counts by reason, the first ids of each, and where the first of them stand and why.
 
     Reasons are the keys of `grasp.text.SKIPPED`. Most leave out a whole document or row; `short_end`, `cut` and
-    `cut_begin` a part of one, `no_calls` and `no_reasoning` a part of an answer that the chat template does not write.
+    `cut_begin` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template
+    does not write.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -158,15 +159,14 @@ def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettin
         except ModelError as err:
             raise CorpusError(f"{document.where}: {err}") from err
         text, answers = chat.text, chat.spans
-        left_out = tuple((part, document.where) for part in chat.unwritten)
+        left_out = tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
     if answers is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
                 f"{document.where}: has no answer that could carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
         return document
-    chosen = {"all": ((0, len(text)),), "completion": answers[-1:]}.get(loss_on or "", answers)
-    return replace(document, text=text, answers=chosen, left_out=left_out)
+    return replace(document, text=text, answers=((0, len(text)),) if loss_on == "all" else answers, left_out=left_out)
 
 
 def model_text(document: Document) -> ModelText:
@@ -257,6 +257,8 @@ class Packer:
         if document.input_ids is None:
             if document.conversation is None:  # a template brings its own mark
                 suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
+                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it
+                    suffix = suffix[:0]
                 ids = np.concatenate([ids, suffix])
                 if mask is not None:
                     mask = np.concatenate([mask, np.full(len(suffix), mask.any())])

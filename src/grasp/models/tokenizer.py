@@ -6,6 +6,7 @@
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, datetime, time
@@ -23,8 +24,9 @@ from grasp.corpus.conversations import (
     Span,
     UnusableConversationError,
     answer_parts,
-    call_arguments,
-    with_text_arguments,
+    object_arguments,
+    text_arguments,
+    with_arguments,
 )
 from grasp.corpus.encoding import RenderedChat
 from grasp.errors import ModelError
@@ -36,6 +38,8 @@ BYTES = 256
 LONGEST_CHARACTER = 4  # tokens, where each is a byte
 # verbose: a text longer than the context is no mistake here, rows are cut later
 PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+STAND_IN = "graspstandin"  # a word that no conversation holds
+STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
 PROBE = "a"  # a text that shows what a tokenizer puts around it
 CLOCK = "strftime_now"  # the function by which templates write today's date
 DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # of `strftime`
@@ -117,7 +121,8 @@ class HfTokenizer:
         first = f"texts begin with {begin}, as {why}" if begin else f"texts begin without BOS, as {why}"
         if not begin and self.add_bos_token is None:
             first = "texts begin without a special token, as the tokenizer adds none"
-        return f"special tokens: {first}; documents end with {end or 'none'}"
+        chats = "; chats begin and end as their template writes them" if self.writes_chats else ""
+        return f"special tokens: {first}; documents end with {end or 'none'}{chats}"
 
     @property
     def writes_chats(self) -> bool:
@@ -189,8 +194,8 @@ class HfTokenizer:
         Args:
             last_only: only the last answer carries loss.
         Raises:
-            UnusableConversationError: the template refuses the turns, leaves out all that an answer says, or writes it
-                in a way that its place cannot be told.
+            UnusableConversationError: the template refuses the turns, writes nothing of an answer, or writes it in a
+                way that its place cannot be told.
             ModelError: there is no chat template.
         """
         require("jinja2", extra="chat", feature="a chat template")
@@ -201,108 +206,163 @@ class HfTokenizer:
                 "questions and answers in columns, "
                 """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
             )
-        text, marked = self._written(conversation)
-        spoken = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
-        if marked and len(marked) != len(spoken):
-            raise UnusableConversationError(
-                "rewritten",
-                f"{len(marked)} spans are marked of {len(spoken)} turns",
-            )
+        conversation, text, marked = self._written(conversation)
         answers = conversation.answers[-1:] if last_only else conversation.answers
-        span_of = dict(zip(spoken, marked, strict=True)) if marked else {}
-        spans = [span_of[k] if marked else self._span_of_turn(conversation, k, text) for k in answers]
-        unwritten: dict[str, None] = {}
-        for k, (start, stop) in zip(answers, spans, strict=True):
-            unwritten |= dict.fromkeys(self._unwritten(conversation, k, text[start:stop], text))
-        return RenderedChat(text, tuple(spans), tuple(unwritten))
+        if marked:
+            spans_of = self._marked_turns(conversation, text, marked)
+        else:
+            spans_of = {k: [self._span_of_turn(conversation, k, text)] for k in answers}
+        unwritten: list[tuple[str, int]] = []
+        for k in answers:
+            if not spans_of.get(k):
+                raise UnusableConversationError("unmarked", f"turn {k}: nothing of it is marked")
+            answer = spans_of[k][0][0], spans_of[k][-1][1]
+            unwritten += [(reason, k) for reason in self._unwritten(conversation, k, answer, text)]
+        return RenderedChat(text, tuple(span for k in answers for span in spans_of[k]), tuple(unwritten))
 
-    def _written(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
-        """Return the turns as text, and what of it the template marks as the assistant's.
+    def _written(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
+        """Return a conversation as the template can take it, its text, and what of that is marked as the assistant's.
 
-        Arguments of tool calls are given as objects, or as JSON texts to templates that need those: they fail to join
-        an object to a text, or write it as Python does.
+        Arguments of tool calls are given as they come. If the template refuses them, writes JSON text as a quoted
+        string or an object as Python does, they are given as objects, or else as JSON texts.
+        """
+        forms = [conversation]
+        if any("tool_calls" in turn for turn in conversation.turns):
+            others = [with_arguments(conversation, change) for change in (object_arguments, text_arguments)]
+            forms += [other for other in others if other.turns != conversation.turns]
+        rendered: list[tuple[Conversation, str, list[Span]]] = []
+        refusals: list[UnusableConversationError] = []
+        for form in forms:
+            try:
+                rendered.append((form, *self._render(form)))
+                if len(forms) == 1 or not self._garbles_arguments(form):
+                    return rendered[-1]
+            except UnusableConversationError as err:
+                refusals.append(err)
+        if not rendered:
+            raise refusals[0]
+        return rendered[0]
+
+    def _garbles_arguments(self, conversation: Conversation) -> bool:
+        """Return whether the template quotes arguments that are JSON text, or writes objects as Python does.
+
+        Other arguments take their place, which do not stand elsewhere in the conversation.
+        """
+
+        def probe(arguments: Any) -> Any:
+            if not isinstance(object_arguments(arguments), dict):
+                return arguments
+            return json.dumps(STAND_IN_ARGUMENTS) if isinstance(arguments, str) else STAND_IN_ARGUMENTS
+
+        text, _ = self._render(with_arguments(conversation, probe))
+        return str(STAND_IN_ARGUMENTS) in text or json.dumps(json.dumps(STAND_IN_ARGUMENTS)) in text
+
+    def _render(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
+        """Return turns as text, and what of it the template marks as the assistant's.
+
+        Raises:
+            UnusableConversationError: the template refuses the turns.
         """
         jinja = require("jinja2", extra="chat", feature="a chat template")
-        failures = (jinja.TemplateError, TypeError, ValueError, KeyError)
-        turns = conversation.turns
-        arguments = [part for turn in turns for part in call_arguments(turn) if isinstance(part, dict) and part]
-        refused = None
-        try:
-            written = self._render(turns, conversation.tools, how)
-        except failures as err:
-            refused = err
-        if arguments and (refused is not None or any(str(part) in written[0] for part in arguments)):
-            try:
-                written = self._render([with_text_arguments(turn) for turn in turns], conversation.tools, how)
-                refused = None
-            except failures as err:
-                refused = refused or err
-        if refused is not None:
-            reason = " ".join(str(refused).split())[:200]
-            raise UnusableConversationError("refused", reason) from refused
-        return written
-
-    def _render(
-        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], how: Mapping[str, Any]
-    ) -> tuple[str, list[Span]]:
-        template = self.tokenizer.get_chat_template(None, list(tools) or None)
+        tools = list(conversation.tools) or None
+        template = self.tokenizer.get_chat_template(None, tools)
         if CLOCK in template:
             template = _clock_macro(self.chat_date) + template
         has_marks = GENERATION.search(template) is not None
-        (text,), marked = render_jinja_template(
-            [list(turns)],
-            tools=list(tools) or None,
-            chat_template=template,
-            return_assistant_tokens_mask=has_marks,
-            **self.tokenizer.special_tokens_map,
-            **how,
-        )
+        try:
+            (text,), marked = render_jinja_template(
+                [list(conversation.turns)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=has_marks,
+                **self.tokenizer.special_tokens_map,
+                **how,
+            )
+        except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
+            raise UnusableConversationError("refused", " ".join(str(err).split())[:200]) from err
         return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
 
     def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
         """Return the characters of turn k: what stands between the prompt for it and its end."""
-        prompt, _ = self._written(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
-        whole = self._written(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
+        prompt, _ = self._render(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
+        whole = self._render(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
         if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
             return len(prompt), len(whole)
-        raise UnusableConversationError(
-            "rewritten",
-            f"turn {k}",
-        )
+        raise UnusableConversationError("rewritten", f"turn {k}")
 
-    def _unwritten(self, conversation: Conversation, k: int, answer: str, text: str) -> list[str]:
-        """Return what the template leaves out of an answer, keys of `text.SKIPPED`.
+    def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> dict[int, list[Span]]:
+        """Return the spans that are marked of each turn of the assistant; those that touch are one."""
+        spoken = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
+        turn_of = spoken * len(marked) if len(spoken) == 1 else self._turns_of_marks(conversation, spoken, text, marked)
+        spans_of: dict[int, list[Span]] = {}
+        for k, (start, stop) in zip(turn_of, marked, strict=True):
+            spans = spans_of.setdefault(k, [])
+            if spans and spans[-1][1] == start:
+                spans[-1] = spans[-1][0], stop
+            elif start < stop:
+                spans.append((start, stop))
+        return spans_of
+
+    def _turns_of_marks(
+        self, conversation: Conversation, spoken: list[int], text: str, marked: list[Span]
+    ) -> list[int]:
+        """Return of which of the assistant's turns, `spoken`, each marked span is.
+
+        The turn before each of them gets a word that stands nowhere else. Spans between two such words are of the turn
+        after the first.
+        """
+        words = {k - 1: f"{STAND_IN}{k}." for k in spoken}
+        turns = [
+            {**turn, "content": _with_word(turn["content"], words[k])} if k in words else turn
+            for k, turn in enumerate(conversation.turns)
+        ]
+        probed, spans = self._render(replace(conversation, turns=tuple(turns)))
+        places = [probed.find(word) for word in words.values()]
+        if (
+            any(probed.count(word) != 1 for word in words.values())
+            or places != sorted(places)
+            or [probed[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
+            or any(begin < places[0] for begin, _ in spans)
+        ):
+            raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(spoken)} answers")
+        return [spoken[bisect_right(places, begin) - 1] for begin, _ in spans]
+
+    def _unwritten(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
+        """Return what the template leaves out of an answer, whole or in part, as keys of `text.SKIPPED`.
 
         Args:
-            answer: characters of the answer that carry loss.
+            answer: where it stands; the prompt may hold its beginning, `<think>` say.
             text: the whole conversation; a template may write the reasoning and not mark it.
         Raises:
-            UnusableConversationError: it leaves out the words, or all that there is.
+            UnusableConversationError: it writes nothing of the answer.
         """
         turn = conversation.turns[k]
         parts = {name: part for name, part in answer_parts(turn).items() if part}
-        place_of = {"content": answer} | dict.fromkeys(REASONING, text)
+        no_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
+        begin = max(0, answer[0] + 1 - len(turn["content"]))
+        place_of = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
         lacking = [name for name, part in parts.items() if name in place_of and not _holds(place_of[name], part)]
-        if "tool_calls" in parts and self._ignores_calls(conversation, k):
+        if "tool_calls" in parts and self._writes_same(conversation, k, no_calls, text):
             lacking.append("tool_calls")
-        if "content" in lacking or len(lacking) == len(parts):
-            what = "words" if "content" in lacking else " and ".join(lacking)
-            shown = parts.get("content") or parts[lacking[0]]
-            raise UnusableConversationError("unwritten", f"turn {k}: {what} {str(shown)!r:.40}")
+        if len(lacking) == len(parts):
+            bare = {name: part for name, part in no_calls.items() if name not in REASONING}
+            if any(self._writes_same(conversation, k, {**bare, "content": words}, text) for words in ("", STAND_IN)):
+                what = "words" if "content" in lacking else " and ".join(lacking)
+                shown = parts.get("content") or parts[lacking[0]]
+                raise UnusableConversationError("unwritten", f"turn {k}: {what} {str(shown)!r:.40}")
         return [
+            *(["cut_answer"] if "content" in lacking else []),
             *(["no_calls"] if "tool_calls" in lacking else []),
             *(["no_reasoning"] if set(lacking) & set(REASONING) else []),
         ]
 
-    def _ignores_calls(self, conversation: Conversation, k: int) -> bool:
-        """Return whether the template writes the same without the tool calls of turn k."""
-        *before, turn = conversation.turns[: k + 1]
-        bare = {name: part for name, part in turn.items() if name != "tool_calls"}
+    def _writes_same(self, conversation: Conversation, k: int, turn: Mapping[str, Any], text: str) -> bool:
+        """Return whether the template writes the same text with another turn k; one that it refuses is not the same."""
+        turns = (*conversation.turns[:k], dict(turn), *conversation.turns[k + 1 :])
         try:
-            texts = [self._written(replace(conversation, turns=(*before, last)))[0] for last in (turn, bare)]
+            return self._render(replace(conversation, turns=turns))[0] == text
         except UnusableConversationError:
-            return False  # it does not take an answer without words, so it looks at the calls
-        return texts[0] == texts[1]
+            return False
 
     def save(self, directory: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""
@@ -320,8 +380,18 @@ def _clock_macro(today: date) -> str:
 
 
 def _holds(written: str, part: object) -> bool:
-    """Return whether a text holds some words; templates strip and add white space."""
-    return "".join(str(part).split()) in "".join(written.split())
+    """Return whether a text holds some words, as they are or in JSON; templates strip and add white space."""
+    words = str(part)
+    squeezed = "".join(written.split())
+    return any("".join(one.split()) in squeezed for one in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
+
+
+def _with_word(content: Any, word: str) -> str:
+    """Return content with a word in its middle, since templates look at how a turn begins and ends."""
+    if not isinstance(content, str):
+        return word
+    half = len(content) // 2
+    return content[:half] + word + content[half:]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

