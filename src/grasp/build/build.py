@@ -119,7 +119,7 @@ def build(
         GraspError: bad input, named; nothing that was finished is lost.
     """
     given = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
-    arguments = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
+    arguments: dict[str, Any] = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
     arguments["features.kernels"] = [] if rule else None  # settings may name those of another rule
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)

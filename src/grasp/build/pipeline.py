@@ -288,8 +288,8 @@ def refuse_untrained(loss: float, model: ReferenceModel) -> None:
     if loss > UNTRAINED * chance:
         raise ModelError(
             f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats a token, guessing "
-            f"gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made them; or go on all "
-            "the same with --untrained"
+            f"gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made them; or go "
+            "on all the same with --untrained"
         )
 
 
