@@ -26,6 +26,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from grasp.build.backward import examples_of, square_sums
 from transformers import PhiConfig, PhiForCausalLM
 
+from grasp.build.model_pass import ModelPass, row_examples
 from grasp.build.pipeline import build_artifact
-from grasp.build.score_shard import PositionBatch, PositionKernels, PositionSums, forward_units
+from grasp.build.score_shard import observe_part
 from grasp.corpus.row_store import RowStore
-from grasp.kernels.embedding import hidden_gradient, input_relevance
-from grasp.kernels.gradient import GradientKernel
-from grasp.kernels.output_layer import token_relevance
-from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
-from grasp.models.forward_pass import extract, position_mask
-from grasp.models.residuals import LOGIT_ELEMENTS
-from grasp.models.sampled_gradients import Example
+from grasp.kernels.kernel import make_kernels
+from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
+from grasp.models.forward_pass import position_mask
+from grasp.models.residuals import LOGIT_ELEMENTS, hidden_gradient
 from grasp.models.tokenizer import train_tokenizer
 from grasp.progress import Silent
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
@@ -53,13 +52,14 @@ from grasp.targets import UnitTokens
 
 VOCAB = 50_304
 TARGETS = 5
-MATCHES = {
-    "pooled": {"match": "pooled"},
-    "token": {"match": "token", "input_match": False},
-    "token+input": {"match": "token"},
-    "both": {"match": "forward", "input_match": False},
-    "all": {"match": "forward"},
-    "gradient": {"match": "all"},
+FORWARD = ["output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled"]
+SKETCHES = ["hidden_sketch", "residual_sketch", "product_sketch"]
+KERNELS: dict[str, dict[str, Any]] = {
+    "paper": {"rule": "paper"},
+    "output_layer": {"kernels": ["output_layer"]},
+    "new": {},
+    "further": {},
+    "everything": {"kernels": [*FORWARD, *SKETCHES]},
 }
 
 
@@ -109,17 +109,20 @@ def write_rows(path: Path, rows: int, length: int, generator: np.random.Generato
     pq.write_table(pa.table({"row_id": [f"r{i}" for i in range(rows)], "input_ids": ids}), path)
 
 
-def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int) -> Any:
+def settings_of(root: Path, corpus: Path, length: int, kernels: str, threads: int) -> Any:
     return build_settings(
         {
             "model": {"path": str(root / "model"), "threads": threads},
             "corpus": {"path": str(corpus), "max_length": length, "max_rows_per_document": 1},
             "targets": {"names": [str(root / f"target-{t}.jsonl") for t in range(TARGETS)], "units_per_target": None},
-            "train": "further" if match == "gradient" else "new",
-            "features": MATCHES[match],
+            "train": "further" if kernels == "further" else "new",
+            "features": KERNELS[kernels],
             "shard_rows": 256,
         }
     )
+
+
+PASSES = ("moments", "rows scored")  # stages in which rows pass the model, and are scored
 
 
 class Clock(Silent):
@@ -166,21 +169,21 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
 
 def speed(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     corpus = root / "corpus.parquet"
-    model = ReferenceModel.load(settings_of(root, corpus, args.length, "all", args.threads).model)
+    model = ReferenceModel.load(settings_of(root, corpus, args.length, "new", args.threads).model)
     builds: dict[str, dict[str, float]] = {}
     forwards: dict[str, list[float]] = {"body": [], "body + head, tail:32": [], "body + head, all": []}
-    timed_build(settings_of(root, corpus, args.length, "all", args.threads), root / "warm")
+    timed_build(settings_of(root, corpus, args.length, "new", args.threads), root / "warm")
     store = RowStore.open(root / "warm" / "tokens")
     for _ in range(args.repeats):
         for name, spec in (("body", None), ("body + head, tail:32", "tail:32"), ("body + head, all", "all")):
             forwards[name].append(bare(model, store, spec))
-        for match in args.match:
-            seconds = timed_build(settings_of(root, corpus, args.length, match, args.threads), root / match)
-            shutil.rmtree(root / match)
-            if match not in builds or sum(seconds.values()) < sum(builds[match].values()):
-                builds[match] = seconds
+        for name in args.kernels:
+            seconds = timed_build(settings_of(root, corpus, args.length, name, args.threads), root / name)
+            shutil.rmtree(root / name)
+            if name not in builds or sum(seconds.values()) < sum(builds[name].values()):
+                builds[name] = seconds
     best = {name: min(seconds) for name, seconds in forwards.items()}
-    work = {match: seconds["forward"] + seconds.get("token moments", 0.0) for match, seconds in builds.items()}
+    work = {name: sum(seconds.get(stage, 0.0) for stage in PASSES) for name, seconds in builds.items()}
     return {
         "rows": args.rows,
         "tokens": store.n_tokens,
@@ -194,48 +197,48 @@ def speed(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 def ratios(work: dict[str, float], builds: dict[str, dict[str, float]], best: dict[str, float]) -> dict[str, float]:
     """Seconds of each build over those of the bare forward pass that it cannot do without."""
     found: dict[str, float] = {}
-    if "pooled" in work:
-        found["pooled_over_body"] = work["pooled"] / best["body"]
-        found["pooled_over_body_and_tail_head"] = work["pooled"] / best["body + head, tail:32"]
-    for match in work.keys() - {"pooled"}:
-        found[f"{match}_over_body_and_head"] = work[match] / best["body + head, all"]
-        found[f"{match}_forward_over_body_and_head"] = builds[match]["forward"] / best["body + head, all"]
+    if "paper" in work:
+        found["paper_over_body"] = work["paper"] / best["body"]
+        found["paper_over_body_and_tail_head"] = work["paper"] / best["body + head, tail:32"]
+    for name in work.keys() - {"paper"}:
+        found[f"{name}_over_body_and_head"] = work[name] / best["body + head, all"]
+        scored = builds[name].get("rows scored", 0.0)
+        found[f"{name}_second_loop_over_body_and_head"] = scored / best["body + head, all"]
     return found
 
 
 @torch.inference_mode()
 def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds a position of one batch, by what they are spent on."""
-    model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "all", args.threads).model)
-    features = FeatureSettings(match="token")
-    generator = np.random.default_rng(2)
-    lines = [zipf(generator, args.length) for _ in range(model.batch_tokens // args.length)]
+    settings = settings_of(root, root / "corpus.parquet", args.length, "everything", args.threads)
+    model, features = ReferenceModel.load(settings.model), settings.features
+    ready, generator = ModelPass.choose(model, features), np.random.default_rng(2)
+    count = min(BATCH_ROWS, max(1, model.batch_tokens // args.length))
+    write_rows(root / "batch.parquet", count, args.length, generator)
+    shard = written(root / "batch", root / "batch.parquet", args.length, model, count).shard(0)
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
-    ids, labelled = pad_rows(lines)
-
-    def forward() -> Any:
-        return extract(model, ids, labelled, ("tail:32", "all"), features.top_k)
-
-    batch = PositionBatch.from_batch(forward(), len(lines))
-    sums = PositionSums(model, features)
-    sums.add(batch, model.head)
-    names = [str(e) for e in range(len(units))]
-    unit_features = forward_units(model, units, names, features)
-    kernel = PositionKernels.prepare(unit_features, sums.moments(), features, model)
-    assert kernel.sketch is not None
-    sketch = kernel.sketch
-    residual, rows = batch.residual, (batch.row_P, batch.n_rows)
+    corpus, _ = observe_part(ready, shard, states_every=1)
+    every = ready.units(units, [str(e) for e in range(len(units))])
+    ((_, batch),) = ready.batches(shard)
+    made = make_kernels(features.kernels, model, features, corpus)
+    for kernel in made:
+        kernel.prepare(every)
+    ids, _ = pad_rows([shard.ids(i) for i in range(len(shard))])
     steps: dict[str, Callable[[], Any]] = {
         "body": lambda: model.hidden(ids),
-        "body, head and residuals": forward,
-        "token kernel": lambda: token_relevance(kernel.targets, batch.hidden_PH, residual, *rows),
-        "input kernel": lambda: input_relevance(kernel.inputs, kernel.head, residual, batch.input_P, *rows),
-        "product sketch": lambda: sketch.apply(batch.hidden_PH, residual, *rows),
-        "  of it W^T xi, were it taken everywhere": lambda: hidden_gradient(model.head, residual),
+        "body, head and residuals": lambda: list(ready.batches(shard)),
+        "W^T xi, which several kernels share": lambda: hidden_gradient(model.head, batch.residual),
     }
+    steps |= {kernel.name: partial(kernel.score, batch) for kernel in made}
     found = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}
-    shared = float((kernel.inputs.compact_V[batch.input_P] >= 0).float().mean())
-    return {"units": args.units, "unit_positions": len(unit_features.unit_S), "shared": shared, "us": found}
+    shared = float(torch.isin(batch.input_P, every.input_P).float().mean())
+    return {"units": args.units, "unit_positions": len(every.row_P), "shared": shared, "us": found}
+
+
+def written(place: Path, corpus: Path, length: int, model: ReferenceModel, shard_rows: int) -> RowStore:
+    """Rows of a corpus, on disk."""
+    settings = CorpusSettings(path=str(corpus), max_length=length, max_rows_per_document=1)
+    return RowStore.write(place, settings, model.tokenizer, shard_rows=shard_rows)
 
 
 def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -243,24 +246,21 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     The plain pass asks for gradients of activations alone, down to the first block, and its head at every position.
     """
-    model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "all", args.threads).model)
-    features = FeatureSettings(gradient_coordinates=args.coordinates)
-    generator = np.random.default_rng(2)
+    model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "new", args.threads).model)
+    features = FeatureSettings(kernels=("gradient",), gradient_coordinates=args.coordinates)
+    ready, generator = ModelPass.choose(model, features), np.random.default_rng(2)
+    assert ready.sampled is not None
     asked = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
-    units = [Example(ids.astype(np.int32), 20) for ids in asked]
-    store = RowStore.write(
-        root / "backward",
-        CorpusSettings(path=str(root / "corpus.parquet"), max_length=args.length, max_rows_per_document=1),
-        model.tokenizer,
-        shard_rows=args.rows,
-    )
-    rows = store.shard(0)
-    few = store.rows(np.arange(min(8, len(rows))))
-    squares = square_sums(model, few, features)
-    kernel = GradientKernel.prepare(model, units, squares.mean(), features)
-    examples, embedding = examples_of(rows, features), model.model.get_input_embeddings()
+    units = [UnitTokens(ids.astype(np.int32), 20) for ids in asked]
+    rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
+    examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
+    few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
+    corpus, _ = observe_part(ready, few, states_every=1)
+    (kernel,) = make_kernels(["gradient"], model, features, corpus)
+    kernel.prepare(ready.units(units, [str(e) for e in range(len(units))]))
+    ((_, some),) = list(ready.batches(few))[:1]
     spent = {"plain": 0.0, "kernel": 0.0}
-    for index in kernel.gradients.batches(examples):
+    for index in ready.sampled.batches(examples):
         own = [examples[int(i)] for i in index]
         begun = time.process_time()
         ids, _ = pad_rows([one.input_ids for one in own])
@@ -272,12 +272,13 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
             torch.autograd.grad(loss, start)
         spent["plain"] += time.process_time() - begun
         begun = time.process_time()
-        kernel.relevance(kernel.gradients.compute(own)[0])
+        taken_BK, _ = ready.sampled.compute(own)
+        kernel.score(replace(some, n_rows=len(own), gradient_BK=taken_BK))
         spent["kernel"] += time.process_time() - begun
     return {
         "rows": len(rows),
         "units": len(units),
-        "coordinates": kernel.gradients.sample.size,
+        "coordinates": ready.sampled.sample.size,
         "cpu_seconds": spent,
         "more": spent["kernel"] / spent["plain"] - 1,
     }
@@ -298,12 +299,12 @@ PROFILED = {
     "body": ("models/causal_lm.py", "hidden"),
     "head, products": ("models/head.py", "linear_logits"),
     "probabilities, the largest of them": ("models/residuals.py", "sparse_residual"),
-    "sums for moments": ("build/score_shard.py", "_add"),
-    "gradients by hidden states": ("kernels/embedding.py", "hidden_gradient"),
-    "token and input kernels": ("kernels/output_layer.py", "token_relevance"),
-    "shift kernel": ("kernels/embedding.py", "shift_relevance"),
-    "tilt kernel": ("kernels/hidden_affine.py", "tilt_relevance"),
-    "neighbour kernel": ("kernels/knn.py", "neighbour_relevance"),
+    "sums for moments": ("kernels/whitening.py", "add"),
+    "gradients by hidden states": ("models/residuals.py", "hidden_gradient"),
+    "output_layer and embedding": ("kernels/output_layer.py", "token_relevance"),
+    "hidden_bias": ("kernels/hidden_bias.py", "shift_relevance"),
+    "hidden_linear": ("kernels/hidden_linear.py", "tilt_relevance"),
+    "knn": ("kernels/knn.py", "neighbour_relevance"),
     "product sketch": ("kernels/sketch.py", "apply"),
     "pooling": ("models/residuals.py", "pool"),
     "whitening": ("kernels/whitening.py", "whiten"),
@@ -342,26 +343,26 @@ class Profiler(Clock):
 def profile(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds by stage and by what they are for, of builds that begin warm."""
     found = {}
-    timed_build(settings_of(root, root / "corpus.parquet", args.length, "pooled", args.threads), root / "warm-up")
-    for match in args.match:
+    timed_build(settings_of(root, root / "corpus.parquet", args.length, "paper", args.threads), root / "warm-up")
+    for name in args.kernels:
         clock = Profiler()
         build_artifact(
-            settings_of(root, root / "corpus.parquet", args.length, match, args.threads), root / match, progress=clock
+            settings_of(root, root / "corpus.parquet", args.length, name, args.threads), root / name, progress=clock
         )
         clock.stop()
-        shutil.rmtree(root / match)
-        found[match] = clock.stages
+        shutil.rmtree(root / name)
+        found[name] = clock.stages
     return found
 
 
 def profile_table(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     lines = ["CPU seconds of a build, and the share of a stage that goes to what:"]
-    for match, stages in found.items():
+    for name, stages in found.items():
         for stage, parts in stages.items():
             total = parts.get("all", 0.0)
             if total < 0.01:
                 continue
-            lines.append(f"  match {match:<12} {stage:<16} {total:8.2f} s")
+            lines.append(f"  {name:<18} {stage:<16} {total:8.2f} s")
             named = sorted(((seconds, what) for what, seconds in parts.items() if what != "all"), reverse=True)
             rest = total - sum(seconds for seconds, _ in named)
             lines += [f"    {what:<36} {seconds / total:6.1%}" for seconds, what in [*named, (rest, "everything else")]]
@@ -380,7 +381,7 @@ def memory(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         corpus = root / f"corpus-{rows}.parquet"
         write_rows(corpus, rows, args.memory_length, np.random.default_rng(1))
         queue = context.Queue()
-        settings = settings_of(root, corpus, args.memory_length, "all", args.threads)
+        settings = settings_of(root, corpus, args.memory_length, "everything", args.threads)
         child = context.Process(target=_peak, args=(settings, root / f"memory-{rows}", queue))
         child.start()
         peaks[rows] = queue.get()
@@ -397,9 +398,9 @@ def table(result: dict[str, Any]) -> str:
             f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['parameters'] / 1e6:.1f} M parameters"
         )
         lines += [f"  {name:<28} {seconds:8.2f} s" for name, seconds in found["seconds"].items()]
-        for match, seconds in found["build_seconds"].items():
+        for build, seconds in found["build_seconds"].items():
             parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-            lines.append(f"  build, match {match:<14} {sum(seconds.values()):8.2f} s   ({parts})")
+            lines.append(f"  build, {build:<20} {sum(seconds.values()):8.2f} s   ({parts})")
         lines += [f"  {name:<40} {found[name]:.3f}" for name in found if "_over_" in name]
     if found := result.get("kernels"):
         lines.append(f"one batch, {found['units']} units of {found['unit_positions']} positions in all,")
@@ -427,7 +428,7 @@ def main() -> None:
     parser.add_argument("--unit-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=2, help="the best of so many is kept")
-    parser.add_argument("--match", nargs="+", choices=MATCHES, default=list(MATCHES))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="builds that are timed")
     parser.add_argument("--memory-rows", type=int, nargs="+", default=[2_000, 20_000])
     parser.add_argument("--memory-length", type=int, default=32)
     parser.add_argument("--skip-memory", action="store_true")

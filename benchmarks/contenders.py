@@ -111,7 +111,7 @@ def write_model(place: str) -> None:
     made.save_pretrained(place)
 
 
-def settings_of(job: Job, match: str, train: str = "new") -> Any:
+def settings_of(job: Job, rule: str, train: str = "new") -> Any:
     from grasp.settings import build_settings  # noqa: PLC0415
 
     return build_settings(
@@ -129,7 +129,7 @@ def settings_of(job: Job, match: str, train: str = "new") -> Any:
             },
             "train": train,
             "features": {
-                "match": match,
+                "rule": rule,
                 "sample_positions": max(2, job.rows * job.length // 8),
                 "sample_rows": max(1, job.rows // 8),
             },
@@ -181,11 +181,11 @@ def forward_backward(job: Job) -> None:
         model.zero_grad()
 
 
-def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
+def grasp_build(rule: str, train: str = "new") -> Callable[[Job], int]:
     def run(job: Job) -> int:
         from grasp.build.pipeline import build_artifact  # noqa: PLC0415
 
-        return bytes_below(build_artifact(settings_of(job, match, train), job.out / "run"), but="tokens")
+        return bytes_below(build_artifact(settings_of(job, rule, train), job.out / "run"), but="tokens")
 
     return run
 
@@ -331,10 +331,10 @@ CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),
     "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),
     "forward and backward": Contender(forward_backward, TORCH, (1, 2, 4), "gradients of all weights, summed"),
-    "grasp build, pooled": Contender(grasp_build("pooled"), OWN, (1, 4, 8), "the paper's kernel; head at 32 positions"),
-    "grasp build, default": Contender(grasp_build("forward"), OWN, (1, 4, 8), "pooled, token and input kernels"),
+    "grasp build, paper": Contender(grasp_build("paper"), OWN, (1, 4, 8), "the paper's kernel; head at 32 positions"),
+    "grasp build, default": Contender(grasp_build("default"), OWN, (1, 4, 8), "output_layer, embedding, knn"),
     "grasp build, gradient": Contender(
-        grasp_build("all", "further"), OWN, (1, 4, 8), "gradient, token and input kernels of all units; there and back"
+        grasp_build("default", "further"), OWN, (1, 4, 8), "gradient, output_layer, embedding; there and back"
     ),
     "own tracin": Contender(
         own_method("tracin", layers="body", dimension=WIDTH, checkpoints="last"), METHODS, (1, 4, 8), "body, 128", True

@@ -74,7 +74,7 @@ def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) ->
                 "completion": [" An answer."] * n_units,
             }
         )
-        settings = {"features": {"match": "token"}}
+        settings = {"features": {"kernels": ["output_layer", "embedding"]}}
         writer.finish(manifest={"settings": settings}, moments={}, units=units)
     return path
 

@@ -37,6 +37,7 @@ from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train
 
 K, GRAM, RESAMPLES = 100, 13, 1000
+KERNELS = {"token": "output_layer", "input": "embedding", "pooled": "pooled"}  # by the names in recorded results
 ANSWER, WHOLE = "sciq", "sciq_text"  # the loss on the answer; on every token of the unit
 
 
@@ -65,6 +66,7 @@ def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSe
             "corpus": {"path": str(corpus), "max_length": context, "max_rows_per_document": 1},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": context},
             "train": "new",
+            "features": {"kernels": [*KERNELS.values(), "hidden_sketch", "residual_sketch"]},
         }
     )
 
@@ -110,9 +112,9 @@ def scores(
 ) -> dict[str, F64]:
     """Every method's score of every row: the largest over the units, each standardised over the rows."""
     out = {
-        f"GRASP ({kernel}, loss on {what})": unit_scores(artifact, relevance_array(artifact, kernel), target)[1]
+        f"GRASP ({name}, loss on {what})": unit_scores(artifact, relevance_array(artifact, kernel), target)[1]
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
-        for kernel in ("token", "input", "pooled")
+        for name, kernel in KERNELS.items()
     }
     (asked,) = configured_methods(["bm25"])
     bm25 = method_rows(artifact, asked)

@@ -7,13 +7,13 @@ REFERENCE=bench-out/environments/cc-topic/reference
 TASKS=sciq,openbookqa
 try() { # name, then flags of grasp build
   local art=bench-out/features-$1
-  grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set features.match=token \
+  grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set "features.kernels=[output_layer, embedding, hidden_sketch, residual_sketch]" \
     --out $art --quiet "${@:2}"
   grasp evaluate $art --runs experiments/environments/cc-topic --target $TASKS --json $HERE/$1.json
 }
 try base
-try tail32 --set features.token_positions=tail:32
-try stride4 --set features.token_positions=stride:4
+try tail32 --set features.positions=tail:32
+try stride4 --set features.positions=stride:4
 try alpha05 --set features.alpha=0.5
 try eps1 --set features.epsilon=1
 try checkpoint-200 --model $REFERENCE/seed-0/checkpoint-200

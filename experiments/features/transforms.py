@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.arrays import F64
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import Development
@@ -85,7 +85,7 @@ def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
 
 
 def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(f"relevance_{kernel}", columns=columns)
+    blocks = artifact.array_blocks(artifact.relevance_name(RENAMED_KERNELS.get(kernel, kernel)), columns=columns)
     return np.concatenate([block.astype(np.float64) for _, block in blocks])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetune.further import FEATURES, FORWARD
+from experiments.finetune.further import FEATURES
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import environments_parser, model_directory, prepared
 from experiments.finetune.run import HERE
@@ -45,7 +45,9 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     predictor = Predictor.from_artifact(artifact, sketches=measures(artifact.array_names))
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
     names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
-    shipped = [k for k, kernel in enumerate(names) if kernel not in FORWARD[2:]]  # a build makes the rest on request
+    shipped = [
+        k for k, kernel in enumerate(names) if kernel not in ("hidden_bias", "hidden_linear")
+    ]  # a build makes these on request
     blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
     every, corpus = SubsetFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
     values_RT = np.stack(

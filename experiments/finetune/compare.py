@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from grasp.kernels.hidden_affine import RIDGE
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Foretold, Method, compare, noise
@@ -27,6 +26,7 @@ from grasp.arrays import F64
 from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError
 from grasp.files import write_whole
+from grasp.kernels.hidden_linear import RIDGE
 
 SHIPS = "token + input + shift + tilt"
 RIDGE_ON_RUNS = "ridge on the other runs"

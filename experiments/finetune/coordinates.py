@@ -35,7 +35,6 @@ from grasp.kernels.gradient import (
     CHUNK,
     CoordinateSample,
     SampledGradients,
-    SquareSums,
     by_member,
     gradient_preconditioner,
 )
@@ -84,25 +83,25 @@ def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) ->
     """(N, E) of rows' whole losses, by sample, and by moments of halves of the rows."""
     starts, began = taken.starts, time.process_time()
     half_N = stream(0, "finetune", "coordinates").permutation(len(rows)) % 2
-    halves = [SquareSums(int(starts[-1])) for _ in range(2)]
+    halves, count = np.zeros((2, int(starts[-1]))), np.zeros(2)
     for index_B, taken_BK in taken.batches(rows):
-        for number, half in enumerate(halves):
-            half.add(taken_BK[torch.from_numpy(half_N[index_B] == number)])
+        for number in range(2):
+            some_BK = taken_BK[torch.from_numpy(half_N[index_B] == number)]
+            some_BK = some_BK[some_BK.isfinite().all(dim=1)]
+            halves[number] += some_BK.double().square().sum(dim=0).numpy()
+            count[number] += len(some_BK)
     print(f"moments: {time.process_time() - began:.0f} s of CPU", flush=True)
     unit_EK = torch.zeros(len(units), int(starts[-1]), dtype=torch.bfloat16)
     for index_B, taken_BK in taken.batches(units):
         unit_EK[torch.from_numpy(index_B)] = taken_BK.bfloat16()
-    whole = SquareSums(int(starts[-1]))
-    for half in halves:
-        whole.merge(half)
+    whole_K = halves.sum(axis=0) / count.sum()
     factors: dict[str, tuple[int, torch.Tensor]] = {}
     for place, ((millions, seed), sample) in enumerate(zip(SAMPLES, taken.samples, strict=True)):
-        moments = {
-            "": whole,
-            **({f", half {n}": one for n, one in enumerate(halves)} if place == SAMPLES.index(HALVED) else {}),
-        }
-        for named, one in moments.items():
-            square_K = one.mean()[starts[place] : starts[place + 1]]
+        moments = {"": whole_K}
+        if place == SAMPLES.index(HALVED):
+            moments |= {f", half {n}": halves[n] / count[n] for n in range(2)}
+        for named, mean_K in moments.items():
+            square_K = mean_K[starts[place] : starts[place + 1]]
             factor_K = gradient_preconditioner(square_K, sample.weight_K.double().numpy(), DAMPING)
             factors[f"{millions} M, seed {seed}{named}"] = int(starts[place]), torch.from_numpy(factor_K).float()
     out = {name: np.zeros((len(rows), len(units))) for name in factors}

@@ -27,15 +27,15 @@ from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.manifest import LOSS_TOKENS
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import standard_errors
 from grasp.runs.retrained import Environment
 
-FORWARD = ("token", "input", "shift", "tilt")
+FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them
 SHIPPED_BEFORE = "token + input + shift + tilt"
-FEATURES = {"product_width": 0, "shift_match": True, "tilt_match": True}  # a build makes the last two on request
+FEATURES = {"kernels": ("gradient", *(RENAMED_KERNELS[name] for name in FORWARD), "hidden_sketch", "residual_sketch")}
 DELTA = 0.05
 WEIGHTS = {".125": 0.125, ".25": 0.25, ".5": 0.5}
 RESAMPLES = 400
@@ -70,7 +70,7 @@ def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
 
 
 def relevance(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(artifact.relevance_name(kernel), columns=columns)
+    blocks = artifact.array_blocks(artifact.relevance_name(RENAMED_KERNELS.get(kernel, kernel)), columns=columns)
     return np.concatenate([block for _, block in blocks]).astype(np.float64)
 
 

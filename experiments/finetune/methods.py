@@ -117,7 +117,7 @@ def warmed_up(
     return directory
 
 
-POOLED = {"match": "pooled"}  # methods read rows and units; our kernels are made in `scores`
+POOLED = {"rule": "paper"}  # methods read rows and units; our kernels are made in `scores`
 
 
 def artifact_of(

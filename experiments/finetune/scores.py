@@ -24,15 +24,7 @@ from grasp.kernels.embedding import input_tokens
 from grasp.kernels.knn import neighbour_relevance, prepare_neighbours
 from grasp.kernels.output_layer import prepare_targets, token_relevance
 from grasp.kernels.pooled import pooled_relevance, prepare_units
-from grasp.kernels.whitening import (
-    LabelledStates,
-    MomentAccumulator,
-    Moments,
-    PositionMoments,
-    Whitener,
-    preconditioner,
-    whitening_map,
-)
+from grasp.kernels.whitening import MomentAccumulator, SecondMoments, Whitener, preconditioner, whitening_map
 from grasp.models.residuals import PooledFeatures, SparseResidual, pool
 
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
@@ -49,17 +41,17 @@ class Sides:
     drawn_P: NDArray[np.int64] | None = None  # positions of the rows that moments are taken over; None: all
 
     @cached_property
-    def moments(self) -> Moments:
+    def moments(self) -> SecondMoments:
         """Of hidden states and residuals."""
         return self._moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK)
 
     @cached_property
-    def input_moments(self) -> Moments:
+    def input_moments(self) -> SecondMoments:
         """Of d and one-hot input tokens."""
         one_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
         return self._moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1)
 
-    def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> Moments:
+    def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> SecondMoments:
         if self.drawn_P is not None:
             dense_PH, index_PK, value_PK = (values[self.drawn_P] for values in (dense_PH, index_PK, value_PK))
         accumulator = MomentAccumulator(dense_PH.shape[1], self.vocabulary)
@@ -196,14 +188,13 @@ def local_kernel(sides: Sides, width: float, delta_ridge: float) -> F64:
 def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
     """As a build computes it: the linearised kernel language model, its means from a sample of the rows' positions."""
     some = slice(None, None, max(1, len(sides.rows.owner_P) // sampled))
-    states = LabelledStates(sides.rows.hidden_PH[some], sides.rows.label_P[some].astype(np.int64))
+    states = sides.rows.hidden_PH[some], sides.rows.label_P[some].astype(np.int64)
     whitener = Whitener.fit(sides.moments, tau=TAU, alpha=ALPHA, epsilon=EPSILON)
     units, rows = sides.units, sides.rows
     label_S1 = torch.from_numpy(units.label_P.astype(np.int64))[:, None]
     residual = SparseResidual(label_S1, torch.zeros(len(label_S1), 1), torch.from_numpy(units.loss_P))
-    moments = PositionMoments(sides.moments, states=states)
-    owner_S = torch.from_numpy(units.owner_P)
-    targets = prepare_neighbours(torch.from_numpy(units.hidden_PH), residual, owner_S, units.n, whitener, moments)
+    of_units = torch.from_numpy(units.hidden_PH), residual, torch.from_numpy(units.owner_P), units.n
+    targets = prepare_neighbours(*of_units, whitener, sides.moments, *states)
     label_P = torch.from_numpy(rows.label_P.astype(np.int64))
     return _blocks(
         rows,

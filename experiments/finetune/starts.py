@@ -41,13 +41,13 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
     kind, plain = ENVIRONMENTS[name], work / "model"
     if start == "adapter":
         where, there = model_directory(name, work), bool(kind.recipe.lora_rank)
-        return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, f"at-{start}") if there else None
+        return artifact_of(name, work, where, reader, {}, 8192, f"at-{start}") if there else None
     if start == "warm-up":
         corpus = open_corpus(name, work, reader)
         if not kind.recipe.bfloat16 or kind.recipe.lora_rank:
             return None
         where = warmed_up(work / f"{kind.within or name}-{start}", plain, corpus.rows, corpus.first_N)
-        return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, f"at-{start}")
+        return artifact_of(name, work, where, reader, {}, 8192, f"at-{start}")
     return artifact_of(name, work, plain, reader, FEATURES, 8192, "further")
 
 

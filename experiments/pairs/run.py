@@ -26,17 +26,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from grasp.build.moments import unspool_position_moments
 from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.score_shard import forward_units
+from grasp.build.model_pass import ModelPass
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
-from grasp.kernels.whitening import Whitener
+from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
 from grasp.predict.scoring_rule import default_protocol
@@ -95,14 +94,14 @@ def unit_side(material: MethodInputs, whitener: Whitener) -> UnitSide:
     """One forward pass over the units, with all of their logits."""
     model, features = material.model, material.settings.features
     names = [unit.unit_id for unit in material.units.units]
-    units = forward_units(model, material.unit_tokens, names, features)
+    units = ModelPass(model, features).units(material.unit_tokens, names)
     with torch.inference_mode():
-        logits_SV = model.head.link(model.head.linear_logits(units.hidden_SH).float())
+        logits_SV = model.head.link(model.head.linear_logits(units.hidden_PH).float())
         square_HH = torch.from_numpy(whitener.map_HH @ whitener.map_HH)
-        v_SH = ((units.hidden_SH.double() - torch.from_numpy(whitener.mean_H)) @ square_HH).float()
+        v_SH = ((units.hidden_PH.double() - torch.from_numpy(whitener.mean_H)) @ square_HH).float()
         label_S = units.residual.label_P
     precondition_V = torch.from_numpy(whitener.precondition_V).float()
-    return UnitSide(v_SH, precondition_V, logits_SV, label_S, units.unit_S, units.n_units)
+    return UnitSide(v_SH, precondition_V, logits_SV, label_S, units.row_P, units.n_rows)
 
 
 def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
@@ -217,8 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     material = MethodInputs(ArtifactReader.open(given.artifact))
     features = material.settings.features
-    weighing = {"tau": features.tau, "alpha": features.alpha, "epsilon": features.epsilon}
-    whitener = Whitener.fit(unspool_position_moments(material.artifact.moments).token, **weighing)
+    whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
     places = [given.environment, *([given.held_out] if given.held_out else [])]
     worlds = [Scored.from_environment(Environment.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]

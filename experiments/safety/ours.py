@@ -44,7 +44,11 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
             "corpus": {"path": str(corpus), "max_length": tuned.longest},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": tuned.longest},
             "train": "further",
-            "features": {"match": "forward", "pooling": positions, "positions": positions},
+            "features": {
+                "kernels": ["output_layer", "embedding", "pooled", "hidden_sketch", "residual_sketch"],
+                "positions": positions,
+                "summary_positions": positions,
+            },
         }
     )
     return ArtifactReader.open(build_artifact(settings, work / "artifact"))
@@ -58,7 +62,8 @@ def _unit(row: Row) -> str:
 def relevance(artifact: ArtifactReader) -> dict[str, F64]:
     """Minus the mean relevance to the trusted units by each kernel, (N,) each: higher for more suspicious rows."""
     return {
-        f"GRASP relevance ({match})": detect(artifact, TARGET, match=match).scores["relevance"] for match in KERNELS
+        f"GRASP relevance ({name})": detect(artifact, TARGET, match=kernel).scores["relevance"]
+        for name, kernel in KERNELS.items()
     }
 
 
@@ -76,7 +81,7 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     return out
 
 
-KERNELS = ("token", "pooled")
+KERNELS = {"token": "output_layer", "pooled": "pooled"}  # by what the recorded results call them
 NAMES = {"bm25": "BM25", "activation_similarity": "activation similarity"}
 
 

@@ -28,6 +28,7 @@ from grasp.vision.fit_head import fit_head
 from grasp.vision.images import decode_image
 
 SIDE = 32
+KERNELS = {"kernels": ["output_layer", "pooled", "hidden_sketch", "residual_sketch"]}
 IMAGES = {"size": SIDE, "interpolation": "nearest", "mean": [0.0] * 3, "std": [1.0] * 3}  # pixels as they are
 
 
@@ -82,7 +83,7 @@ def values(
     with TemporaryDirectory() as place:
         root = Path(place)
         _write(root, pictures, label_N, head, n_classes)
-        settings = _settings(root, pictures, n_classes, features or {})
+        settings = _settings(root, pictures, n_classes, KERNELS | (features or {}))
         if head is None:
             fitting = build_settings(settings)
             fit_head(fitting.model, fitting.corpus, root / "head.safetensors")

@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=Path, required=True, help="Parquet of image, label, split, image_id.")
     parser.add_argument("--artifact", type=Path, help="Of texts, with the targets and kernels that it has.")
-    parser.add_argument("--match", default="token,pooled,input")
+    parser.add_argument("--match", default="output_layer,pooled,embedding")
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("false_positives.json"))

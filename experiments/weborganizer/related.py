@@ -112,7 +112,7 @@ class Pages:
                 # a cut character is encoded again as several tokens: room for a few of them
                 "targets": {"names": [str(self.queries())], "units_per_target": None, "max_length": 128},
                 "train": "new",
-                "features": {"match": "token", "product_width": 0},
+                "features": {"kernels": ["output_layer", "embedding", "knn"]},
             }
         )
         return ArtifactReader.open(build_artifact(settings, self.work / "artifact"))

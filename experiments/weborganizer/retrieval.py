@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.arrays import F32, F64
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.artifact.where import LabelTable
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
@@ -28,7 +28,7 @@ from grasp.seeds import bootstrap_weights
 Fusion = Literal["rrf", "z"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 RRF = 60.0  # of Cormack et al. 2009
-KERNELS = ("token", "pooled", "input")
+KERNELS = ("token", "pooled", "input")  # as the recorded results call them
 HELD_BYTES = 256 << 20
 Part = tuple[ArtifactReader | MethodRows, str | None]
 
@@ -171,7 +171,7 @@ def _parts(artifact: ArtifactReader, scores: Sequence[RowScore]) -> dict[str, Pa
     parts: dict[str, Part] = {}
     for name in dict.fromkeys(part for one in scores for part in one.parts):
         if name in KERNELS:
-            parts[name] = artifact, artifact.relevance_name(name)
+            parts[name] = artifact, artifact.relevance_name(RENAMED_KERNELS.get(name, name))
         elif name == GRASP:
             parts[name] = artifact, None
         else:
