@@ -14,7 +14,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.models.unit_loss import evaluate_units
 from grasp.training.train import train, train_stacked
-from tests.build.world import world
+from tests.build.world import EVERY, world
 from tests.models.toy import RECIPE, corpus, units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -49,10 +49,12 @@ def test_low_precision_stays_close():
     np.testing.assert_allclose(low, full, atol=0.05)
 
 
-def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):
+@pytest.mark.parametrize("features", [{}, {"kernels": EVERY}, {"kernels": EVERY, "sample_positions": 10**6}])
+def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path, features: dict):
+    """Moments of a sample, and of the whole corpus, of which what the model gave is kept on disk in between."""
     artifacts = {}
     for device in ("cpu", "cuda"):
-        settings = world(tmp_path, train="further")
+        settings = world(tmp_path, train="further", features=features)
         model = settings.model.model_copy(update={"device": device, "dtype": "float32"})
         artifacts[device] = ArtifactReader.open(
             build_artifact(settings.model_copy(update={"model": model}), tmp_path / device)

@@ -15,16 +15,16 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
-from grasp.build.backward import backward_passes
 from torch import nn
 
+from grasp.build.model_pass import ModelPass
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ModelError
-from grasp.kernels.embedding import hidden_gradient
 from grasp.kernels.gradient import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import BatchFeatures, forward_passes
 from grasp.models.head import output_layer
+from grasp.models.residuals import hidden_gradient
 from grasp.models.sampled_gradients import Block, LayerSet
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import FeatureSettings, ModelSettings
@@ -140,7 +140,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     chosen = SampledGradients.choose(reference, FEATURES)
     gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.untaken)
     layers = gradients.engine.layers
-    for (index, features), taken_BK in backward_passes(gradients, rows, ("all",), FEATURES):
+    for index, features, taken_BK in ModelPass(reference, FEATURES, gradients)._passes(rows, ("all",)):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):
@@ -148,7 +148,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
             least = LEAST_SHARE * max(float(part.abs().max()) for part in own[i].by_parameter.values())
             for block, tile in zip(layers.blocks, gradients.sample.tiles, strict=True):
                 taken = taken_BK[b, tile.start : tile.start + tile.size].view(block.left, block.right)
-                expected = gradient_of_block(block, layers, reference.model, own[i]) * int(rows.mask(i).sum())
+                expected = gradient_of_block(block, layers, reference.model, own[i])
                 assert_close(taken, expected, least=least, what=f"by {block.name}")
     return gradients, own
 
