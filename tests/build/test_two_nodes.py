@@ -53,7 +53,7 @@ class Replaces(Silent):
         self.nodes, self.forward, self.done = nodes, False, False
 
     def stage(self, name, *, rows, tokens):
-        self.forward = name == "forward"
+        self.forward = name == "rows scored"
 
     def advance(self, rows, tokens):
         if self.forward and not self.done:
@@ -82,7 +82,7 @@ from grasp.yaml_files import read_yaml
 class Stops(Silent):
     forward = False
     def stage(self, name, *, rows, tokens):
-        self.forward = name == "forward"
+        self.forward = name == "rows scored"
     def advance(self, rows, tokens):
         if self.forward and len(sys.argv) > 4:
             Path(sys.argv[4]).touch()

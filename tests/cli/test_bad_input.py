@@ -209,30 +209,33 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "wide", "said"),
+    ("kilobytes", "changes", "said"),
     [
-        (500, True, r"art: shards/0000([1-9]) was not written: {full}; \1 of 9 shards are finished"),
-        (140, False, r"art/work/\w+/features: shard-0000(\d) was not written: {full}; \1 parts are whole"),
-        (60, False, r"art/tokens: shard-0000(\d) was not written: {full}; \1 parts are whole"),
+        (500, ("product_width=1024",), r"art: shards/0000([1-9]) was not written: {full}; \1 of 9 shards are finished"),
+        (300, ("sample_positions=1000000",), r"art/work/\w+/passed: shard-0000(\d) was not written: {full}; {parts}"),
+        (60, (), r"art/tokens: shard-0000(\d) was not written: {full}; {parts}"),
     ],
     ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
 )
-def test_a_disk_that_is_full(kilobytes, wide, said, root, art, tmp_path, small_disk):
-    changes = ["--set", "features.product_width=1024", "--set", "features.sample_rows=2"] if wide else []
-    asked = ["build", "--config", root / "settings.yaml", *changes, "--out"]
+def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, small_disk):
+    assigned = [part for change in changes for part in ("--set", f"features.{change}")]
+    asked = ["build", "--config", root / "settings.yaml", *assigned, "--out"]
     out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)
-    end = said.format(full="no space left on the device") + "; free space and run again with --resume"
+    end = (
+        said.format(full="no space left on the device", parts=r"\1 parts are whole")
+        + "; free space and run again with --resume"
+    )
     found = re.fullmatch(f"{out.parent}/{end}", message)
     assert found, message
-    if wide:
+    if "shards" in said:
         assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
         assert succeed("verify", out).lines[-1].endswith("all whole")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
-    if wide:
+    if changes:
         succeed(*asked, tmp_path / "whole")
-    assert_same_arrays(out, tmp_path / "whole" if wide else art)
+    assert_same_arrays(out, tmp_path / "whole" if changes else art)
 
 
 @pytest.mark.parametrize(

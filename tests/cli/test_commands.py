@@ -364,7 +364,7 @@ def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
     write_yaml({**GEOMETRY, "calibration": calibration | {"seed": alike}}, tmp_path / "protocol.yaml")
     for asked in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
         outcome = succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml")
-        assert "left out, since it does not vary: token, pooled, joint.pair, product.self" in outcome.lines
+        assert "left out, since it does not vary: output_layer, pooled, joint.pair, product.self" in outcome.lines
 
 
 def test_by_gives_every_value_its_worth(art, tmp_path):

@@ -62,7 +62,9 @@ def add_target(
             )
         left = extension.left
         share = len(left) / inputs.store.n_shards
-        progress.stage("forward", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share))
+        progress.stage(
+            "rows scored", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share)
+        )
         for k in left:
             passed = artifact.features(k) if kept else None
             shard = score_shard(inputs.ready, inputs.store.shard(k), kernels=kernels, passed=passed)

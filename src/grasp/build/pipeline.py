@@ -218,13 +218,15 @@ def scored_shards(
 ) -> Iterator[tuple[int, ScoredShard]]:
     """Yield the numbers of some shards, as they come: by a pass of their rows, or from what a pass gave before."""
     store, keep = inputs.store, inputs.settings.keep_features
+    share = len(left) / store.n_shards
     if spool is not None and all(spool.has(k) for k in left):
+        progress.stage("kept rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
             rows, passed = store.shard(k), spool.read(k)
             yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed)
+            progress.advance(len(rows), 0)
         return
     if left:
-        share = len(left) / store.n_shards
         progress.stage("rows scored", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
     parts = ((k, store.shard(k)) for k in left)
     yield from workers.run(score_shard, parts, progress.advance, kernels=kernels, keep_features=keep)

@@ -22,9 +22,9 @@ STAGES = {
     "rows": "cutting into rows",
     "model": "loading the model",
     "units": "reading the questions",
-    "token moments": "averages over rows",
-    "pooled moments": "reading a sample",
-    "forward": "scoring rows",
+    "moments": "reading a sample",
+    "rows scored": "scoring rows",
+    "kept rows scored": "scoring rows",
 }
 
 

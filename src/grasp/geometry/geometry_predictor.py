@@ -21,7 +21,7 @@ from grasp.geometry.subset_sums import SketchSums, SubsetMass, halves_needed, su
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch, family_moments
 from grasp.predict.predictor import (
     ColumnSpread,
-    Kernel,
+    KernelRelevance,
     Level,
     Predictor,
     SubsetSums,
@@ -195,7 +195,7 @@ def bind(
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     wanted = sorted({*halves_needed(protocol.components), *sketches})
 
-    def over_family(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+    def over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
         """The spread of A over the family, which brings kernels to one scale where there is geometry."""
         assert family is not None
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)

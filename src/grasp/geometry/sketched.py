@@ -85,7 +85,7 @@ class Kernels:
         """The sketch that a build with this width keeps of the sample, before its gain, (N, D)."""
         batch, name = self.features.batch, f"{half}_sketch"
         settings = self.settings.model_copy(update={f"{half}_width": width})
-        sizes = Sizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
+        sizes = FeatureSizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
         corpus = CorpusMoments(sizes)
         (kernel,) = make_kernels([name], sizes, settings, corpus)
         corpus.load(self.moments)
@@ -94,7 +94,7 @@ class Kernels:
 
 
 @dataclass
-class Sizes:
+class FeatureSizes:
     """Those of the model that gave the features."""
 
     hidden_size: int

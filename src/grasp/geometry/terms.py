@@ -43,7 +43,7 @@ from grasp.geometry.subset_sums import (
     subset_relevance,
 )
 from grasp.predict.families import Family
-from grasp.predict.predictor import ColumnSpread, Kernel, RowMoments
+from grasp.predict.predictor import ColumnSpread, KernelRelevance, RowMoments
 from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
 
 BLOCK_ROWS = 8_192
@@ -210,7 +210,7 @@ class GeometryTerms:
 
 def family_moments(
     protocol: InteractionProtocol,
-    kernels: Mapping[str, Kernel],
+    kernels: Mapping[str, KernelRelevance],
     sketches: Mapping[str, NormedSketch],
     family: CalibrationFamily,
     n_rows: int,
@@ -257,7 +257,10 @@ def _geometry(
 
 
 def _closed_forms(
-    protocol: InteractionProtocol, kernels: Mapping[str, Kernel], sketches: Mapping[str, NormedSketch], family: Family
+    protocol: InteractionProtocol,
+    kernels: Mapping[str, KernelRelevance],
+    sketches: Mapping[str, NormedSketch],
+    family: Family,
 ) -> dict[str, ColumnSpread]:
     if not has_closed_form(family):
         return {}

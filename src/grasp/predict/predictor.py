@@ -14,7 +14,7 @@ many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is w
 
 b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
 
-From top to bottom: what a row counts (`Exposure`), what it is worth (`Kernel`, `Level`), what a subset is worth
+From top to bottom: what a row counts (`Exposure`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
 (`Predictor`). Sums over the rows of subsets are in `grasp.predict.weights`. Where rows bear on one another, or are not
 averaged, `grasp.geometry` has a predictor that is this and more.
 Source: eq:method-additive, eq:component-predictor.
@@ -202,7 +202,7 @@ class UnitSelection:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelRelevance:
     """The relevance of one kernel, ready to be added up: a column for each task, or for each unit."""
 
     rows: RowMoments  # over the corpus
@@ -244,7 +244,7 @@ class Level:
     def from_kernels(
         cls,
         protocol: ScoringProtocol,
-        kernels: Mapping[str, Kernel],
+        kernels: Mapping[str, KernelRelevance],
         scales: Mapping[str, ColumnSpread],
         held_NC: F32 | None,
     ) -> Self:
@@ -330,7 +330,7 @@ class Predictor:
     sketches: Mapping[str, RowSums]  # what rows are like, whatever they are good for: alike if their sums are
     dropped: tuple[str, ...]  # what does not vary, and hence contributes nothing
     unit_shares: Mapping[str, F64]  # by kernel: what a unit's relevance adds to the effect of its task, times its units
-    task_kernels: Mapping[str, Kernel] = field(repr=False)  # empty unless asked for
+    task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless asked for
     exposure: Exposure  # how weights count
     unit: str  # what a change is measured in
 
@@ -500,7 +500,7 @@ def assembled(
     *,
     per_unit: bool = False,
     components: bool = False,
-    family: Callable[[Mapping[str, Kernel]], Mapping[str, ColumnSpread]] | None = None,
+    family: Callable[[Mapping[str, KernelRelevance]], Mapping[str, ColumnSpread]] | None = None,
     units_first: bool = False,
 ) -> Predictor:
     """Read the relevance, and add its kernels up; the predictor has no sketches yet.
@@ -512,16 +512,18 @@ def assembled(
         units_first: bring every unit to one scale before a task takes the mean.
     """
 
-    def scales_of(kernels: Mapping[str, Kernel]) -> Mapping[str, ColumnSpread]:
+    def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
         return {name: one.rows.spread for name, one in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    by_unit: dict[str, Kernel] = {}
+    by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        by_unit = {name: Kernel.for_units(artifact, name, units, less) for name, less in negative.items()}
+        by_unit = {name: KernelRelevance.for_units(artifact, name, units, less) for name, less in negative.items()}
     unit_scales = scales_of(by_unit)
     before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
-    kernels = {name: Kernel.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()}
+    kernels = {
+        name: KernelRelevance.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()
+    }
     unit_level = None
     if per_unit:
         unit_level = Level.from_kernels(protocol, by_unit, unit_scales, None)

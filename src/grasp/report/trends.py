@@ -12,7 +12,7 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
-from grasp.predict.predictor import Kernel, UnitSelection
+from grasp.predict.predictor import KernelRelevance, UnitSelection
 from grasp.predict.slices import LabelSlices
 
 
@@ -66,7 +66,8 @@ def label_trends(
     choices = models, [path.name for path in paths], [str(path) for path in paths], numbered
     names = next(choice for choice in choices if len(set(choice)) == len(choice))
     relevance = [
-        Kernel.for_tasks(one, kernel, UnitSelection.from_targets(one, targets), 1.0, 1.0).held for one in artifacts
+        KernelRelevance.for_tasks(one, kernel, UnitSelection.from_targets(one, targets), 1.0, 1.0).held
+        for one in artifacts
     ]
     trends = []
     for label in labels:

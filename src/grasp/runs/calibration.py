@@ -15,7 +15,7 @@ from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.predictor import Kernel, Predictor
+from grasp.predict.predictor import KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, sensible_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Joined, runs_beside
@@ -103,7 +103,7 @@ class SubsetFeaturizer:
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
         kernels = tuple(
-            Kernel.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names
+            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names
         )
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
         each = slices[0].each if slices else Weights.from_slices(codes_N, 1)
