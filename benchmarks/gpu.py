@@ -154,7 +154,7 @@ def time_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"stages_s": stages, "tokens": store.n_tokens, "dtype": str(model.dtype)}
     for name, spec in (("body", None), ("body and head", "all")):
         found[f"{name} tokens_per_s"] = store.n_tokens / best(lambda spec=spec: bare(model, store, spec), device, 1)
-    found["build tokens_per_s"] = store.n_tokens / stages["forward"]
+    found["build tokens_per_s"] = store.n_tokens / stages["rows scored"]
     found["operations_a_token"] = operations(model, sizes.length)
     found["matmul_per_s"] = matmul_rate(model, min(sizes.batch_tokens, 16_384))
     found["share_of_peak"] = found["operations_a_token"] * found["build tokens_per_s"] / found["matmul_per_s"]["peak"]
