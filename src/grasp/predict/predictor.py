@@ -14,7 +14,7 @@ many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is w
 
 b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
 
-From top to bottom: what a row counts (`Exposure`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
+Top to bottom: what a row counts (`Exposure`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
 (`Predictor`). Sums over the rows of subsets are in `grasp.predict.weights`. Where rows bear on one another, or are not
 averaged, `grasp.geometry` has a predictor that is this and more.
 Source: eq:method-additive, eq:component-predictor.
