@@ -281,7 +281,10 @@ class FeatureSettings(Settings):
         0.01, gt=0, allow_inf_nan=False, description="Tikhonov term of the whitening, in units of tr(Sigma)/width."
     )
     sample_rows: int = Field(
-        256, ge=2, description="Rows of the sample for moments, at least; a smaller corpus is exact. Paper: 65,536."
+        256,
+        ge=2,
+        description="Rows of the sample for moments, at least, where moments are over rows (of `gradient`, and of "
+        "summaries); a smaller corpus is exact. Paper: 65,536.",
     )
     sample_positions: int = Field(
         131_072, ge=2, description="Positions of the sample for moments, in whole rows, at least."

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import I64
 from grasp.corpus.row_store import RowStore, ShardStore
-from grasp.kernels.kernel import needs_backward
+from grasp.kernels.kernel import counts_rows, needs_backward
 from grasp.kernels.whitening import STATES
 from grasp.models.forward_pass import Reference
 from grasp.seeds import stream
@@ -40,11 +40,12 @@ class Sample:
 
     @classmethod
     def draw(cls, supervised_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
-        """Draw rows until there are as many, and as many positions, as the settings say; or all."""
+        """Draw rows until they hold the positions that the settings ask for, and are enough for moments over rows."""
         order_N = stream(settings.seed, "moments", "token").permutation(len(supervised_N))
         reached = np.cumsum(supervised_N[order_N])
         enough = int(np.searchsorted(reached, settings.sample_positions, side="left")) + 1
-        index = np.sort(order_N[: max(enough, settings.sample_rows)])
+        least = settings.sample_rows if counts_rows(settings) else 1
+        index = np.sort(order_N[: max(enough, least)])
         return cls(index, int(supervised_N[index].sum()), len(index) == len(supervised_N))
 
     @property

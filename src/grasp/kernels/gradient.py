@@ -213,6 +213,8 @@ class SampledGradients:
 class GradientSquares(Moments):
     """Second moments of the coordinates taken of gradients, over rows whose gradient is finite; float64."""
 
+    of_rows = True
+
     def __init__(self, corpus: CorpusMoments) -> None:
         self.count = 0
         self._square_K: F64 | None = None

@@ -200,14 +200,19 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "forward"
-    kinds: tuple[type[Moments], ...] = (HiddenMoments,)  # moments that it reads
+    kinds: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)  # moments that it reads
     unit: ClassVar[str] = GRADIENTS
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus
         # of shared moments the first kernel that names them is the one that observes
-        self._observed = [kind(corpus) for kind in self.kinds if kind not in corpus.by_kind]
+        self._observed = [kind(corpus) for kind in self.kinds_of(settings) if kind not in corpus.by_kind]
         corpus.by_kind |= {type(moments): moments for moments in self._observed}
+
+    @classmethod
+    def kinds_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
+        """Return the moments that it reads, if settings decide."""
+        return cls.kinds
 
     @property
     def array(self) -> str:
@@ -289,6 +294,11 @@ def make_kernels(
 ) -> list[Kernel]:
     """Return kernels by name, which share the moments of `corpus`."""
     return [kernel_class(name)(model, settings, corpus) for name in names]
+
+
+def counts_rows(settings: FeatureSettings) -> bool:
+    """Return whether moments of a kernel are over rows: then the sample needs many, however long they are."""
+    return any(kind.of_rows for name in settings.kernels for kind in kernel_class(name).kinds_of(settings))
 
 
 def needs_backward(names: Sequence[str]) -> bool:

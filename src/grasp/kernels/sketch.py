@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
-from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, ModelSizes
-from grasp.kernels.whitening import FeatureMoments, HiddenMoments, SummaryMoments, Whitener
+from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.whitening import FeatureMoments, HiddenMoments, Moments, SummaryMoments, Whitener
 from grasp.models.residuals import SparseResidual
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -118,14 +118,13 @@ class Sketch(Kernel):
 class SummarySketch(Sketch):
     """A sketch of the summary of a row: with moments of summaries as in the paper, or with those of positions."""
 
-    def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
-        self._kind = summary_moments(settings)
-        self.kinds = (self._kind,)
-        super().__init__(model, settings, corpus)
+    @classmethod
+    def kinds_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
+        return (summary_moments(settings),)
 
     def whitener(self) -> Whitener:
         """Return what whitens and preconditions summaries."""
-        return Whitener.of(self.moments(self._kind).found, self.settings)
+        return Whitener.of(self.moments(summary_moments(self.settings)).found, self.settings)
 
 
 def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:

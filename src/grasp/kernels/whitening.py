@@ -8,7 +8,7 @@ Shape letters: P positions or rows, H hidden width, V vocabulary, M sampled posi
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +141,8 @@ class Whitener:
 class Moments(ABC):
     """What kernels need to know of the corpus, from a sample of its rows. Parts of the sample merge."""
 
+    of_rows: ClassVar[bool] = False  # they are over rows, not over positions
+
     @abstractmethod
     def __init__(self, corpus: "CorpusMoments") -> None: ...
 
@@ -225,6 +227,7 @@ class SummaryMoments(FeatureMoments):
     """Of hidden states and mistakes averaged over each row. Source: eq:sequence-pooling."""
 
     prefix = "summary"
+    of_rows = True
 
     def observe(self, batch: "Batch") -> None:
         summary = batch.summary
