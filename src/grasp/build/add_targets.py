@@ -25,7 +25,7 @@ def add_target(
     """Add targets to the artifact `out`; returns where their relevance came from.
 
     The old units stay as they are. Killed at any moment, the same call goes on where it was. A pass gives what a
-    joint build gives; token relevance from kept features, which are float16, is within 2e-3 of its largest value.
+    joint build gives; relevance from kept features, which are float16, is within 2e-3 of its largest value.
 
     Args:
         own: settings of the user, of which those are taken that decide which code is run, and where things are.

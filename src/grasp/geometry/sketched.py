@@ -28,7 +28,7 @@ Half = Literal["hidden", "residual", "product"]
 
 @dataclass(frozen=True, slots=True)
 class PositionProducts:
-    """What takes the positions of the rows, in the coordinates of the token kernel.
+    """What takes the positions of the rows, in the coordinates of `output_layer`.
 
     An artifact without moments of positions (`rule: paper`) has no such coordinates: those of the pooled kernel serve.
     """

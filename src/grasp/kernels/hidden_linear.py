@@ -26,7 +26,7 @@ RIDGE = 1.0  # in units of tr / H: at 0.1 rankings move when moments are drawn a
 
 @dataclass(frozen=True, slots=True)
 class TiltTargets:
-    """The questions' side of the tilt kernel, prepared once a build."""
+    """The questions' side of the kernel, prepared once a build."""
 
     mean_H: Tensor
     v_SH: Tensor  # W_h^2 (h_s - mean) / |P_e|

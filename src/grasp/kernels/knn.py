@@ -36,7 +36,7 @@ GPU_BLOCK_ELEMENTS = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class NeighbourTargets:
-    """The questions' side of the neighbour kernel, prepared once a build: positions in order of label."""
+    """The questions' side of the kernel, prepared once a build: positions in order of label."""
 
     mean_H: Tensor
     map_HH: Tensor  # whitening, divided by tau

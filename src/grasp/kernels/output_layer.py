@@ -59,7 +59,7 @@ class CoordinateBlock:
 
 @dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """The questions' side of the token kernel, prepared once a build, so that a row costs only its own positions."""
+    """The questions' side of the kernel, prepared once a build, so that a row costs only its own positions."""
 
     mean_H: Tensor
     v_SH: Tensor  # float32, W^2 (h_s - mean)
