@@ -376,7 +376,7 @@ class BuildSettings(Settings):
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
     keep_features: bool = Field(
         False,
-        description="Keep features, so that a target can be added without a pass: about 2 H + 6 K bytes a position. The "
+        description="Keep features, so that a target can be added without a pass: some 2 H + 6 K bytes a position. The "
         "gradient kernel adds 2 a coordinate and row: some 4 MB a row.",
     )
     keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")

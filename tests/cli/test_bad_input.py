@@ -278,14 +278,18 @@ def test_what_is_to_be_typed_next_is_there_to_be_typed(found, called, expected, 
 
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers
-def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path):
+@pytest.mark.parametrize(
+    ("positions", "written"), [(200, "shards/*.json"), (10**6, "work/*/passed/shard-*.json"), (10**6, "shards/*.json")]
+)
+def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, written):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 120)
-    asked = ["build", "--config", root / "settings.yaml", "--corpus", corpus, "--set", "shard_rows=4", "--out"]
+    changes = ["--set", "shard_rows=4", "--set", f"features.sample_positions={positions}"]
+    asked = ["build", "--config", root / "settings.yaml", "--corpus", corpus, *changes, "--out"]
     out = tmp_path / "killed"
     command = [sys.executable, "-m", "grasp", *map(str, asked), str(out), "--untrained"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60
-        while len(list(out.glob("work/*/features/shard-*.json"))) < 3:
+        while len(list(out.glob(written))) < 3:
             assert child.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.002)
