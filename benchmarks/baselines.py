@@ -38,7 +38,7 @@ from grasp.baselines.gradients.method_settings import PAPER_LAYERS
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products
 from grasp.baselines.less import adam_update
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 
 UNIT_TOKENS, UNIT_LABELS = 50, 5
 FISHER_ROWS = 64

@@ -39,7 +39,7 @@ from grasp.kernels.gradient import (
     gradient_preconditioner,
 )
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, PerExample, Use
+from grasp.models.gradients import Example, PerExample, Use
 from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

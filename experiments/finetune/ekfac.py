@@ -32,7 +32,7 @@ from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.kernels.gradient import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, Output, Use
+from grasp.models.gradients import Example, Output, Use
 from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

@@ -38,7 +38,7 @@ from grasp.arrays import F32, F64
 from grasp.files import write_whole
 from grasp.kernels.gradient import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from grasp.runs.retrained import Environment
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings

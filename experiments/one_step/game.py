@@ -29,7 +29,7 @@ from grasp.baselines.gradients.gradient_sums import (
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe

@@ -17,7 +17,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings

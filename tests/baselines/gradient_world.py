@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from tests.conftest import VOCAB, make_model
 
 

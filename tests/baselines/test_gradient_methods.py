@@ -23,7 +23,7 @@ from grasp.baselines.gradients.session import exact_plan, row_examples, unit_exa
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import scores
-from grasp.models.sampled_gradients import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, scored
 from tests.rounding import rounding

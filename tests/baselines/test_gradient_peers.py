@@ -22,7 +22,7 @@ from grasp.baselines.gradients.queries import Queries, exact_products
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer
 
 # What they warn of is theirs.

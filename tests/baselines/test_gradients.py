@@ -15,7 +15,7 @@ from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exac
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Block, Example, PerExample, Use
+from grasp.models.gradients import Block, Example, PerExample, Use
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
 from tests.rounding import rounding
@@ -104,7 +104,7 @@ def test_batches_and_padding_do_not_matter():
 
 def test_head_in_pieces_of_the_batch(monkeypatch):
     expected = held(engine_of("llama-tied"), rows())
-    monkeypatch.setattr("grasp.models.sampled_gradients.CPU_LOGITS", 2 * 13 * VOCAB)
+    monkeypatch.setattr("grasp.models.gradients.CPU_LOGITS", 2 * 13 * VOCAB)
     found = held(engine_of("llama-tied"), rows())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.registry import scores
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference
 from tests.baselines.world import N_ROWS, N_UNITS, Clock, asked, matrix

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.rounding import rounding
 

@@ -15,7 +15,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.kernels import gradient as gradient_module
 from grasp.kernels.gradient import Gradient, SampledGradients
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference

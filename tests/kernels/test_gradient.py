@@ -16,8 +16,8 @@ from grasp.kernels.gradient import (
     gradient_preconditioner,
 )
 from grasp.kernels.kernel import Batch, CorpusMoments
+from grasp.models.gradients import Example, Use
 from grasp.models.residuals import SparseResidual
-from grasp.models.sampled_gradients import Example, Use
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from grasp.errors import ModelError
 from grasp.kernels.embedding import hidden_gradient
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients import UntakenLayerError, layers_of
 from grasp.models.head import OutputHead, output_head
 from grasp.models.residuals import sparse_residual
-from grasp.models.sampled_gradients import UntakenLayerError, layers_of
 from tests.conftest import make_model
 from tests.models.test_zoo import compare
 from tests.models.zoo import VOCAB, WIDTH, tiny_model

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grasp.models.causal_lm import ReferenceModel, batches, length_class
 from grasp.models.forward_pass import forward_passes
-from grasp.models.sampled_gradients import Example, PerExample, layers_of
+from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.targets.units import UnitTokens
 from tests.models.zoo import POSITIONS, SMALL, VOCAB, WIDTH

@@ -23,9 +23,9 @@ from grasp.errors import ModelError
 from grasp.kernels.gradient import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import BatchFeatures, forward_passes
+from grasp.models.gradients import Block, LayerSet
 from grasp.models.head import output_layer
 from grasp.models.residuals import hidden_gradient
-from grasp.models.sampled_gradients import Block, LayerSet
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import FeatureSettings, ModelSettings
 from tests.models.zoo import LAYERS, NOT_BUILT, POSITIONS, TYPES, VOCAB, WIDTH, tiny_model

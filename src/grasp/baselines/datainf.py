@@ -39,7 +39,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.sampled_gradients import Example, LayerSet, PerExample, Use
+from grasp.models.gradients import Example, LayerSet, PerExample, Use
 from grasp.settings import refuse_idle
 
 

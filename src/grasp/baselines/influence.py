@@ -38,7 +38,7 @@ from grasp.baselines.gradients.session import (
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.sampled_gradients import PerExample
+from grasp.models.gradients import PerExample
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 

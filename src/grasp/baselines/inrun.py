@@ -24,7 +24,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example
+from grasp.models.gradients import Example
 from grasp.seeds import stream
 from grasp.settings import Settings
 

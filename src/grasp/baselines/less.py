@@ -17,7 +17,7 @@ from grasp.baselines.gradients.session import chosen_checkpoints
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import MethodInputs
-from grasp.models.sampled_gradients import PerExample
+from grasp.models.gradients import PerExample
 from grasp.settings import refuse_idle
 from grasp.training.train import RECORD
 

@@ -47,7 +47,7 @@ from grasp.baselines.gradients.layers import choose_layers
 from grasp.errors import ModelError
 from grasp.files import temporary_path
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Example, PerExample
+from grasp.models.gradients import Example, PerExample
 
 DIRECTION_ELEMENTS = 1 << 28  # numbers in the gradients of the rows that are held at once: 1 GB of float32
 # Length of the difference along d, in units of the norm of the parameters. H d is then within 2e-4 of the exact product

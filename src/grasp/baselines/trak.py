@@ -23,7 +23,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.sampled_gradients import LayerSet
+from grasp.models.gradients import LayerSet
 
 SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
 MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB

@@ -20,8 +20,8 @@ from grasp.kernels.gradient import SampledGradients, room
 from grasp.kernels.kernel import Batch, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
+from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
-from grasp.models.sampled_gradients import Example
 from grasp.settings import FeatureSettings
 from grasp.targets.units import UnitTokens
 

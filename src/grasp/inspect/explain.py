@@ -40,8 +40,8 @@ from grasp.kernels.kernel import Batch
 from grasp.kernels.pooled import Pooled
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
+from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
-from grasp.models.sampled_gradients import Example
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 

@@ -38,7 +38,7 @@ from grasp.kernels.kernel import OWN_TOKENS, Batch, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.models.sampled_gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
+from grasp.models.gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 

@@ -27,7 +27,7 @@ from grasp.arrays import F64, I64
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError, SettingsError
-from grasp.models.sampled_gradients import Block, Example, Output, PerExample, Use
+from grasp.models.gradients import Block, Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)

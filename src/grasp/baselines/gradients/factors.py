@@ -6,7 +6,7 @@ Shape letters: B examples, T positions, X left width, Y right width, P and S pos
 import torch
 from torch import Tensor
 
-from grasp.models.sampled_gradients import Use
+from grasp.models.gradients import Use
 
 ELEMENTS = 1 << 25  # numbers in one temporary on a CPU: 128 MB of float32
 

@@ -17,7 +17,7 @@ from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError
-from grasp.models.sampled_gradients import Example, Output, PerExample, Use
+from grasp.models.gradients import Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from grasp.errors import SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.sampled_gradients import Block, LayerSet, layers_of
+from grasp.models.gradients import Block, LayerSet, layers_of
 
 WORDS = "all, head, embedding, body, blocks, block:N (block:-1 is the last) and final_norm"
 BLOCK = re.compile(r"block:(-?\d+)")

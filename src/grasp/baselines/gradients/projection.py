@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
-from grasp.models.sampled_gradients import Block, Use
+from grasp.models.gradients import Block, Use
 from grasp.seeds import stream
 
 Form = Literal["auto", "dense", "two-sided"]

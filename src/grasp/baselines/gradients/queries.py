@@ -21,7 +21,7 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.factors import ELEMENTS, left_products, squared_norm
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
-from grasp.models.sampled_gradients import Block, Example, PerExample, Use
+from grasp.models.gradients import Block, Example, PerExample, Use
 
 ELEMENTWISE = 32  # what a pair of positions costs beside its two inner products, in multiplications
 

@@ -19,7 +19,7 @@ from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.sampled_gradients import Block
+from grasp.models.gradients import Block
 
 
 class ProjectedScorer(RowScorer):

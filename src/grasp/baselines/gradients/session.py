@@ -13,7 +13,7 @@ from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.methods.contract import MethodInputs
-from grasp.models.sampled_gradients import Example, LayerSet, PerExample
+from grasp.models.gradients import Example, LayerSet, PerExample
 from grasp.seeds import stream
 
 

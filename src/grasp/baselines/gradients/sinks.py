@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
-from grasp.models.sampled_gradients import PerExample, Use
+from grasp.models.gradients import PerExample, Use
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
 TakeUses = Callable[[int, list[Use], slice], None]

@@ -18,7 +18,7 @@ from grasp.baselines.gradients.session import open_engine, row_examples, typical
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import MethodInputs, Seconds
-from grasp.models.sampled_gradients import Output, PerExample
+from grasp.models.gradients import Output, PerExample
 
 READY = "ready-"
 
