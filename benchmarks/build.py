@@ -217,7 +217,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     write_rows(root / "batch.parquet", count, args.length, generator)
     shard = written(root / "batch", root / "batch.parquet", args.length, model, count).shard(0)
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
-    corpus, _ = observe_part(ready, shard, states_every=1)
+    corpus = observe_part(ready, shard, states_every=1)
     every = ready.units(units, [str(e) for e in range(len(units))])
     ((_, batch),) = ready.batches(shard)
     made = make_kernels(features.kernels, model, features, corpus)
@@ -255,7 +255,7 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
     examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
     few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
-    corpus, _ = observe_part(ready, few, states_every=1)
+    corpus = observe_part(ready, few, states_every=1)
     (kernel,) = make_kernels(["gradient"], model, features, corpus)
     kernel.prepare(ready.units(units, [str(e) for e in range(len(units))]))
     ((_, some),) = list(ready.batches(few))[:1]

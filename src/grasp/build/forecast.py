@@ -14,7 +14,7 @@ from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.pipeline import alike, claim_settings, decided, has_work, refuse_untrained
 from grasp.build.sample import MEGABYTE, Sample, kept_bytes
-from grasp.build.score_shard import observe_part, score_shard
+from grasp.build.score_shard import Arrays, observe_part, score_shard
 from grasp.errors import ArtifactError
 from grasp.kernels.kernel import kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
@@ -68,7 +68,8 @@ def _by_first_rows(inputs: Inputs, kept: int, *, untrained: bool) -> str:
 
     # Time: of the questions once more, of the sample, and of all rows if these are more or do not fit.
     begun = time.perf_counter()
-    corpus, passed = observe_part(ready, rows, states_every=sample.states_every, keep=True)
+    passed: list[Arrays] = []
+    corpus = observe_part(ready, rows, states_every=sample.states_every, keep=passed.append)
     pass_seconds = (time.perf_counter() - begun) / share
     if not untrained and isinstance(model, ReferenceModel):
         refuse_untrained(corpus.loss, model)

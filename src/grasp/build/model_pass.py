@@ -25,7 +25,7 @@ from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.settings import FeatureSettings
 from grasp.targets.units import UnitTokens
 
-Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class ModelPass:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
         column, specs = rows.table.column("row_id"), self.settings.row_positions
-        for index, found, taken_BK in self._passes(rows, specs):
-            batch = self._batch(found, [column[int(i)].as_py() for i in index], "row")
+        for index, features, taken_BK in self._passes(rows, specs):
+            batch = self._batch(features, [column[int(i)].as_py() for i in index], "row")
             if taken_BK is not None:
                 batch = replace(batch, gradient_BK=_narrow(taken_BK).to(taken_BK.dtype), sampled=self.sampled)
             yield index, batch
@@ -63,8 +63,8 @@ class ModelPass:
         """Return all units as one batch; a unit is a row, positions in any order of units."""
         gradient_EK = None if self.sampled is None else room(len(units), self.sampled, self.settings.gradient_memory_mb)
         parts: list[tuple[I64, Batch]] = []
-        for index, found, taken_BK in self._passes(units, self.settings.unit_positions):
-            parts.append((index, self._batch(found, [names[e] for e in index], "unit")))
+        for index, features, taken_BK in self._passes(units, self.settings.unit_positions):
+            parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
             if taken_BK is not None and gradient_EK is not None:
                 place_B = torch.from_numpy(index).to(gradient_EK.device)
                 # the same digits wherever they lie
@@ -76,8 +76,8 @@ class ModelPass:
     ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
         """Yield batches of rows or units: their places, features, and coordinates of gradients."""
         if self.sampled is None:
-            for index, found in forward_passes(self.model, items, specs, self.settings.top_k):
-                yield index, found, None
+            for index, features in forward_passes(self.model, items, specs, self.settings.top_k):
+                yield index, features, None
             return
         assert isinstance(self.model, ReferenceModel)
         assert isinstance(items, RowShard | Sequence)
@@ -96,15 +96,15 @@ class ModelPass:
         compute = self.sampled.compute
         return lambda some: compute([examples[int(i)] for i in some])
 
-    def _batch(self, found: BatchFeatures, names: Sequence[str], what: str) -> Batch:
+    def _batch(self, features: BatchFeatures, names: Sequence[str], what: str) -> Batch:
         """What a pass gave, as kernels read it: at their positions, and at those of summaries if they are others."""
-        refuse_bad(found, names, what)
+        refuse_bad(features, names, what)
         n_rows = len(names)
-        loss_B, head, vocab_size = found.row_loss(n_rows), self.model.head, self.model.vocab_size
+        loss_B, head, vocab_size = features.row_loss(n_rows), self.model.head, self.model.vocab_size
         tail = None
-        for which in reversed(range(len(found.chosen))):
-            hidden_PH, residual, row_P = found.take(which)
-            input_P = found.input_P[found.chosen[which]]
+        for which in reversed(range(len(features.chosen))):
+            hidden_PH, residual, row_P = features.take(which)
+            input_P = features.input_P[features.chosen[which]]
             tail = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, tail)
         assert tail is not None
         return tail
@@ -138,7 +138,7 @@ def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
 
 def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
     """Return rows as texts for a backward pass, with the tokens that carry loss at the positions of the kernels."""
-    found = []
+    examples = []
     for i in range(len(rows)):
         ids, mask = rows.ids(i), rows.mask(i)
         labelled = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
@@ -146,14 +146,14 @@ def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
         if settings.positions != "all":
             used_1L = position_mask(settings.positions, torch.from_numpy(labelled)[None])
             labelled[1:] = used_1L[0, :-1].numpy()
-        found.append(Example(ids, labelled=labelled))
-    return found
+        examples.append(Example(ids, labelled=labelled))
+    return examples
 
 
-def halved(index: I64, run: Callable[[I64], Found]) -> Iterator[tuple[I64, Found]]:
+def halved(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
     """Run a batch; where a GPU has no room for it, its halves."""
     try:
-        found = run(index)
+        outcome = run(index)
     except torch.cuda.OutOfMemoryError as err:
         if len(index) == 1:
             raise ModelError(
@@ -161,18 +161,18 @@ def halved(index: I64, run: Callable[[I64], Found]) -> Iterator[tuple[I64, Found
                 "--max-length, or --rule forward"
             ) from err
     else:
-        yield index, found
+        yield index, outcome
         return
     torch.cuda.empty_cache()  # only here: the error holds what the batch had computed
     for half in np.array_split(index, 2):
         yield from halved(half, run)
 
 
-def refuse_bad(found: BatchFeatures, names: Sequence[str], what: str) -> None:
+def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None:
     """Stop where the model computed a NaN or an infinity."""
-    finite_P = found.hidden_PH.isfinite().all(dim=1) & found.residual.loss_P.isfinite()
-    finite_P &= found.residual.value_PK.isfinite().all(dim=1)
-    bad = torch.unique(found.row_P[~finite_P]).tolist()
+    finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
+    finite_P &= features.residual.value_PK.isfinite().all(dim=1)
+    bad = torch.unique(features.row_P[~finite_P]).tolist()
     if bad:
         named = ", ".join(repr(names[b]) for b in bad[:5])
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

@@ -41,7 +41,7 @@ from grasp.build.inputs import (
 )
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.build.sample import MEGABYTE, PART_ROWS, Sample, kept_bytes, tokens_ahead
-from grasp.build.score_shard import ScoredShard, Workers, observe_part, score_shard
+from grasp.build.score_shard import PassedBatches, ScoredShard, Workers, observe_part, score_shard
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
@@ -55,6 +55,7 @@ from grasp.yaml_files import read_yaml, write_yaml
 
 UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
+PASSED = "passed.ends"  # beside the moments of a build that goes on: see `PassedBatches`
 NO_GRADIENT = "relevance_gradient.none"  # sum over rows without a finite one
 
 
@@ -95,24 +96,24 @@ def build_artifact(
 
             entered = ray_workers(cluster, inputs.settings, inputs.units)
         with entered as workers:
-            kernels, spool = observe(inputs, workers, work, progress, keep=cluster is None, trained=must_be_trained)
+            kernels, passed = observe(inputs, workers, work, progress, keep=cluster is None, trained=must_be_trained)
             for kernel in kernels:
                 kernel.prepare(inputs.units)
-            write_shards(inputs, workers, kernels, out, spool, None if gone_on else begun, progress)
+            write_shards(inputs, workers, kernels, out, passed, None if gone_on else begun, progress)
         clean(inputs.settings, out)
     return out
 
 
 def observe(
     inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, keep: bool, trained: bool
-) -> tuple[list[Kernel], FeatureSpool | None]:
-    """Loop 1: the kernels, with the moments of a sample of rows; and what the model gave, where that is kept.
+) -> tuple[list[Kernel], PassedBatches | None]:
+    """Run loop 1. Return the kernels with the moments of a sample of rows, and its batches if they are kept.
 
     Each part has its own moments, which are merged in the order of the rows: the same digits, however many workers
     there are. They are kept in the work area for a build that goes on.
 
     Args:
-        keep: where the sample is the whole corpus, and what the model gives fits on the disk.
+        keep: keep the batches, if the sample is the whole corpus and they fit in `features.kept_mb`.
         trained: stop at a language model that predicts the sample no better than chance.
     """
     settings, store, ready = inputs.settings, inputs.store, inputs.ready
@@ -120,21 +121,26 @@ def observe(
     sample = Sample.draw(store.supervised(), features)
     coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
     fits = kept_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
-    spool = FeatureSpool(work / "passed") if keep and sample.is_whole and fits and settings.like is None else None
-    progress.plan(tokens_ahead(store, features, sample, measured=settings.like is not None, once=spool is not None))
+    keep = keep and sample.is_whole and fits and settings.like is None
+    progress.plan(tokens_ahead(store, features, sample, measured=settings.like is not None, once=keep))
     corpus, saved = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
+    passed: PassedBatches | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
         if not saved.has(0):  # copied when the build begins: the other artifact may go
-            given = dict(alike(inputs, settings.like).moments)
-            corpus.load(given)
+            moments = dict(alike(inputs, settings.like).moments)
+            corpus.load(moments)
             if trained and isinstance(model, ReferenceModel):
                 refuse_untrained(corpus.loss, model)
-            saved.write(0, given)
+            saved.write(0, moments)
         progress.note(f"moments are those of {settings.like}; none are measured")
     if saved.has(0):
-        corpus.load(saved.read(0))
+        moments = saved.read(0)
+        corpus.load(moments)
+        if PASSED in moments and keep:
+            passed = PassedBatches(work / "passed", moments[PASSED].tolist())
     else:
+        passed = PassedBatches(work / "passed") if keep else None
         length_N = store.lengths()
         progress.stage("moments", rows=len(sample.row_index), tokens=int(length_N[sample.row_index].sum()))
         if sample.is_whole:
@@ -142,20 +148,21 @@ def observe(
         else:
             starts = range(0, len(sample.row_index), PART_ROWS)
             parts = ((k, store.rows(sample.row_index[at : at + PART_ROWS])) for k, at in enumerate(starts))
-        how = {"states_every": sample.states_every, "keep": spool is not None}
-        for k, (part, passed) in workers.run(observe_part, parts, progress.advance, in_order=True, **how):
+        options = {"states_every": sample.states_every, "keep": None if passed is None else passed.write}
+        for k, part in workers.run(observe_part, parts, progress.advance, in_order=True, **options):
             corpus.merge(part)
             if k == 0 and trained and isinstance(model, ReferenceModel):
                 refuse_untrained(corpus.loss, model)
-            if spool is not None:
-                spool.write(k, passed)
-        saved.write(0, corpus.arrays())
+            if passed is not None:
+                passed.end_shard()
+        ends = {} if passed is None else {PASSED: np.array(passed.ends)}
+        saved.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
         for line in regime(settings, corpus.loss, model.vocab_size):
             progress.note(line)
     if ready.sampled is not None:
         progress.note(ready.sampled.describe())
-    return kernels, spool
+    return kernels, passed
 
 
 def write_shards(
@@ -163,14 +170,14 @@ def write_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     out: Path,
-    spool: FeatureSpool | None,
+    passed: PassedBatches | None,
     begun: tuple[float, float] | None,
     progress: Progress,
 ) -> None:
     """Loop 2: shard after shard, scored and written whole; then the manifest.
 
     Args:
-        spool: what the model gave for every shard; None: rows pass it here.
+        passed: the batches of loop 1; None: rows pass the model here.
         begun: when the build began, by the clock and in seconds of the processor; None: it was cut off since.
     """
     settings, store = inputs.settings, inputs.store
@@ -183,7 +190,7 @@ def write_shards(
         dtype=settings.array_dtype,
     )
     kept = FeatureSpool(out / FEATURES) if settings.keep_features else None
-    for k, shard in scored_shards(inputs, workers, kernels, writer.left, spool, progress):
+    for k, shard in scored_shards(inputs, workers, kernels, writer.left, passed, progress):
         if kept is not None and shard.features is not None:
             kept.write(k, shard.features)
         _write_shard(inputs, writer, k, shard, progress)
@@ -213,17 +220,17 @@ def scored_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     left: Sequence[int],
-    spool: FeatureSpool | None,
+    passed: PassedBatches | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
     """Yield the numbers of some shards, as they come: by a pass of their rows, or from what a pass gave before."""
     store, keep = inputs.store, inputs.settings.keep_features
     share = len(left) / store.n_shards
-    if spool is not None and all(spool.has(k) for k in left):
+    if passed is not None:
         progress.stage("kept rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
-            rows, passed = store.shard(k), spool.read(k)
-            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed)
+            rows, batches = store.shard(k), passed.read(k)
+            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=batches)
             progress.advance(len(rows), 0)
         return
     if left:
@@ -248,7 +255,11 @@ def _write_shard(inputs: Inputs, writer: ArtifactWriter, k: int, shard: ScoredSh
 
 
 def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
-    """The settings with what will be trained said, and the kernels that follow."""
+    """Return the settings with what will be trained, and with the kernels that follow from it.
+
+    Raises:
+        SettingsError: nothing says what will be trained, or a kernel does not exist.
+    """
     if settings.model.classifier is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
     model = None if in_memory.model is None else in_memory.model.model
@@ -261,6 +272,8 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
             "`--train new`, another one from scratch. Other rows help in either case, and the checkpoint does not say"
         )
     features, reader = settings.features.decided(train), settings.model
+    for name in features.kernels:
+        kernel_class(name)
     if reader.adapter is None and is_adapter(reader.path):
         reader = reader.model_copy(update={"adapter": "apart" if "gradient" in features.kernels else "folded"})
     return settings.model_copy(update={"train": train, "features": features, "model": reader})

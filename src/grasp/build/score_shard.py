@@ -5,12 +5,15 @@ Shape letters: N rows of the shard, B rows of a batch, C columns of an array.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32
+from grasp.artifact.manifest import FeatureSpool
 from grasp.build.model_pass import ModelPass, batch_arrays, read_batches
 from grasp.kernels.kernel import CorpusMoments, Kernel, make_kernels
 from grasp.models.forward_pass import Rows
@@ -33,26 +36,57 @@ class ScoredShard:
     features: Arrays | None = None
 
 
-def observe_part(
-    ready: ModelPass, rows: Rows, *, states_every: int, keep: bool = False, advance: Advance = ignore
-) -> tuple[CorpusMoments, Arrays | None]:
-    """Pass a part of the sample through the model, for the moments of all kernels.
+class PassedBatches:
+    """Batches of loop 1 on disk, so that loop 2 need not run the model again. Memory holds one batch at a time.
 
     Args:
-        states_every: of how many positions the state of one is kept.
-        keep: also return what the model gave, so that these rows need not pass it again.
+        ends: number of batches up to the end of each shard; None: loop 1 is to be run.
+    """
+
+    def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
+        self._spool = FeatureSpool(directory)
+        self._n_batches = 0
+        self.ends = list(ends or ())
+
+    def write(self, batch: Arrays) -> None:
+        """Write the next batch of the shard."""
+        self._spool.write(self._n_batches, batch)
+        self._n_batches += 1
+
+    def end_shard(self) -> None:
+        """Note that the batches of the next shard follow."""
+        self.ends.append(self._n_batches)
+
+    def read(self, k: int) -> Iterator[Arrays]:
+        """Yield the batches of shard k."""
+        for number in range(self.ends[k - 1] if k else 0, self.ends[k]):
+            yield self._spool.read(number)
+
+
+def observe_part(
+    ready: ModelPass,
+    rows: Rows,
+    *,
+    states_every: int,
+    keep: Callable[[Arrays], None] | None = None,
+    advance: Advance = ignore,
+) -> CorpusMoments:
+    """Pass a part of the sample through the model, and return the moments of all kernels.
+
+    Args:
+        states_every: the hidden state of one in so many positions is kept.
+        keep: receives each batch as arrays, from which `score_shard` scores these rows without the model.
     """
     corpus = CorpusMoments(ready.model, states_every)
     kernels = make_kernels(ready.settings.kernels, ready.model, ready.settings, corpus)
-    kept: Arrays = {}
-    for k, (index, batch) in enumerate(ready.batches(rows)):
+    for index, batch in ready.batches(rows):
         corpus.observe_loss(batch)
         for kernel in kernels:
             kernel.observe(batch)
-        if keep:
-            kept |= batch_arrays(k, index, batch)
+        if keep is not None:
+            keep(batch_arrays(0, index, batch))
         advance(len(index), rows.tokens_of(index))
-    return corpus, kept or None
+    return corpus
 
 
 def score_shard(
@@ -61,19 +95,22 @@ def score_shard(
     *,
     kernels: Sequence[Kernel],
     keep_features: bool = False,
-    passed: Arrays | None = None,
+    passed: Iterable[Arrays] | None = None,
     advance: Advance = ignore,
 ) -> ScoredShard:
     """Pass the rows of a shard through the model, and score each batch by every kernel.
 
     Args:
         keep_features: also return the batches as an artifact keeps them.
-        passed: what the model gave for these rows before, from `batch_arrays`: it is not run again.
+        passed: batches of these rows from `batch_arrays`; the model is not run again.
     """
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}
     features: Arrays = {}
-    batches = ready.batches(rows) if passed is None else read_batches(passed, ready, ready.model.vocab_size)
+    batches = ready.batches(rows)
+    if passed is not None:
+        vocab_size = ready.model.vocab_size
+        batches = chain.from_iterable(read_batches(arrays, ready, vocab_size) for arrays in passed)
     for k, (index, batch) in enumerate(batches):
         loss_N[index] = batch.loss_B.cpu().numpy()
         for kernel in kernels:

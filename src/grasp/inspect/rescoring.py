@@ -178,7 +178,7 @@ def redrawn(
     rankings, counts = [], []
     for sample in samples:
         rows = origin.rows.rows(sample)
-        corpus, _ = observe_part(ready, rows, states_every=max(1, rows.n_tokens // STATES))
+        corpus = observe_part(ready, rows, states_every=max(1, rows.n_tokens // STATES))
         made = make_kernels(kernels, origin.model, settings, corpus)
         total_NT = np.zeros((every.n_rows, len(columns.targets)))
         for kernel in made:

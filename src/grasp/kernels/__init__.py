@@ -1,6 +1,6 @@
-"""The arithmetic of relevance: from hidden states and logits to what the artifact keeps.
+"""Kernels: how much training on a row should lower the loss of a unit. One file per kernel.
 
-In: hidden states and logits of a batch. Out: relevance by each kernel, and sketches. Read `residuals` (the mistakes of
-the model), then `output_layer` (the main kernel); `pooled` is the paper's, `gradient` looks at all layers.
-`whitening` brings both factors to one scale.
+In: batches of hidden states, residuals and gradients. Out: relevance of each row to each unit, and sketches of rows.
+Read `kernel` first (what a kernel is), then `output_layer` (the main kernel); `pooled` is the kernel of the paper, and
+`gradient` covers all layers. `whitening` has the moments that kernels share.
 """

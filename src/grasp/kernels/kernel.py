@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import grasp.kernels
 from grasp.arrays import F64
 from grasp.artifact.writer import ArraySpec
 from grasp.errors import SettingsError
@@ -221,9 +222,9 @@ class Kernel(ABC):
 
     def moments(self, kind: type[M]) -> M:
         """Return moments of the corpus, one of `kinds`."""
-        found = self.corpus.by_kind[kind]
-        assert isinstance(found, kind)
-        return found
+        moments = self.corpus.by_kind[kind]
+        assert isinstance(moments, kind)
+        return moments
 
     def observe(self, batch: Batch) -> None:
         """Take what it needs to know of the corpus from a batch of the sample."""
@@ -272,21 +273,25 @@ def kernel_class(name: str) -> type[Kernel]:
     """Return the kernel of a name.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is none; the message lists those that exist.
     """
-    place = f"grasp.kernels.{name}"
-    found = getattr(import_module(place), "KERNEL", None) if name.isidentifier() and _exists(place) else None
-    if found is None:
-        raise SettingsError(f"features.kernels: got {name!r}, expected the name of a kernel; see `grasp.kernels`")
-    kernel: type[Kernel] = found
+    kernel = _kernel_in(name)
+    if kernel is None:
+        names = [module.name for module in iter_modules(grasp.kernels.__path__) if _kernel_in(module.name)]
+        raise SettingsError(f"features.kernels: got {name!r}, expected names out of {', '.join(names)}")
     return kernel
 
 
-def _exists(place: str) -> bool:
+def _kernel_in(name: str) -> type[Kernel] | None:
+    """Return the kernel that the module of a name defines; None: there is no such module, or it defines none."""
+    if not name.isidentifier():
+        return None
     try:
-        return find_spec(place) is not None
-    except ValueError:  # a module without a spec
-        return True
+        module = import_module(f"grasp.kernels.{name}")
+    except ModuleNotFoundError:
+        return None
+    kernel: type[Kernel] | None = getattr(module, "KERNEL", None)
+    return kernel
 
 
 def make_kernels(

@@ -31,7 +31,7 @@ LARGEST = 32_768.0  # that float16 is asked to hold
 SAMPLED = 2_048  # positions of the sample that are looked at together
 # Pairs held at once: 4 MB in float32, small enough to stay near the cores. A GPU wants more at once.
 BLOCK_ELEMENTS = 1024 * 1024
-GPU_BLOCK_ELEMENTS = 256 * 1024 * 1024
+GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

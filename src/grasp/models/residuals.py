@@ -17,7 +17,7 @@ from grasp.models.head import OutputHead
 
 # Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores. A GPU wants more at once.
 LOGIT_ELEMENTS = 8 * 1024 * 1024
-GPU_LOGIT_ELEMENTS = 256 * 1024 * 1024
+GPU_LOGIT_ELEMENTS = 64 * 1024 * 1024
 
 # Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
 GATHERED_ELEMENTS = 16 * 1024 * 1024
