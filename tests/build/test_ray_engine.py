@@ -59,7 +59,7 @@ class StopsAfter(Silent):
 
 @pytest.mark.parametrize(
     "features",
-    [{}, {"kernels": FORWARD, "sample_rows": 16}, {"kernels": EVERY, "sample_rows": 16}, {"sample_rows": 100}],
+    [{}, {"kernels": FORWARD, "sample_rows": 16}, {"kernels": EVERY, "sample_rows": 16}, {"sample_positions": 10**6}],
 )
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
     expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
