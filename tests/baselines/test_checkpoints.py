@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
+from grasp.baselines.checkpoints import find_checkpoints, training_checkpoints
 from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
@@ -38,28 +38,28 @@ def test_a_run_gives_its_checkpoints_by_step_and_then_itself(world):
 
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
-    material = world.material()
-    first = checkpoints_of(material)[0]
-    loaded = first.load(material)
-    assert loaded.tokenizer.fingerprint == material.tokenizer.fingerprint
+    inputs = world.inputs()
+    first = training_checkpoints(inputs)[0]
+    loaded = first.load(inputs)
+    assert loaded.tokenizer.fingerprint == inputs.tokenizer.fingerprint
     own = LlamaForCausalLM.from_pretrained(first.path)
     for name, tensor in own.state_dict().items():
         torch.testing.assert_close(loaded.model.state_dict()[name], tensor)
-    last = checkpoints_of(material)[-1].load(material)
-    assert last.fingerprint() == material.artifact.manifest.fingerprints["model"]
+    last = training_checkpoints(inputs)[-1].load(inputs)
+    assert last.fingerprint() == inputs.artifact.manifest.fingerprints["model"]
 
 
 def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """The same eight steps again, in this process."""
-    material, recipe = world.material(), recipe_of(world)
+    inputs, recipe = world.inputs(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
-    often_N = relative_weights(material.n_rows, recipe.batch_rows, None)
+    often_N = relative_weights(inputs.n_rows, recipe.batch_rows, None)
     order = batch_order(often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
-    for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
+    for batch in token_batches(inputs.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch)
-    found = checkpoints_of(material)[0].moments()
+    found = training_checkpoints(inputs)[0].moments()
     assert set(found) == set(
-        dict(LlamaForCausalLM.from_pretrained(checkpoints_of(material)[0].path).named_parameters())
+        dict(LlamaForCausalLM.from_pretrained(training_checkpoints(inputs)[0].path).named_parameters())
     )
     first, second = (trainer.optimizer.state[trainer.model.matrices][name] for name in ("exp_avg", "exp_avg_sq"))
     size = 300 * 16  # the flat buffer of the matrices begins with the embedding
@@ -86,7 +86,7 @@ def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
     (path / "optimizer.safetensors").unlink()
     (one,) = find_checkpoints([path])
     assert not one.has_moments
-    with pytest.raises(ModelError, match=r"has no optimizer.safetensors"):
+    with pytest.raises(ModelError, match=r"no Adam moments: expected optimizer.safetensors"):
         one.moments()
 
 
@@ -123,7 +123,7 @@ def test_another_architecture_is_refused_with_the_first_weight_that_differs(worl
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, eos_token_id=0
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
-    material = world.material(checkpoint_places=(tmp_path / "deep",))
-    (one,) = checkpoints_of(material)
+    inputs = world.inputs(checkpoint_paths=(tmp_path / "deep",))
+    (one,) = training_checkpoints(inputs)
     with pytest.raises(ModelError, match=r"e\.g\. model\.layers\.2\."):
-        one.load(material)
+        one.load(inputs)

@@ -55,9 +55,9 @@ def test_the_figures_are_those_of_the_library(world, kept, tmp_path):
     out = tmp_path / "result.json"
     succeed(*evaluate(world, kept, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
-    material = world.material()
-    found = method_predictions(asked("bm25"), material, material.environment.subsets, kept)
-    realized = material.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
+    inputs = world.inputs()
+    found = method_predictions(asked("bm25"), inputs, inputs.environment.subsets, kept)
+    realized = inputs.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
     ranks = [np.argsort(np.argsort(values)) for values in (found.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
@@ -88,8 +88,8 @@ def test_configurations_have_labels_and_what_was_chosen_on_the_utilities_stands_
 
 
 def test_rows_are_ranked_by_a_method(world, kept):
-    material = world.material()
-    found = matrix(scores(asked("bm25"), material, kept)).mean(axis=1)
+    inputs = world.inputs()
+    found = matrix(scores(asked("bm25"), inputs, kept)).mean(axis=1)
     command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", kept, "--top", 5
     printed = succeed(*command, "--bottom", 2).lines
     assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
@@ -134,10 +134,10 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
     ("flags", "said"),
     [
         (["--methods", "trakin"], "did you mean tracin?"),
-        ([], "cache: no meaning without methods"),
+        ([], "cache: requires methods"),
         (["--methods", ""], "--methods: got ''"),
         (["--methods", ","], "--methods: got ','"),
-        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: no meaning with these methods"),
+        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: none of these methods"),
         (["--methods", "tracin", "--checkpoints", "gone"], "checkpoints: gone: no such directory"),
         (["--method-settings", "methods.yaml"], "'output_layer additive' is a predictor of ours"),
     ],
@@ -154,7 +154,7 @@ def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept,
         (["--checkpoints", "gone"], "checkpoints: no meaning without method"),
         (["--method", "loss", "--match", "output_layer"], "match: no meaning with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
-        (["--method", "retraining_shapley"], "name their directory (--runs)"),
+        (["--method", "retraining_shapley"], "pass their directory with --runs"),
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: no meaning with method loss"),
         (["--method", "loss", "--runs", "env"], "runs: no meaning with method loss"),

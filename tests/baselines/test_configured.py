@@ -5,7 +5,7 @@ import re
 import pytest
 
 from grasp.errors import SettingsError
-from grasp.methods.registry import configured_methods, method_named
+from grasp.methods.registry import configured_methods, find_method
 from tests.baselines.world import METHODS, asked
 
 
@@ -33,7 +33,7 @@ def test_a_file_configures_methods_and_gives_them_labels():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_loads_and_says_what_it_is(name):
-    kind = method_named(name).load()
+    kind = find_method(name).load()
     assert kind.__doc__
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
     assert all(field.description for field in kind.settings_type.model_fields.values())
@@ -44,11 +44,11 @@ def test_every_entry_loads_and_says_what_it_is(name):
 @pytest.mark.parametrize(
     ("names", "file", "said"),
     [
-        (["bm52"], {}, r"got 'bm52'; did you mean bm25\?"),
-        (["nonsense"], {}, r"got 'nonsense'; there are activation_similarity, "),
-        (["lexical"], {"mine": {"method": "bm25"}}, r"got 'lexical'; file has mine"),
-        (["bm25", "bm25"], {}, r"got bm25 twice"),
-        (None, {"mine": {"k1": 1.0}}, r"mine is no method"),
+        (["bm52"], {}, r"unknown method 'bm52'; did you mean bm25\?"),
+        (["nonsense"], {}, r"unknown method 'nonsense'; available: activation_similarity, "),
+        (["lexical"], {"mine": {"method": "bm25"}}, r"unknown label 'lexical'; configured in file: mine"),
+        (["bm25", "bm25"], {}, r"bm25 given twice"),
+        (None, {"mine": {"k1": 1.0}}, r"mine is not a method"),
         (None, {"mine": {"method": "bm52"}}, r"did you mean bm25\?"),
         (None, {"mine": {"method": 3}}, r"mine: method: got 3"),
         (None, {"bm25": 3}, r"bm25: got 3, expected settings by name"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grasp.methods.contract import RowMethod
-from grasp.methods.registry import method_named, method_predictions, scores
+from grasp.methods.registry import find_method, method_predictions, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, copies, matrix
 from tests.faults import Killed
 
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
-ROW_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), RowMethod)]
+ROW_METHODS = [name for name in METHODS if issubclass(find_method(name).load(), RowMethod)]
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,16 @@ def scored(world, place):
     """Scores of a method, and its account."""
 
     def of(name):
-        material = world.material()
-        return scores(asked(name, **SMALL.get(name, {})), material, place)
+        inputs = world.inputs()
+        return scores(asked(name, **SMALL.get(name, {})), inputs, place)
 
     return of
 
 
 def again(world, place, name, **changes):
     """The same method in a cache of its own."""
-    material = world.material(**changes)
-    return matrix(scores(asked(name, **SMALL.get(name, {})), material, place))
+    inputs = world.inputs(**changes)
+    return matrix(scores(asked(name, **SMALL.get(name, {})), inputs, place))
 
 
 def close(found, expected):
@@ -70,11 +70,11 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
-    kind = method_named(name).load()
-    if name in UNTARGETED or "environment" in kind.looks_at:
+    kind = find_method(name).load()
+    if name in UNTARGETED or "environment" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
     found = matrix(scored(name))
-    own_E = found[copies(world.material()), np.arange(N_UNITS)]
+    own_E = found[copies(world.inputs()), np.arange(N_UNITS)]
     others_NE = found[N_UNITS:]  # of each unit apart: momentum, say, lifts all rows of a unit alike
     assert ((own_E - others_NE.mean(axis=0)) / others_NE.std(axis=0)).mean() > 0.5
 
@@ -107,11 +107,11 @@ def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored)
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(name, world, place):
-    material = world.material()
-    subsets = material.environment.subsets
+    inputs = world.inputs()
+    subsets = inputs.environment.subsets
     one = asked(name, **SMALL.get(name, {}))
     kept = place
-    found = method_predictions(one, material, subsets, kept, renamed={"facts": "theirs"})
+    found = method_predictions(one, inputs, subsets, kept, renamed={"facts": "theirs"})
     predictions = found
     assert predictions.method == name
     assert predictions.targets == ("theirs",)
@@ -120,25 +120,25 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     assert np.isfinite(predictions.values_BE).all()
     assert all(line.startswith(f"{name}: ") for line in found.notes)
     assert (predictions.standing == "supervised oracle") == one.method.supervised
-    backwards = method_predictions(one, material, subsets[::-1], kept)
+    backwards = method_predictions(one, inputs, subsets[::-1], kept)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
-    material = world.material()
+    inputs = world.inputs()
     one, kept = asked(name, **SMALL.get(name, {})), place
-    found = np.broadcast_to(matrix(scores(one, material, kept)), (N_ROWS, N_UNITS))
-    (block,) = material.environment.subsets
-    predicted = method_predictions(one, material, [block], kept)
+    found = np.broadcast_to(matrix(scores(one, inputs, kept)), (N_ROWS, N_UNITS))
+    (block,) = inputs.environment.subsets
+    predicted = method_predictions(one, inputs, [block], kept)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices
         of_rows = found[rows].mean(axis=0) if one.method.weighting == "mean" else found[rows].sum(axis=0)
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
-    taught = method_predictions(replace(one, negative=0.0), material, [block], kept)
+    taught = method_predictions(replace(one, negative=0.0), inputs, [block], kept)
     rows = block.weights_BN[[0]].indices
     summed = np.maximum(found[rows], 0.0).sum(axis=0)
     np.testing.assert_allclose(taught.values_BE[0] * (len(rows) if one.method.weighting == "mean" else 1), summed)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.methods.registry import configured_methods, method_named
+from grasp.methods.registry import configured_methods, find_method
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_every_method_has_a_section_and_every_section_is_a_method():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_setting_and_the_floats_a_row_are_told(name):
     told = SECTIONS[name]
-    fields = method_named(name).load().settings_type.model_fields
+    fields = find_method(name).load().settings_type.model_fields
     assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", told)] == []
     assert "loats a row" in " ".join(told.split()) or name == "datamodels"
 

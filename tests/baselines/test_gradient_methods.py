@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.datainf import closed_form
 from grasp.baselines.gradients.curvature import (
     Basis,
@@ -32,8 +32,8 @@ CLOSE = 2e-4  # float32 models: of the largest number
 
 
 def account(world, place: Path, name: str, **settings):
-    material = world.material()
-    return scores(asked(name, **settings), material, place).account
+    inputs = world.inputs()
+    return scores(asked(name, **settings), inputs, place).account
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def gradients(world):
     def of(checkpoint: int, output: str = "loss"):
         key = (checkpoint, output)
         if key not in known:
-            material = world.material()
-            model = checkpoints_of(material)[checkpoint].load(material)
-            examples = row_examples(material, 0, N_ROWS) + unit_examples(material)
+            inputs = world.inputs()
+            model = training_checkpoints(inputs)[checkpoint].load(inputs)
+            examples = row_examples(inputs, 0, N_ROWS) + unit_examples(inputs)
             found = [autograd(model, example, output) for example in examples]
             known[key] = {name: torch.stack([g[name].flatten() for g in found]).double().numpy() for name in found[0]}
         return known[key]
@@ -71,7 +71,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = CLO
 
 
 def rates(world) -> np.ndarray:
-    rate = np.array([one.learning_rate for one in checkpoints_of(world.material())])
+    rate = np.array([one.learning_rate for one in training_checkpoints(world.inputs())])
     return rate / rate.sum()
 
 
@@ -127,9 +127,9 @@ def test_units_that_do_not_fit_cost_a_pass_and_change_nothing(name, world, tmp_p
 
 
 def test_groups_of_units_keep_to_the_memory(world):
-    material = world.material()
-    layers = choose_layers(material.model, ["all"])
-    units = unit_examples(material) * 100
+    inputs = world.inputs()
+    layers = choose_layers(inputs.model, ["all"])
+    units = unit_examples(inputs) * 100
     plan = exact_plan(layers, units, 20, 1, dense=True, copies=2)
     assert (plan.groups[0].first, plan.groups[0].last) == (0, (1 << 20) // (8 * layers.size))
     assert plan.groups[-1].last == 600
@@ -138,9 +138,9 @@ def test_groups_of_units_keep_to_the_memory(world):
 
 def test_a_head_whose_matrices_do_not_fit_is_held_as_factors(world):
     """Of a large model a further pass costs more than any product does."""
-    material = world.material()
-    head = replace(choose_layers(material.model, ["head"]), total=10**9)
-    units = unit_examples(material) * 100
+    inputs = world.inputs()
+    head = replace(choose_layers(inputs.model, ["head"]), total=10**9)
+    units = unit_examples(inputs) * 100
     roomy, tight = (exact_plan(head, units, 20, memory_mb) for memory_mb in (100, 3))
     assert (roomy.dense, len(roomy.groups)) == ((True,), 1)
     assert (tight.dense, len(tight.groups)) == ((False,), 1)
@@ -161,10 +161,10 @@ def trak_formula(rows: list[np.ndarray], units: list[np.ndarray], doubts: list[n
 
 def doubts(world, checkpoint: int) -> np.ndarray:
     """Mean of 1 - p over the labels of each row."""
-    material = world.material()
-    model = checkpoints_of(material)[checkpoint].load(material).model
+    inputs = world.inputs()
+    model = training_checkpoints(inputs)[checkpoint].load(inputs).model
     found = []
-    for row in row_examples(material, 0, N_ROWS):
+    for row in row_examples(inputs, 0, N_ROWS):
         ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
         p = torch.softmax(model(ids).logits[0, :-1].double(), dim=1).gather(1, ids[0, 1:, None])
         found.append(1.0 - float(p.mean()))
@@ -203,7 +203,7 @@ def test_trak_of_one_checkpoint_by_the_loss_without_doubt(world, tmp_path, gradi
     ("settings", "error", "said"),
     [
         ({}, SettingsError, r"trak.dimension: got 128 for 40 rows"),
-        ({"dimension": None, "layers": "all"}, SettingsError, r"14800 numbers a row, .* at most 8192"),
+        ({"dimension": None, "layers": "all"}, SettingsError, r"14800 features per row, .* at most 8192"),
         ({"dimension": 20, "layers": "final_norm"}, ModelError, r"no inverse: its eigenvalues .*trak.ridge"),
         ({"dimension": 20, "layers": "final_norm", "ridge": 1e-300}, ModelError, r"no inverse: .*; set a larger"),
     ],
@@ -217,11 +217,11 @@ def test_trak_refuses_a_matrix_without_an_inverse(settings, error, said, world, 
 
 
 def test_less_has_adams_step_of_the_row_and_the_gradient_of_the_unit(world, tmp_path, gradients):
-    material = world.material()
+    inputs = world.inputs()
     expected = np.zeros((N_ROWS, N_UNITS))
     for c, weight in enumerate(rates(world)):
         steps, units = [], []
-        for name, (mean, square) in checkpoints_of(material)[c].moments().items():
+        for name, (mean, square) in training_checkpoints(inputs)[c].moments().items():
             if "layers.1." in name or name == "model.norm.weight":
                 g = gradients(c)[name]
                 m = 0.9 * mean.double().flatten().numpy() + 0.1 * g[:N_ROWS]
@@ -262,10 +262,10 @@ def test_adam_without_moments_is_refused_where_it_is_asked_for(world, tmp_path):
     for path in (world.root / "env/reference/seed-0").iterdir():
         if path.is_file() and path.name not in ("optimizer.safetensors", "training.json"):
             (plain / path.name).symlink_to(path)
-    material = world.material(checkpoint_places=(plain,))
-    with pytest.raises(SettingsError, match=r"less.adam: got always, but .*plain keeps no Adam moments \(1 such\)"):
-        scores(asked("less", adam="always"), material, tmp_path / "c")
-    found = scores(asked("less"), material, tmp_path / "c")
+    inputs = world.inputs(checkpoint_paths=(plain,))
+    with pytest.raises(SettingsError, match=r"less.adam: got always, but .*plain has no Adam moments \(1 such\)"):
+        scores(asked("less", adam="always"), inputs, tmp_path / "c")
+    found = scores(asked("less"), inputs, tmp_path / "c")
     assert "rows by Adam's update instead of their gradient" not in found.account.notes
 
 
@@ -314,11 +314,11 @@ def test_datainf_without_a_gradient_is_refused():
 @pytest.fixture(scope="module")
 def opened(world):
     """An engine over an attention layer, a norm and the head, and rows of many lengths."""
-    material = world.material()
-    model = checkpoints_of(material)[-1].load(material)
+    inputs = world.inputs()
+    model = training_checkpoints(inputs)[-1].load(inputs)
     model.batch_tokens = 150
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj", "model.embed_tokens", "final_norm"]))
-    return engine, row_examples(material, 0, 12)
+    return engine, row_examples(inputs, 0, 12)
 
 
 def label_gradients(engine, row: Example, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -387,10 +387,10 @@ def fisher_of(gradient_ND: np.ndarray) -> np.ndarray:
 
 
 def test_kfac_influence_is_the_explicit_inverse_of_the_kronecker_product(world, tmp_path, gradients):
-    material = world.material()
-    model = checkpoints_of(material)[-1].load(material)
+    inputs = world.inputs()
+    model = training_checkpoints(inputs)[-1].load(inputs)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
-    (factors,) = second_moments(engine, Fisher(row_examples(material, 0, N_ROWS), None), full_width=64)
+    (factors,) = second_moments(engine, Fisher(row_examples(inputs, 0, N_ROWS), None), full_width=64)
     left, right = factors.left.double().numpy(), factors.right_YY.double().numpy()
     damped = [m + 0.2 * np.trace(m) / len(m) * np.eye(len(m)) for m in (left, right)]
     row_ND, unit_ED = joined(gradients(2), "layers.1.self_attn.v_proj")
@@ -400,10 +400,10 @@ def test_kfac_influence_is_the_explicit_inverse_of_the_kronecker_product(world, 
 
 
 def test_ekfac_influence_is_the_explicit_inverse_in_its_basis(world, tmp_path, gradients):
-    material = world.material()
-    model = checkpoints_of(material)[-1].load(material)
+    inputs = world.inputs()
+    model = training_checkpoints(inputs)[-1].load(inputs)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
-    fisher = Fisher(row_examples(material, 0, N_ROWS), None)
+    fisher = Fisher(row_examples(inputs, 0, N_ROWS), None)
     (basis,) = [Basis.from_factors(one) for one in second_moments(engine, fisher, full_width=64)]
     (value,) = corrected_eigenvalues(engine, fisher, [basis])
     vectors = np.kron(basis.left_XX.double().numpy(), basis.right_YY.double().numpy())
@@ -417,7 +417,7 @@ def test_ekfac_influence_is_the_explicit_inverse_in_its_basis(world, tmp_path, g
 
 def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gradients):
     row_ND, unit_ED = joined(gradients(2), "model.norm")
-    labels = np.array([row.labels for row in row_examples(world.material(), 0, N_ROWS)])
+    labels = np.array([row.labels for row in row_examples(world.inputs(), 0, N_ROWS)])
     fisher_DD = fisher_of(row_ND * np.sqrt(labels)[:, None])
     shift = 0.1 * np.trace(fisher_DD) / len(fisher_DD)
     expected = row_ND @ np.linalg.inv(fisher_DD + shift * np.eye(16)) @ unit_ED.T

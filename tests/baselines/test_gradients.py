@@ -159,7 +159,7 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
 def test_projection_of_factors_is_that_of_whole_gradients(family, form):
     engine = engine_of(family)
-    featurizer = Featurizer.projecting(engine, 8, seed=3, tokens=10, form=form)
+    featurizer = Featurizer.with_projection(engine, 8, seed=3, tokens=10, form=form)
     expected = torch.zeros(len(rows()), 8, dtype=torch.float64)
     for number, matrix in enumerate(held(engine, rows())):
         expected += featurizer.projection.of_matrix(number, matrix)
@@ -202,7 +202,7 @@ def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(for
 
 def test_projections_of_blocks_are_independent():
     engine = engine_of("llama", ["*layers.1.self_attn*"])
-    value = Featurizer.projecting(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
+    value = Featurizer.with_projection(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
     expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
     expected = expected @ expected.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
@@ -213,7 +213,7 @@ def test_projection_depends_on_the_seed_alone():
     engine = engine_of("llama", ["block:-1"])
 
     def value(seed, width=16):
-        return Featurizer.projecting(engine, width, seed=seed, tokens=10).features(rows()).value_NK
+        return Featurizer.with_projection(engine, width, seed=seed, tokens=10).features(rows()).value_NK
 
     assert np.array_equal(value(0), value(0))
     assert not np.allclose(value(0), value(1), atol=1e-2)
@@ -305,9 +305,9 @@ def test_a_string_is_a_list_in_which_an_expression_keeps_its_commas(text, patter
         (["modle.norm"], "'modle.norm' matches no parameter .* such as model.norm"),
         (["nothing*"], "expected all, head, .* model.embed_tokens.weight"),
         (["block:2"], "the model has blocks 0 to 1"),
-        (["head", "!head"], "chooses nothing"),
-        ([], "chooses nothing"),
-        (["re:("], "is no regular expression"),
+        (["head", "!head"], "selects no parameters"),
+        ([], "selects no parameters"),
+        (["re:("], "is not a valid regular expression"),
     ],
 )
 def test_layers_that_are_not_there_are_refused(patterns, said):
@@ -385,8 +385,8 @@ def test_float16_that_overflows_is_refused():
     made.lm_head.weight.data = 5e4 * made.lm_head.weight.data.sign()
     model = ReferenceModel(made.half(), NoTokenizer())
     engine = PerExample(model, choose_layers(model, ["final_norm"]))
-    with pytest.raises(ModelError, match=r"example 0 of 5 has a gradient that is not finite .* in float16, expected"):
-        Featurizer.projecting(engine, 8, seed=0, tokens=8).features(rows())
+    with pytest.raises(ModelError, match=r"example 0 of 5: its gradient is not finite in float16"):
+        Featurizer.with_projection(engine, 8, seed=0, tokens=8).features(rows())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -409,5 +409,5 @@ def test_a_gpu_gives_what_a_cpu_gives():
         model = reference("llama-tied", torch.float32)
         model = ReferenceModel(model.model.to(device), NoTokenizer(), batch_tokens=64)
         engine = PerExample(model, choose_layers(model, ["all"]))
-        values.append(Featurizer.projecting(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
+        values.append(Featurizer.with_projection(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
     np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-4)

@@ -75,19 +75,19 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
-    material = world.material()
-    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, tmp_path))
+    inputs = world.inputs()
+    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), inputs, tmp_path))
     # float64 on either side but for the scores, which are kept as float32
-    np.testing.assert_allclose(found, slow_text(material, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
+    np.testing.assert_allclose(found, slow_text(inputs, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
 
 
 def test_hidden_states_are_those_of_the_plain_model(world):
-    material = world.material()
-    units = states(material)
-    for k, unit in enumerate(material.unit_tokens):
+    inputs = world.inputs()
+    units = states(inputs)
+    for k, unit in enumerate(inputs.unit_tokens):
         with torch.inference_mode():
             ids = torch.tensor(unit.input_ids[None].astype(int))
-            plain_LH = material.model.model.model(input_ids=ids).last_hidden_state[0].numpy()
+            plain_LH = inputs.model.model.model(input_ids=ids).last_hidden_state[0].numpy()
         hidden_PH, label_P = units[k]
         # two layers and a norm in float32: some tens of roundings, one after the other
         close = 128 * np.finfo(np.float32).eps * np.abs(plain_LH).max()
@@ -95,10 +95,10 @@ def test_hidden_states_are_those_of_the_plain_model(world):
         assert label_P.tolist() == unit.input_ids[unit.first :].tolist()
 
 
-def states(material):
+def states(inputs):
     """Hidden states of each unit's supervised positions and the tokens after them, float64."""
-    units = material.unit_tokens
-    found = hidden_at(material.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    units = inputs.unit_tokens
+    found = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
     return by_sequence(found, len(units))
 
 
@@ -109,21 +109,21 @@ def by_sequence(found, n_sequences):
     ]
 
 
-def slow_text(material, k, nearest):
+def slow_text(inputs, k, nearest):
     """All positions sorted at once.
 
     Hidden states are those of the method's own batches: in others they are rounded otherwise, and of positions that
     are equally far another would come first.
     """
     parts = []
-    for start, stop in material.blocks():
-        rows = material.rows(start, stop)
+    for start, stop in inputs.blocks():
+        rows = inputs.rows(start, stop)
         ids = [rows.ids(i) for i in range(len(rows))]
-        parts += by_sequence(hidden_at(material.model, ids, [0] * len(ids), "all"), len(ids))
+        parts += by_sequence(hidden_at(inputs.model, ids, [0] * len(ids), "all"), len(ids))
     hidden, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     row_of = np.repeat(np.arange(N_ROWS), [len(p[1]) for p in parts])
     out = np.zeros((N_ROWS, N_UNITS))
-    units = states(material)
+    units = states(inputs)
     scale = 1e-5 * np.mean([(h**2).sum() for own, _ in units for h in own])
     for e, (own, right) in enumerate(units):
         for h, label in zip(own, right, strict=True):

@@ -28,12 +28,12 @@ def utility(rows, unit, weight_N, order, uniform, vocabulary):
 
 @pytest.mark.parametrize("order", [1, 3])
 def test_scores_are_the_derivative_of_the_refitted_model(order, world, tmp_path):
-    material = world.material()
-    found = matrix(scores(asked("ngram", order=order, uniform=0.1), material, tmp_path))
-    shard = material.rows(0, N_ROWS)
+    inputs = world.inputs()
+    found = matrix(scores(asked("ngram", order=order, uniform=0.1), inputs, tmp_path))
+    shard = inputs.rows(0, N_ROWS)
     rows = [shard.ids(i).tolist() for i in range(N_ROWS)]
-    vocabulary = material.artifact.manifest.details["vocab_size"]
-    for e, unit in enumerate(material.unit_tokens[:2]):
+    vocabulary = inputs.artifact.manifest.details["vocab_size"]
+    for e, unit in enumerate(inputs.unit_tokens[:2]):
         for i in (0, 7, 23):
             more, less = np.ones(N_ROWS), np.ones(N_ROWS)
             more[i], less[i] = 1 + 1e-4, 1 - 1e-4

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite
+from grasp.baselines.replay import Replay, ReplaySettings, check_finite
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
@@ -267,7 +267,7 @@ def test_what_is_no_number_is_told():
     with pytest.raises(ModelError, match="its loss is nan"):
         replay.advance(rows())
     with pytest.raises(ModelError, match="step 7: value of row 40 is inf"):
-        refuse_non_finite(np.array([[1.0, 2.0], [np.inf, 3.0]]), np.array([12, 40]), 7)
+        check_finite(np.array([[1.0, 2.0], [np.inf, 3.0]]), np.array([12, 40]), 7)
 
 
 def test_a_batch_of_one_row_is_its_own_game():

@@ -23,8 +23,8 @@ from transformers import (
 
 from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
-from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, own_preprocessing
-from grasp.vision.factory import make_module, own_code
+from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, default_preprocessing
+from grasp.vision.factory import make_module, user_code
 from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import decode_image
 from tests.rounding import rounding
@@ -62,17 +62,17 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path, f
         ("head", "body", "`body` of TinyNet is a Sequential"),
         ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled"),
         ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times"),
-        ("factory", "tests.vision.images_world:not_annotated", "expected a class of torch.nn.Module"),
-        ("factory", "os:system", "expected a class of torch.nn.Module"),
+        ("factory", "tests.vision.images_world:not_annotated", "expected a torch.nn.Module class"),
+        ("factory", "os:system", "expected a torch.nn.Module class"),
         ("factory", "tests.vision.images_world:nothing", "has no attribute 'nothing'"),
         ("factory", "no_such_package:Net", "No module named 'no_such_package'"),
         ("factory", "TinyNet", "expected package.module:name or FILE.py:name"),
         ("arguments", {"depth": 3}, "TinyNet failed with {'depth': 3}"),
         ("arguments", {"width": 12}, "does not fit TinyNet"),
-        ("classes", ["a", "b"], "got 2 names, the head `head` has 3 outputs"),
+        ("classes", ["a", "b"], "got 2 names, but the head `head` has 3 outputs"),
         ("fitted_head", "nothing.safetensors", "not a fitted head: "),
         ("path", "nothing.pth", "model.path: `nothing.pth`: no such file"),
-        ("path", "text.pth", "holds no weights that can be read"),
+        ("path", "text.pth", "cannot read weights from"),
     ],
 )
 def test_what_is_not_such_a_classifier_is_refused(tmp_path, monkeypatch, field, value, said):
@@ -172,9 +172,9 @@ def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
         (None, "has no image processor that transformers can load"),
         ("{", "has no image processor that transformers can load"),
         ('{"image_processor_type": "NoSuchProcessor"}', "has no image processor that transformers can load"),
-        ('{"size": "wide"}', "give model.classifier.images"),
-        ('{"do_resize": false}', "failed on pictures of shape (3, 96, 160)"),
-        ('{"size": {"height": 24, "width": 24}}', "failed on pictures of shape (3, 24, 24)"),
+        ('{"size": "wide"}', "set model.classifier.images"),
+        ('{"do_resize": false}', "failed on images of shape (3, 96, 160)"),
+        ('{"size": {"height": 24, "width": 24}}', "failed on images of shape (3, 24, 24)"),
     ],
 )
 def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file, said):
@@ -192,7 +192,9 @@ def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
     own = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
     model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
-    with pytest.raises(ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected one; give model.classifier"):
+    with pytest.raises(
+        ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected equal ones; set model.classifier"
+    ):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 
 
@@ -203,7 +205,7 @@ def test_a_module_of_timm_reads_what_timm_would_give_it():
         transform = data.create_transform(**data.resolve_model_data_config(net), is_training=False)
         for size in ((256, 256), (300, 180)):
             image = photograph(*size)
-            np.testing.assert_array_equal(own_preprocessing(net)(image), transform(image).numpy())
+            np.testing.assert_array_equal(default_preprocessing(net)(image), transform(image).numpy())
 
 
 NET = """
@@ -246,7 +248,7 @@ def test_the_code_of_ones_own_module_is_part_of_its_fingerprint(tmp_path):
         torch.nn.init.zeros_(model.fc.bias)
         prints.append(ImageClassifier(model, settings, None).fingerprint())
     assert prints[0] == prints[2] != prints[1]
-    assert own_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
+    assert user_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
 
 
 def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
@@ -263,11 +265,11 @@ def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
         ("class Net(:", "SyntaxError: invalid syntax (net.py, line 1)"),
         ("import no_such_package", "No module named 'no_such_package'"),
         ("1 / len('')", "ZeroDivisionError: division by zero"),
-        ("Net = 3", "expected a class of torch.nn.Module"),
+        ("Net = 3", "expected a torch.nn.Module class"),
         ("class Odd(Exception): ...\nraise Odd('of its own')", "Odd: of its own"),
         ("raise SystemExit(0)", "SystemExit: 0"),
-        ("def Net() -> 'unknown.Name': ...", "expected a class of torch.nn.Module"),
-        (None, "no such file, seen from"),
+        ("def Net() -> 'unknown.Name': ...", "expected a torch.nn.Module class"),
+        (None, "no such file in "),
     ],
 )
 def test_a_file_without_such_a_module_is_refused(tmp_path, content, said):
@@ -297,5 +299,5 @@ def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(
     np.testing.assert_allclose(model.logits(hidden_PH).numpy(), expected, rtol=0, atol=rounding(10, expected))
     write_weights(tmp_path / "wide.safetensors", TinyNet(width=12))
     wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
-    with pytest.raises(ModelError, match="it reads 10 features, `head` of the model 12"):
+    with pytest.raises(ModelError, match="it has 10 inputs, but `head` of the model has 12"):
         load(tmp_path, **wide, model__classifier__fitted_head=str(path))

@@ -35,7 +35,7 @@ def test_from_a_backbone_to_predictions(world):
     assert all(colour in dropped.out for colour in ("blue", "green", "red"))
     kept = succeed("select", art, "--budget", "50%", "--target", "trusted", "--out", world / "kept.parquet")
     assert "15" in kept.out
-    assert "rows are images, and the method reads tokens" in refused(
+    assert "rows are images, but the method reads tokens" in refused(
         "score", art, "--target", "trusted", "--method", "bm25"
     )
 

@@ -68,8 +68,8 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
     found = grasp.open(path).explain("trusted", "train-4")
     assert list(found.pictures) == ["train-4"]
-    why = "where the build read them is not known" if change == "kind" else "the build read them from "
-    assert f"8 of these trusted images are not at hand: {why}" in repr(found)
+    why = "the artifact does not record their files" if change == "kind" else "the build read them from "
+    assert f"8 of these trusted images are not available: {why}" in repr(found)
     assert found.to_pandas()["unit_id"][0] in repr(found)
 
 

@@ -79,9 +79,9 @@ REFUSED = [
     ({"image": IMAGES, "label": [True, False, True]}, COLOURS, "row 0: class True, expected"),
     ({"picture": [1], "label": [1]}, COLOURS, "no column 'image' of images; columns found: picture, label"),
     ({"image": [1], "kind": [1]}, COLOURS, "no column 'label' of classes; columns found: image, kind"),
-    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' holds int64"),
+    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' has type int64"),
     ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken images)"),
-    (None, COLOURS, "lies in no folder of a class"),
+    (None, COLOURS, "not in a folder of a class"),
 ]
 
 

@@ -177,8 +177,8 @@ def compare(
     utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
     material = MethodInputs(
         artifact,
-        checkpoint_places=tuple(checkpoints),
-        retrained=Retrained.from_joined(joined, utilities),
+        checkpoint_paths=tuple(checkpoints),
+        retrained=Retrained.from_alignment(joined, utilities),
         progress=progress or Silent(),
     )
     fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
