@@ -13,12 +13,12 @@ from grasp.baselines.bm25 import top_rows, words
 from grasp.errors import TargetError
 from grasp.methods.registry import scores
 from grasp.targets.units import UnitSet
-from tests.baselines.world import N_ROWS, asked, matrix, scored
+from tests.baselines.world import N_ROWS, configured_method, matrix, scored
 
 IDF = {
-    "lucene": lambda n, found: math.log(1 + (n - found + 0.5) / (found + 0.5)),
-    "robertson": lambda n, found: math.log(max(1.0, (n - found + 0.5) / (found + 0.5))),
-    "atire": lambda n, found: math.log(n / found),
+    "lucene": lambda n, result: math.log(1 + (n - result + 0.5) / (result + 0.5)),
+    "robertson": lambda n, result: math.log(max(1.0, (n - result + 0.5) / (result + 0.5))),
+    "atire": lambda n, result: math.log(n / result),
 }
 
 
@@ -28,12 +28,12 @@ def slow_bm25(rows, queries, k1, b, variant):
     out = np.zeros((len(rows), len(queries)))
     for e, query in enumerate(queries):
         for word in query:
-            found = sum(word in row for row in rows)
+            result = sum(word in row for row in rows)
             for i, row in enumerate(rows):
                 tf = row.count(word)
                 if tf:
                     saturation = tf / (tf + k1 * (1 - b + b * len(row) / mean))
-                    out[i, e] += IDF[variant](len(rows), found) * saturation * (k1 + 1 if variant == "atire" else 1)
+                    out[i, e] += IDF[variant](len(rows), result) * saturation * (k1 + 1 if variant == "atire" else 1)
     return out
 
 
@@ -47,8 +47,8 @@ def texts_of(inputs, fields=("prompt", "completion")):
 def test_scores_are_the_formula(variant, k1, b, query, world, tmp_path):
     fields = ("prompt", "completion") if query == "both" else (query,)
     expected = slow_bm25(*texts_of(world.inputs(), fields), k1, b, variant)
-    found = scored(world, tmp_path, "bm25", variant=variant, k1=k1, b=b, query=query)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)  # kept as float16
+    result = scored(world, tmp_path, "bm25", variant=variant, k1=k1, b=b, query=query)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)  # kept as float16
 
 
 def test_scores_are_those_of_bm25s_with_every_word_indexed(world, tmp_path):
@@ -87,9 +87,9 @@ def test_rows_beyond_the_top_score_zero(world, tmp_path):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
 @settings(max_examples=60)
 def test_the_top_is_a_stable_sort_cut_off(values, data):
-    kept = data.draw(st.integers(1, len(values)))
+    n_top = data.draw(st.integers(1, len(values)))
     score = np.array(values, dtype=np.float32)
-    np.testing.assert_array_equal(top_rows(score, kept), np.sort(np.argsort(-score, kind="stable")[:kept]))
+    np.testing.assert_array_equal(top_rows(score, n_top), np.sort(np.argsort(-score, kind="stable")[:n_top]))
 
 
 def with_units(inputs, change):
@@ -104,12 +104,12 @@ def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
         return replace(unit, prompt="Which is the", completion=" a") if i == 2 else unit
 
     inputs = with_units(world.inputs(), silence)
-    found = scores(asked("bm25"), inputs, tmp_path)
-    assert (matrix(found)[:, 2] == 0).all()
-    assert found.account.counts["units without a query word: 0 for every row"] == 1
+    result = scores(configured_method("bm25"), inputs, tmp_path)
+    assert (matrix(result)[:, 2] == 0).all()
+    assert result.account.counts["units without a query word: 0 for every row"] == 1
 
 
 def test_units_without_any_word_are_refused(world, tmp_path):
     inputs = with_units(world.inputs(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
-    with pytest.raises(TargetError, match="none of the 6 units has a word"):
-        scores(asked("bm25"), inputs, tmp_path)
+    with pytest.raises(TargetError, match="none of the 6 units has a query word"):
+        scores(configured_method("bm25"), inputs, tmp_path)

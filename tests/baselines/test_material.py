@@ -18,7 +18,7 @@ from grasp.methods.registry import find_method, scores
 from grasp.models import checkpoint
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
 
 
 def test_blocks_cover_every_row_once_from_anywhere(world):
@@ -49,12 +49,12 @@ def test_rows_and_units_are_the_artifact_s(world):
 
 
 @pytest.fixture
-def own(world, tmp_path):
+def copied(world, tmp_path):
     """A copy of the artifact, to be changed."""
-    return Own(shutil.copytree(world.root / "art", tmp_path / "art"))
+    return CopiedArtifact(shutil.copytree(world.root / "art", tmp_path / "art"))
 
 
-class Own:
+class CopiedArtifact:
     def __init__(self, path):
         self.path = path
 
@@ -62,29 +62,29 @@ class Own:
         return MethodInputs(ArtifactReader.open(self.path))
 
 
-def test_rows_without_tokens_are_refused(own):
-    shutil.rmtree(own.path / "tokens")
+def test_rows_without_tokens_are_refused(copied):
+    shutil.rmtree(copied.path / "tokens")
     with pytest.raises(ArtifactError, match=r"keeps no rows; build it with keep_tokens: true"):
-        _ = own.inputs().store
+        _ = copied.inputs().store
 
 
-def test_tokens_of_another_corpus_are_refused(own):
-    store, inputs = own.path / "tokens/store.json", own.inputs()
+def test_tokens_of_another_corpus_are_refused(copied):
+    store, inputs = copied.path / "tokens/store.json", copied.inputs()
     summary = RowStore.signed.read(store.parent)
     store.write_text(store.read_text().replace(inputs.store.fingerprint, "0" * 32))
     with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
-        _ = own.inputs().store
+        _ = copied.inputs().store
     RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
     manifest = inputs.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
-    SIGNED_MANIFEST.write(own.path, manifest.model_copy(update={"rows_kept": noted}))
+    SIGNED_MANIFEST.write(copied.path, manifest.model_copy(update={"rows_kept": noted}))
     with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
-        _ = own.inputs().store
+        _ = copied.inputs().store
 
 
-def test_a_model_that_changed_is_refused(world, own, tmp_path):
+def test_a_model_that_changed_is_refused(world, copied, tmp_path):
     model = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "model")
-    inputs = own.inputs()
+    inputs = copied.inputs()
     moved = inputs.settings.model_copy(update={"model": inputs.settings.model.model_copy(update={"path": str(model)})})
     inputs.origin.__dict__["settings"] = moved
     assert inputs.model.vocab_size == 300
@@ -110,14 +110,14 @@ def on_a_hub(world, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in find_method(name).load().requires])
 def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
-    found = matrix(scores(asked(name, **settings), on_a_hub, tmp_path / "hub"))
-    (one,) = training_checkpoints(on_a_hub)
-    assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
+    result = matrix(scores(configured_method(name, **settings), on_a_hub, tmp_path / "hub"))
+    (checkpoint,) = training_checkpoints(on_a_hub)
+    assert (checkpoint.fingerprint, checkpoint.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
     if "checkpoints" in find_method(name).load().settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}
     inputs = world.inputs()
-    expected = matrix(scores(asked(name, **settings), inputs, tmp_path / "disk"))
-    np.testing.assert_array_equal(found, expected)
+    expected = matrix(scores(configured_method(name, **settings), inputs, tmp_path / "disk"))
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
@@ -135,6 +135,6 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     }
 
 
-def test_a_method_without_an_environment_cannot_have_one(own):
+def test_a_method_without_runs_is_refused(copied):
     with pytest.raises(SettingsError, match=r"pass their directory with --runs"):
-        _ = own.inputs().environment
+        _ = copied.inputs().environment

@@ -70,22 +70,22 @@ def test_two_packages_of_one_name_are_refused(loud, install):
 
 
 @pytest.mark.parametrize(
-    ("point", "said"),
+    ("point", "message"),
     [
         ("gone:Loud", "method loud: gone:Loud of package broken cannot be imported: No module named 'gone'"),
         ("broken:Quiet", "method loud: broken:Quiet of package broken cannot be imported: .* has no attribute 'Quiet'"),
     ],
 )
-def test_a_package_that_is_broken_is_named(point, said, install):
+def test_a_package_that_is_broken_is_named(point, message, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
-    with pytest.raises(MissingExtraError, match=said):
+    with pytest.raises(MissingExtraError, match=message):
         find_method("loud").load()
 
 
 def test_what_is_no_method_is_refused(install, world):
     install("plain", "class Loud: ...\n", "loud = plain:Loud", package="plain")
-    told = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
-    assert told.startswith(
+    message_text = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
+    assert message_text.startswith(
         "method loud: plain:Loud of package plain: got <class 'plain.Loud'>, expected a class derived"
     )
 

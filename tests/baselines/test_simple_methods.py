@@ -46,8 +46,8 @@ def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_to
     for i, row in enumerate(row_NH - mean_H):
         for e, unit in enumerate(unit_EH - mean_H):
             expected[i, e] = row @ unit / np.linalg.norm(row) / np.linalg.norm(unit)
-    choice = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
-    np.testing.assert_allclose(scored(world, tmp_path, "activation_similarity", **choice), expected, atol=2e-5)
+    settings_given = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
+    np.testing.assert_allclose(scored(world, tmp_path, "activation_similarity", **settings_given), expected, atol=2e-5)
 
 
 def slow_mean(model, ids, first, spec):

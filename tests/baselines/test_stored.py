@@ -18,7 +18,7 @@ from grasp.methods.contract import Account, NoSettings, Seconds
 from grasp.methods.registry import find_method, scores
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.predictions import read_row_scores
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
 NAN, INF = float("nan"), float("inf")
@@ -33,7 +33,7 @@ class Fake(BlockMethod[NoSettings]):
 
     def __init__(self, *, seed=0):
         super().__init__(NoSettings(), name="fake", seed=seed)
-        self.asked = []
+        self.calls = []
 
     def parts(self, inputs):
         return self.n_parts
@@ -47,7 +47,7 @@ class FakeScorer(RowScorer):
         self.method, self.part = method, part
 
     def score(self, start, stop):
-        self.method.asked.append((self.part, start, stop))
+        self.method.calls.append((self.part, start, stop))
         out = value(self.part)[start:stop]
         for (row, unit), bad in self.method.spoil.items():
             if start <= row < stop:
@@ -68,9 +68,9 @@ def kind(**attributes):
 
 def test_parts_are_added_up(world, tmp_path):
     method, inputs = kind(n_parts=3)(), world.inputs()
-    found = method.scores(inputs, tmp_path)
-    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
-    assert found.account == FakeScorer(method, 0).account()
+    result = method.scores(inputs, tmp_path)
+    np.testing.assert_array_equal(matrix(result), value(0) + value(1) + value(2))
+    assert result.account == FakeScorer(method, 0).account()
 
 
 @pytest.mark.parametrize("kill", range(1, 10))
@@ -80,15 +80,15 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
     with pytest.raises(Killed):
         first.scores(inputs, tmp_path)
     inputs = world.inputs()
-    found = second.scores(inputs, tmp_path)
-    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
+    result = second.scores(inputs, tmp_path)
+    np.testing.assert_array_equal(matrix(result), value(0) + value(1) + value(2))
     blocks = [(part, *bounds) for part in range(3) for bounds in inputs.blocks()]
-    assert first.asked + second.asked == blocks
-    assert len(first.asked) == kill
+    assert first.calls + second.calls == blocks
+    assert len(first.calls) == kill
 
 
 @pytest.mark.parametrize(
-    ("attributes", "error", "said"),
+    ("attributes", "error", "message"),
     [
         *(({"spoil": {(19, 4): bad}}, ModelError, f"row 19 for unit 'facts-4' is {bad}") for bad in (NAN, INF, -INF)),
         ({"spoil": {(2, 0): 7e4}, "dtype": "float16"}, ModelError, "70000.0 .* expected a finite float16 number"),
@@ -96,8 +96,8 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
         ({"n_parts": 0}, ModelError, "got 0 passes over the rows"),
     ],
 )
-def test_what_is_no_score_is_refused_and_not_kept(attributes, error, said, world, tmp_path):
-    with pytest.raises(error, match=said):
+def test_what_is_no_score_is_refused_and_not_kept(attributes, error, message, world, tmp_path):
+    with pytest.raises(error, match=message):
         kind(**attributes)().scores(world.inputs(), tmp_path)
     assert not list(tmp_path.glob("fake-*/method.json"))
 
@@ -109,9 +109,9 @@ def test_what_decides_the_numbers_decides_the_name(world):
         return result_directory(inputs.artifact.path, identity(method, inputs)).name
 
     names = [
-        name(asked("bm25").method),
-        name(asked("bm25", seed=1).method),
-        name(asked("bm25", k1=1.3).method),
+        name(configured_method("bm25").method),
+        name(configured_method("bm25", seed=1).method),
+        name(configured_method("bm25", k1=1.3).method),
         name(kind(version=2)()),
         name(kind()()),
         name(kind(requires=frozenset({"model"}))()),
@@ -119,7 +119,7 @@ def test_what_decides_the_numbers_decides_the_name(world):
         name(kind(requires=frozenset({"environment"}))()),
     ]
     assert len(set(names)) == len(names)
-    assert names[0] == name(asked("bm25").method)
+    assert names[0] == name(configured_method("bm25").method)
 
 
 def other(inputs, **changes):
@@ -140,7 +140,7 @@ READERS = [name for name in METHODS if {"tokens", "model"} & find_method(name).l
 @pytest.mark.parametrize("name", READERS)
 def test_what_an_artifact_was_made_with_decides_the_name(name, world):
     """Artifacts of one corpus may share a cache: with another model, another tokenizer, units cut elsewhere."""
-    inputs, method = world.inputs(), asked(name).method
+    inputs, method = world.inputs(), configured_method(name).method
     requires = method.requires
     decides = {
         "corpus": True,
@@ -159,7 +159,7 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
 
     def names():
         inputs = world.inputs(checkpoint_paths=(run,))
-        return [identity(asked("less", adam=adam).method, inputs) for adam in ("auto", "never")]
+        return [identity(configured_method("less", adam=adam).method, inputs) for adam in ("auto", "never")]
 
     with_moments = names()
     assert names() == with_moments
@@ -169,7 +169,7 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
     other_moments = names()
     path.unlink()
     without = names()
-    assert len({str(found[0]) for found in (with_moments, other_moments, without)}) == 3
+    assert len({str(result[0]) for result in (with_moments, other_moments, without)}) == 3
     assert with_moments[1] == other_moments[1] == without[1]
 
 
@@ -185,7 +185,7 @@ def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
     ]
     assert len(set(places)) == len(places)
     assert shared_directory(tmp_path, other(inputs), 1) == places[0]
-    scores(asked("tracin", checkpoints="last"), inputs, tmp_path)
+    scores(configured_method("tracin", checkpoints="last"), inputs, tmp_path)
     (area,) = tmp_path.glob("shared-*/gradients-*")
     assert area.parent == shared_directory(tmp_path, inputs, 1)
 
@@ -198,13 +198,13 @@ def test_two_processes_do_not_compute_the_same(world, tmp_path):
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(ArtifactError, match=r"locked by another process; .*: wait for it or stop it"):
             method.scores(inputs, tmp_path)
-    assert method.asked == []
+    assert method.calls == []
 
 
 def test_a_damaged_result_is_refused(world, tmp_path):
     inputs = world.inputs()
-    found = kind()().scores(inputs, tmp_path)
-    (found.path / "scores.npy").write_bytes(b"no array")
+    result = kind()().scores(inputs, tmp_path)
+    (result.path / "scores.npy").write_bytes(b"no array")
     with pytest.raises(SettingsError, match=r"fake-.*/scores.npy: truncated: .*; delete its directory"):
         kind()().scores(inputs, tmp_path)
 
@@ -218,10 +218,10 @@ def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
 
 def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):
     inputs = world.inputs()
-    found = scores(asked("bm25"), inputs, tmp_path)
-    read = read_row_scores(found.path / "scores.npy", RowIndex.from_parquet(inputs.artifact.rows_path))
+    result = scores(configured_method("bm25"), inputs, tmp_path)
+    read = read_row_scores(result.path / "scores.npy", RowIndex.from_parquet(inputs.artifact.rows_path))
     assert read.columns == tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
-    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(found))
+    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(result))
 
 
 def test_a_work_area_keeps_arrays_records_and_time(tmp_path):

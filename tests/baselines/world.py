@@ -95,15 +95,15 @@ def make(root: Path) -> World:
     return World(root)
 
 
-def asked(name: str, **settings: Any) -> ConfiguredMethod:
+def configured_method(name: str, **settings: Any) -> ConfiguredMethod:
     """One method with settings, and `seed` among them."""
-    (found,) = configured_methods([name], {name: settings})
-    return found
+    (result,) = configured_methods([name], {name: settings})
+    return result
 
 
-def matrix(found: MethodScores) -> np.ndarray:
+def matrix(result: MethodScores) -> np.ndarray:
     """All stored scores, float64."""
-    return np.concatenate([block for _, block in found]).astype(np.float64)
+    return np.concatenate([block for _, block in result]).astype(np.float64)
 
 
 def copies(inputs: MethodInputs) -> np.ndarray:
@@ -113,7 +113,7 @@ def copies(inputs: MethodInputs) -> np.ndarray:
 
 def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
     """All scores of one method with these settings, computed or found at the place, float64."""
-    return matrix(scores(asked(name, **settings), world.inputs(), place))
+    return matrix(scores(configured_method(name, **settings), world.inputs(), place))
 
 
 @dataclass
