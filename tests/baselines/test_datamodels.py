@@ -84,7 +84,7 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     strange = replace(other, subset_ids=("mine", "yours"))
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not in .*, e.g. 'mine'"):
         method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
-    with pytest.raises(SettingsError, match=r"\(--runs\)"):
+    with pytest.raises(SettingsError, match=r"--runs"):
         method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
     with pytest.raises(SubsetError, match="nonsense"):
         run(inputs, tmp_path, sees="nonsense")

@@ -29,7 +29,9 @@ def by_hand(inputs, batches, **settings):
     """A replay over batches of row indices, all units' mean as its loss: {row: value}."""
     arguments = {"layers": ("all",), "order": 1, "update": "sgd"} | QUICK | settings
     units = [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
-    replay = Replay(_trainable_copy(inputs.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**arguments))
+    replay = Replay(
+        _trainable_copy(inputs.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**arguments)
+    )
     result = {}
     for index in batches:
         rows = inputs.rows_at(np.array(index))
