@@ -58,7 +58,7 @@ SKIPPED = {
 
 REMEDIES = {
     "unwritten": "use a tokenizer whose template includes it (--tokenizer)",
-    "cut_answer": "only the included parts carry loss; use a tokenizer whose template includes all of them (--tokenizer)",
+    "cut_answer": "only the included parts carry loss; use a tokenizer whose template includes them (--tokenizer)",
     "no_calls": "they are ignored; use a tokenizer whose template includes them (--tokenizer)",
     "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion to train "
     "on the last answer only",
