@@ -1,4 +1,4 @@
-"""The comparisons of all environments as the table of the page: mean LDS, its difference to the built-in rule, task rho.
+"""Write the comparisons of all environments to the page: mean LDS, difference to the built-in rule, task rho.
 
 python -m experiments.finetune.table
 """
