@@ -22,12 +22,12 @@ HEAD = """\
 A tiny random model of each type was compared with its own autograd, in float64 if its code allows it, by
 `tests/models/test_zoo.py` with transformers {version}.
 
-*Yes* means that, in a padded batch, the loss of every row equals that of the row alone, up to rounding. The same holds for
-its gradients by the output layer, by the hidden states and by the layers that the gradient kernel samples.
+*Yes* means that, in a padded batch, the loss of every row equals that of the row alone, up to rounding. The same holds
+for its gradients by the output layer, by the hidden states and by the layers that the gradient kernel samples.
 
-Encoders such as BERT were tested as decoders, with `is_decoder: true` in their config. Without it they are refused, since
-they see the tokens that they predict. A particular checkpoint of a supported type can still be refused when it is loaded;
-see [the checks](models.md).
+Encoders such as BERT were tested as decoders, with `is_decoder: true` in their config. Without it they are refused,
+since they see the tokens that they predict. A particular checkpoint of a supported type can still be refused when it is
+loaded; see [the checks](models.md).
 
 The last column names parameters that have no gradient for each row, so that the gradient kernel leaves them out.
 
@@ -52,8 +52,8 @@ def main() -> None:
     partly = sum(kinds[name] == "yes" and cells[name] != "" for name in TYPES)
     counts = (
         f"**{count['yes']} of the {len(TYPES)} causal LM types of transformers are read exactly.** {count['refused']} "
-        f"are refused, {count['not tested']} could not be tested. Of those that are read, {partly} have parameters that "
-        "the gradient kernel leaves out."
+        f"are refused, {count['not tested']} could not be tested. Of those that are read, {partly} have parameters "
+        "that the gradient kernel leaves out."
     )
     order = sorted(TYPES, key=lambda name: (kinds[name] == "yes", name))  # the exceptions first
     lines = [f"| `{name}` | {kinds[name]} | {cells[name]} |" for name in order]
