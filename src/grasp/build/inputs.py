@@ -19,7 +19,7 @@ from grasp.build.modality import load_reference, vision
 from grasp.build.model_pass import ModelPass
 from grasp.build.sample import Store
 from grasp.corpus.conversations import preference_note
-from grasp.corpus.documents import documents_of
+from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import Source, open_source
@@ -94,8 +94,7 @@ def prepare(
         if model is None:
             refuse_unreadable(settings.model.path)
         unit_set = load_units(settings.targets, in_memory.units)
-        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
-        next(documents_of(source, settings.corpus), None)
+        corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
             config, made = text_config_of(settings.model), tokenizer_of(settings.model)
             vocab_size = getattr(config, "vocab_size", None) or len(made)
@@ -136,7 +135,7 @@ def prepare(
             tokenizer,
             shard_rows=settings.shard_rows,
             context=context,
-            source=source,
+            corpus=corpus,
             replace=replace,
             progress=lambda rows: progress.advance(rows, 0),
         )
