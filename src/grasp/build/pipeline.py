@@ -12,13 +12,11 @@ One process, the one that is called, reads the corpus, merges the moments and wr
 elsewhere. So a worker that dies takes nothing with it but the part that it had.
 """
 
-import hashlib
-import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -29,26 +27,26 @@ from numpy.typing import NDArray
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.build.identity import Identity
 from grasp.build.inputs import (
     ON_DISK,
     InMemory,
     Inputs,
     describe_build,
-    identity,
     leak_arrays,
     prepare,
     unit_table,
 )
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.build.sample import MEGABYTE, PART_ROWS, Sample, kept_bytes, tokens_ahead
-from grasp.build.score_shard import PassedBatches, ScoredShard, Workers, observe_part, score_shard
+from grasp.build.score_shard import Arrays, PassedBatches, ScoredShard, Workers, observe_part, score_shard
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import dtype_name, is_adapter, refuse_unreadable, said_train
+from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml, write_yaml
@@ -86,8 +84,7 @@ def build_artifact(
             return out
         fresh = not has_work(out)
         inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
-        made_of = hashlib.blake2b(json.dumps(identity(inputs), sort_keys=True).encode(), digest_size=8)
-        work = out / "work" / made_of.hexdigest()
+        work = out / "work" / inputs.identity.key
         entered: AbstractContextManager[Workers]
         if cluster is None:
             entered = nullcontext(Workers(inputs.ready))
@@ -183,14 +180,15 @@ def write_shards(
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
         out,
-        identity=identity(inputs),
+        identity=inputs.identity.record,
         n_rows=store.n_rows,
         shard_rows=settings.shard_rows,
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
     kept = FeatureSpool(out / FEATURES) if settings.keep_features else None
-    for k, shard in scored_shards(inputs, workers, kernels, writer.left, passed, progress):
+    batches = None if passed is None else passed.read
+    for k, shard in scored_shards(inputs, workers, kernels, writer.left, batches, progress):
         if kept is not None and shard.features is not None:
             kept.write(k, shard.features)
         _write_shard(inputs, writer, k, shard, progress)
@@ -220,17 +218,21 @@ def scored_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     left: Sequence[int],
-    passed: PassedBatches | None,
+    passed: Callable[[int], Iterable[Arrays]] | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
-    """Yield the numbers of some shards, as they come: by a pass of their rows, or from what a pass gave before."""
+    """Yield the numbers of some shards, as they come.
+
+    Args:
+        passed: gives the batches of a shard that passed the model before; None: its rows pass the model here.
+    """
     store, keep = inputs.store, inputs.settings.keep_features
     share = len(left) / store.n_shards
     if passed is not None:
         progress.stage("kept rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
-            rows, batches = store.shard(k), passed.read(k)
-            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=batches)
+            rows = store.shard(k)
+            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed(k))
             progress.advance(len(rows), 0)
         return
     if left:
@@ -282,14 +284,8 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
 def alike(inputs: Inputs, like: str) -> ArtifactReader:
     """The artifact whose moments hold for these inputs."""
     artifact = ArtifactReader.open(like)
-    reader, reader_fingerprint = inputs.model.reader
-    then, now = artifact.manifest, {"model": inputs.model_fingerprint, reader: reader_fingerprint}
-    changed = [
-        *differences({what: then.fingerprints.get(what) for what in now}, now, "fingerprints"),
-        *differences(then.made_by.get("dtype"), dtype_name(inputs.model.dtype), "model.dtype"),
-        *differences(artifact.feature_settings, inputs.settings.features.model_dump(mode="json"), "features"),
-    ]
-    if changed:
+    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
+    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
         raise ArtifactError(
             f"like: {artifact.where} was built with another model or other features, so its moments do not hold "
             f"here: {'; '.join(changed)}; give this build the same"

@@ -4,20 +4,18 @@ Shape letters: N rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import I64
-from grasp.corpus.row_store import RowStore, ShardStore
+from grasp.build.inputs import Store
 from grasp.kernels.kernel import counts_rows, needs_backward
 from grasp.kernels.whitening import STATES
 from grasp.models.forward_pass import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
-
-Store = RowStore | ShardStore[Any, Any]
 
 PART_ROWS = 64  # of a sample that go through the model at once
 MEGABYTE = 1 << 20
