@@ -7,9 +7,9 @@ from typing import Any, Literal
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.build.inputs import leak_arrays, prepare, unit_table
+from grasp.build.model_pass import Workers
 from grasp.build.pipeline import column_sums, scored_shards
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import Workers
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.forward_pass import Reference
