@@ -26,11 +26,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import foretell
 from grasp.build.inputs import ON_DISK, prepare
-from grasp.build.model_pass import read_batches
-from grasp.build.pipeline import build_artifact, decided, has_work, regime
+from grasp.build.model_pass import observe_part, read_batches
+from grasp.build.pipeline import Sample, build_artifact, decided, has_work, regime
 from grasp.build.provenance import BuildSource
-from grasp.build.sample import Sample
-from grasp.build.score_shard import observe_part
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
 from grasp.kernels import kernel as kernel_module

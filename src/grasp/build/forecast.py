@@ -12,9 +12,17 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.writer import lock_artifact
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
-from grasp.build.pipeline import alike, claim_settings, decided, has_work, refuse_untrained
-from grasp.build.sample import MEGABYTE, Sample, kept_bytes
-from grasp.build.score_shard import Arrays, observe_part, score_shard
+from grasp.build.model_pass import Arrays, observe_part, score_shard
+from grasp.build.pipeline import (
+    MEGABYTE,
+    Sample,
+    alike,
+    claim_settings,
+    decided,
+    has_work,
+    kept_bytes,
+    refuse_untrained,
+)
 from grasp.errors import ArtifactError
 from grasp.kernels.kernel import kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
