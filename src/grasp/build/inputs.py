@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,32 @@ from grasp.text import skipped_lines
 Store = RowStore | ShardStore[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inputs:
-    """Everything a build reads, ready."""
+    """Everything a build reads. `units` pass the model when they are first asked for."""
 
     settings: BuildSettings
     ready: ModelPass
     store: Store
     unit_set: UnitSet
-    units: Batch
+    unit_inputs: Units
     identity: Identity
-    unit_tokens: Sequence[UnitTokens] = ()  # of pictures there are none
     leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; of pictures there are none
 
     @property
     def model(self) -> Reference:
-        """The model that reads the corpus."""
+        """Return the model that reads the corpus."""
         return self.ready.model
+
+    @property
+    def unit_tokens(self) -> Sequence[UnitTokens]:
+        """Return the token ids of the units; empty if they are images."""
+        return self.unit_inputs if isinstance(self.unit_inputs, Sequence) else ()
+
+    @cached_property
+    def units(self) -> Batch:
+        """Pass the units through the model, once."""
+        return self.ready.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +201,8 @@ def prepare(
         ready=ready,
         store=store,
         unit_set=unit_set,
-        units=ready.units(units, [unit.unit_id for unit in unit_set.units]),
+        unit_inputs=units,
         identity=identity,
-        unit_tokens=units if isinstance(units, Sequence) else (),
         leaks=leaks,
     )
 
