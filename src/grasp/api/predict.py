@@ -146,7 +146,7 @@ def predict(
         raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
     targets = checked_targets(artifact, target)
     labels = LabelTable(artifact.rows_path)
-    chosen = as_protocol(protocol)
+    chosen = as_protocol(protocol, artifact)
     sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
     if by is not None:
         column = label_column(artifact, by, "by")  # or it says what there is

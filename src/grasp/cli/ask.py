@@ -117,7 +117,10 @@ def report(
         from grasp.report.atlas import write_atlas
 
         opens = write_atlas(
-            artifact.files, atlas, protocol=as_protocol(asked["protocol"]), targets=names(asked["target"])
+            artifact.files,
+            atlas,
+            protocol=as_protocol(asked["protocol"], artifact.files),
+            targets=names(asked["target"]),
         )
         print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")
     if out is None:

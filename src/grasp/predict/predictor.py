@@ -359,7 +359,7 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = as_protocol(protocol).fitted(artifact.array_names, artifact.feature_settings)
+        fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         law = exposure or Exposure()
         if fitted.beside:
@@ -564,7 +564,7 @@ def additive_predictor(
         match: one kernel in the place of the protocol's.
         unit: one unit in the place of all those of the target.
     """
-    chosen, units = as_protocol(protocol), None
+    chosen, units = as_protocol(protocol, artifact), None
     if match is not None:
         alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")

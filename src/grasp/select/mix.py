@@ -114,7 +114,7 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = as_protocol(protocol)
+    rule = as_protocol(protocol, artifact)
     if diversity is not None:
         rule = with_diversity(rule, diversity, artifact.array_names)
     if not 1 <= max_repeat < np.inf:

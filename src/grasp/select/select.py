@@ -120,7 +120,7 @@ def select(
     if documents is not None:
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    rule = as_protocol(protocol)
+    rule = as_protocol(protocol, artifact)
     if diversity is not None:
         rule = with_diversity(rule, diversity, artifact.array_names)
     if documents == "all" and rule.searches:
