@@ -23,12 +23,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import findings
 from grasp.report.page import render
-from grasp.runs.calibration import learn, measures
+from grasp.runs.calibration import learn
 from grasp.runs.retrained import Environment
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
@@ -206,7 +206,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert told["labels"][0]["after"].endswith(f"--runs {environment.path}")
-    predictor = Predictor.from_artifact(artifact, chosen, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILAR)
     if interactions:
         assert changes == [[None, None]] * 5
     else:

@@ -46,6 +46,7 @@ from grasp.predict.scoring_rule import (
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
+SIMILAR = ("hidden", "residual")  # sketches that tell how alike rows are
 REPETITION = "repetition"  # beside the kernels, as a part of a change
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
 ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
@@ -352,7 +353,7 @@ class Predictor:
             protocol: None: the one that ships.
             targets: None: all.
             per_unit: prepare for `unit_change`.
-            sketches: halves whose sums are wanted.
+            sketches: halves whose sums are wanted, as far as they are built.
             components: keep the kernels apart, for `parts`.
             units: other columns than all units of the targets.
             exposure: of a training budget; None: of no budget.
@@ -362,6 +363,7 @@ class Predictor:
         fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         law = exposure or Exposure()
+        sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
         if fitted.beside:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
@@ -376,10 +378,6 @@ class Predictor:
         bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
         return replace(bound, task=own, sketches=held, exposure=law)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return self.units.targets
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix

@@ -19,7 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
-from grasp.predict.predictor import Exposure, Predictor, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
@@ -29,7 +29,6 @@ MOST_LABELS = 4
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights
-SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +186,7 @@ def dropped_intervals(
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # all other rows, counted from the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
-    bounds = np.full((2, len(predictor.targets), n_slices), np.nan)
+    bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:

@@ -14,7 +14,7 @@ Shape letters: G slices, N rows, T targets.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +28,14 @@ from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
 from grasp.select.objective import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
 from grasp.select.quadratic_program import Programme, Segments, climb, solve
 from grasp.text import plain, several
+
+if TYPE_CHECKING:
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -85,7 +87,7 @@ def mix(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "Environment | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,

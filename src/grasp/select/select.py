@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -35,8 +36,6 @@ from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
 from grasp.predict.slices import sensible_labels
 from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.progress import Progress
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.select.budget import (
     OPTIMAL,
     Amount,
@@ -52,6 +51,10 @@ from grasp.select.export import checked_rule
 from grasp.select.objective import SelectionObjective, weighted_targets, with_diversity
 from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
+
+if TYPE_CHECKING:
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 SUBSET = "selection"
 ENDS = ("short_end", "cut", "cut_begin")  # of documents
@@ -77,7 +80,7 @@ def select(
     by: str | None = None,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "Environment | RunTable | Path | str | None" = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     drop_leaks: bool = False,
