@@ -20,7 +20,7 @@ from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, protocol_from, save_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, protocol_from, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
@@ -200,6 +200,25 @@ class SelectionObjective:
             beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
+
+    def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that every `Choice` for this objective has."""
+        return {
+            "targets": changes,
+            "value": value,
+            "unit": self.predictor.unit,
+            "asked": asked,
+            "protocol": self.predictor.protocol,
+            "artifact": self.artifact,
+        }
+
+
+def rule_of(
+    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
+) -> ScoringProtocol:
+    """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
+    rule = as_protocol(protocol, artifact)
+    return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
 def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
