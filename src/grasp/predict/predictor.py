@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I64, Blocks
+from grasp.arrays import F32, F64, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import cached, checked_targets
 from grasp.errors import ProtocolError
@@ -108,8 +108,7 @@ class ColumnSpread:
     @property
     def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
         """1 / std; 0 where there is no variance worth the name: such a column is dropped."""
-        varies_E = self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny)
-        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=varies_E)
+        return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
 
     def z(self, value_BE: F64) -> F64:
         """(x - mean) / std; 0 where nothing varies. Source: eq:component-predictor."""
@@ -301,18 +300,13 @@ class SubsetSums:
     def worth(self, exposure: Exposure) -> F64:
         """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
         base_B = exposure.base(self.kept_B, self.n_rows)
-        return np.asarray(exposure(base_B * inverse(self.weight_B)) * self.counted_B * inverse(base_B))
+        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.counted_B * ratio(1.0, base_B))
 
     def cumulated(self) -> "SubsetSums":
         """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
         kept_B = np.cumsum(self.counted_B)
         sketch = {half: np.cumsum(total_BD, axis=0) for half, total_BD in self.sketch.items()}
         return SubsetSums(self.n_rows, kept_B, kept_B, kept_B, np.cumsum(self.effect_BT, axis=0), sketch)
-
-
-def inverse(mass_B: F64) -> F64:
-    """1 / x; 0 where x is 0."""
-    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +473,7 @@ class Predictor:
 
     def _mean(self, sum_BC: F64, sums: SubsetSums, base_C: F64 | float) -> F64:
         """worth (mean + b) - b of values that add up to 0 over the corpus."""
-        mean_BC = inverse(sums.counted_B)[:, None] * sum_BC
+        mean_BC = ratio(1.0, sums.counted_B)[:, None] * sum_BC
         worth_B1 = sums.worth(self.exposure)[:, None]
         return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * base_C)
 

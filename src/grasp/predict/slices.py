@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.corpus.labels import OWN_COLUMNS
@@ -155,7 +155,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
         floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
         product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-        redundancy_G = np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor)
+        redundancy_G = ratio(product_G, norm_G, least=floor, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
@@ -212,7 +212,7 @@ def cosines(slices: SubsetSums) -> F64 | None:
     size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
     product_GG = np.outer(size_G, size_G)
     floor = 1e-12 * float(np.trace(gram_GG))
-    cosine_GG = np.divide(centred_GG, product_GG, out=np.full_like(gram_GG, np.nan), where=product_GG > floor)
+    cosine_GG = ratio(centred_GG, product_GG, least=floor, undefined=np.nan)
     return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
 
 
