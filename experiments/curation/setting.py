@@ -20,7 +20,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import SettingsError
 from grasp.files import temporary_path, write_whole
 from grasp.methods.contract import MethodInputs
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.seeds import stream
 from grasp.select.export import corpus_settings, kept_documents, kept_records, stored_rows, write_corpus
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
@@ -146,7 +146,7 @@ class World:
     @cached_property
     def protocol(self) -> ScoringProtocol:
         path = self.settings.protocol
-        return default_protocol() if path is None else load_protocol(path)
+        return DEFAULT_PROTOCOL if path is None else load_protocol(path)
 
     def pool_corpus(self) -> Path:
         """The corpus without the held-out documents, written once."""

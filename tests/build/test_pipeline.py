@@ -38,7 +38,7 @@ from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
-from grasp.predict.scoring_rule import BESIDE_GRADIENT, default_protocol
+from grasp.predict.scoring_rule import BESIDE_GRADIENT, DEFAULT_PROTOCOL
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
@@ -391,7 +391,7 @@ def test_the_kernels_of_a_build_are_what_the_scoring_rule_reads_and_two_sketches
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
         stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
-        fitted = default_protocol().fitted(stored, features.model_dump())
+        fitted = DEFAULT_PROTOCOL.fitted(stored, features.model_dump())
         assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
     assert {train for _, train in KERNELS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
@@ -403,7 +403,7 @@ def test_the_settings_of_the_paper_come_with_its_rule():
     assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
     assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
     assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
-    assert default_protocol().fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
+    assert DEFAULT_PROTOCOL.fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
 
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
@@ -450,7 +450,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
     by_loss = np.argsort(-losses[0], kind="stable")
     assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
     with pytest.raises(ProtocolError, match="needs array 'relevance_toy'"):
-        default_protocol().model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
+        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
 
     # a target is added to it as to any other
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -868,7 +868,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
         weights = dict.fromkeys(("output_layer", "embedding"), BESIDE_GRADIENT) | {"gradient": 1.0}
-    assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
+    assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
 def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):

@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, reads, show, tell
+from grasp.cli.console import check_outputs, show, tell
 from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -108,7 +108,7 @@ def evaluate(
 ) -> None:
     opened = grasp.open(art)
     outputs = {"--json": json_file, "--csv": csv_file}
-    check_outputs(outputs, opened.files.reads | reads(asked), streamed=("--json", "--csv"))
+    check_outputs(outputs, artifact=opened.files, asked=asked, streamed=("--json", "--csv"))
     if names(asked["methods"]) == []:
         raise SettingsError(
             f"--methods: got {asked['methods']!r}, expected names separated by commas; see grasp methods"
