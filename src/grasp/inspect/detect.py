@@ -38,7 +38,7 @@ from grasp.inspect.neighbours import COMPARED, disagreement
 from grasp.predict.predictor import RowMoments
 from grasp.progress import Progress, Silent
 from grasp.results import Result
-from grasp.store.checksummed_parquet import sealed_batches
+from grasp.store.checksummed_parquet import read_checksummed_batches
 from grasp.store.contents import readable_table
 from grasp.text import json_text
 from grasp.yaml_files import describe
@@ -394,7 +394,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
     with readable_table(f"--detect: {path}", SettingsError, written):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
         batch = None
-        for part in sealed_batches(path):  # all of it is proven
+        for part in read_checksummed_batches(path):  # all of it is proven
             batch = part.slice(0, SHOWN) if batch is None else batch
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
         raise SettingsError(f"--detect: {path} does not say what was detected; expected {written}")

@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-SEAL = b"grasp.seal"  # key of the digests in the metadata of a file
+DIGESTS_KEY = b"grasp.seal"  # key of the digests in the metadata of a file
 BATCH = 1 << 16
 
 
-class NotAsWrittenError(pa.ArrowInvalid):  # type: ignore[misc]
+class ChecksumMismatchError(pa.ArrowInvalid):  # type: ignore[misc]
     """A table is not what was written."""
 
 
@@ -30,7 +30,7 @@ class _Digests:
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str]) -> None:
-        told = {key: value for key, value in (schema.metadata or {}).items() if key != SEAL}
+        told = {key: value for key, value in (schema.metadata or {}).items() if key != DIGESTS_KEY}
         self._metadata = xxhash.xxh3_128_hexdigest(b"\0".join(part for item in sorted(told.items()) for part in item))
         once = [name for name in columns if schema.names.count(name) == 1]
         self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in once}  # of sizes, and of values
@@ -65,7 +65,7 @@ class _Digests:
         return {"columns": columns, "metadata": self._metadata}
 
 
-class SealedWriter:
+class ChecksummedParquetWriter:
     """Writes tables of one schema one after the other; what they hold is said when it is closed."""
 
     def __init__(self, path: Any, schema: pa.Schema, **how: Any) -> None:
@@ -81,31 +81,31 @@ class SealedWriter:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if kind is None:
-            self._writer.add_key_value_metadata({SEAL: json.dumps(self._digests.record()).encode()})
+            self._writer.add_key_value_metadata({DIGESTS_KEY: json.dumps(self._digests.record()).encode()})
         self._writer.close()
 
 
-def write_sealed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
+def write_checksummed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
     """Write a table with the digests of its columns."""
-    with SealedWriter(path, table.schema) as writer:
+    with ChecksummedParquetWriter(path, table.schema) as writer:
         writer.write(table, row_group_size=group_rows)
 
 
-def sealed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Batches of some columns; what is wrong with them is known when the last one has come.
 
     Raises:
-        NotAsWrittenError: a column, or the metadata, are not those that were written.
+        ChecksumMismatchError: a column, or the metadata, are not those that were written.
     """
     with pq.ParquetFile(path) as file:
-        schema, seal = file.schema_arrow, (file.metadata.metadata or {}).get(SEAL)
+        schema, digests_json = file.schema_arrow, (file.metadata.metadata or {}).get(DIGESTS_KEY)
         known = None
-        if seal is not None:
+        if digests_json is not None:
             try:
-                known = json.loads(seal)
+                known = json.loads(digests_json)
                 known = {"columns": dict(known["columns"]), "metadata": known["metadata"]}
             except (ValueError, TypeError, KeyError) as err:
-                raise NotAsWrittenError(f"its metadata {SEAL.decode()} is damaged; restore a copy") from err
+                raise ChecksumMismatchError(f"its metadata {DIGESTS_KEY.decode()} is damaged; restore a copy") from err
         digests = _Digests(schema, [] if known is None else schema.names if columns is None else columns)
         for batch in file.iter_batches(BATCH, columns=columns):
             digests.add(batch)
@@ -117,14 +117,14 @@ def sealed_batches(path: Path | str, columns: Sequence[str] | None = None) -> It
     wrong += sorted(known["columns"].keys() - set(schema.names))
     wrong += [] if found["metadata"] == known["metadata"] else ["its metadata"]
     if wrong:
-        raise NotAsWrittenError(
+        raise ChecksumMismatchError(
             f"{wrong[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
         )
 
 
-def read_sealed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
-    """A whole table; arguments and errors as in `sealed_batches`."""
-    batches = list(sealed_batches(path, columns))
+def read_checksummed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
+    """A whole table; arguments and errors as in `read_checksummed_batches`."""
+    batches = list(read_checksummed_batches(path, columns))
     if batches:
         return pa.Table.from_batches(batches)
     schema = pq.read_schema(path)
