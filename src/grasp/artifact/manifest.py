@@ -219,7 +219,7 @@ class BuiltShards(Store[ShardMark]):
     def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
         under = part_dir(part)
         plan, marks = (under / BUILD).as_posix(), (under / "shards" / "[0-9]*.json").as_posix()
-        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, again="build the artifact again"))
+        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="build the artifact again"))
         self.grid = grid
 
     def mark(self, part: str) -> ShardMark:
@@ -258,7 +258,7 @@ class FeatureSpool(Store[Mark]):
         Raises:
             ArtifactError: shard k is not here, or damaged.
         """
-        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.again)
+        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.recovery_hint)
 
     def has(self, k: int) -> bool:
         """Whether shard k is whole."""

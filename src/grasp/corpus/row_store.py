@@ -61,7 +61,7 @@ FORMAT: Final = 2
 WITHOUT_SPANS: Final = 1  # the format before
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
-AGAIN: Final = "delete its directory and build again"
+RECOVERY_HINT: Final = "delete its directory and build again"
 CHANGED: Final = "the corpus changed since these rows were made of it; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
@@ -105,8 +105,8 @@ ROWS = Schema(
     marks="shard-*.json",
     plan="plan.json",
     ours=("shard-*.parquet", SUMMARY),
-    again=AGAIN,
-    mistake=CorpusError,
+    recovery_hint=RECOVERY_HINT,
+    error_type=CorpusError,
 )
 
 
@@ -120,7 +120,7 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         what,
         holds,
         FORMAT,
-        AGAIN,
+        RECOVERY_HINT,
         CorpusError,
         none=none,
         unsigned=True,
@@ -155,7 +155,7 @@ class ShardStore(ABC, Generic[S, R]):
 
     def __init__(self, directory: Path, summary: StoreSummary) -> None:
         self._directory = directory
-        self._files = Files(directory, summary.files, AGAIN, CorpusError)
+        self._files = Files(directory, summary.files, RECOVERY_HINT, CorpusError)
         self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
         self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
         self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
@@ -240,7 +240,9 @@ class ShardStore(ABC, Generic[S, R]):
                 names.register("shard", shard).execute("INSERT INTO names SELECT * FROM shard")
 
             for name in store.parts:
-                observe(read_table(store.file(name), AGAIN, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content]))
+                observe(
+                    read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content])
+                )
 
             # The shards.
             stream = rows(counted(), cursor, skipped)
@@ -412,7 +414,7 @@ class ShardStore(ABC, Generic[S, R]):
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
         name = f"shard-{k:05d}.parquet"
         path = self._files.file(name) if self._files.entries else self._directory / name
-        stored = read_table(path, AGAIN, CorpusError, list(names))
+        stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
         found = {name: stored.column(name) for name in names if name in stored.column_names}
         for label in names:
             if (kind := self._kinds.get(label)) is None:

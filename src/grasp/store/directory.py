@@ -41,11 +41,15 @@ class Files:
     """Files of one directory, by what was noted of them; each is compared with its checksum when first asked for."""
 
     def __init__(
-        self, root: Path, entries: Mapping[str, FileEntry], again: str, mistake: type[GraspError] = ArtifactError
+        self,
+        root: Path,
+        entries: Mapping[str, FileEntry],
+        recovery_hint: str,
+        error_type: type[GraspError] = ArtifactError,
     ) -> None:
         self.root, self.entries = root, entries
         self.where = str(root)  # what the user calls it: the path, or the URL
-        self._again, self._mistake = again, mistake
+        self._recovery_hint, self._error_type = recovery_hint, error_type
         self._checked: set[str] = set()
 
     def file(self, name: str) -> Path:
@@ -55,7 +59,7 @@ class Files:
             GraspError: it is not listed, not there, or not what was written.
         """
         if name not in self.entries:
-            raise self._mistake(f"{self.where}: lists no {name}; {self._again}")
+            raise self._error_type(f"{self.where}: lists no {name}; {self._recovery_hint}")
         if name not in self._checked:
             if what := fault(self.root, name, self.entries[name]):
                 self._not_here(name, what)
@@ -64,7 +68,7 @@ class Files:
 
     def _not_here(self, name: str, what: str) -> None:
         """What is done about a file that is missing here, or damaged."""
-        raise self._mistake(f"{self.root / name}: {what}; {self._again}")
+        raise self._error_type(f"{self.root / name}: {what}; {self._recovery_hint}")
 
     def fault(self, name: str) -> str | None:
         """What is wrong with a file where it lies, in words; None: nothing."""
@@ -87,16 +91,16 @@ class Schema(Generic[M]):
         marks: where marks lie, e.g. `shards/*.json`; a part is called as its mark is, without the ending.
         plan: name of the file that says what decides the content; empty: the directory's name does.
         ours: patterns of further files that go when other work takes the place.
-        again: what to do where a file is damaged.
-        mistake: the error of whoever gives this directory.
+        recovery_hint: what to do if a file is damaged.
+        error_type: raised for errors of this store.
     """
 
     mark: type[M]
     marks: str
     plan: str = ""
     ours: tuple[str, ...] = ()
-    again: str = "build it again"
-    mistake: type[GraspError] = ArtifactError
+    recovery_hint: str = "build it again"
+    error_type: type[GraspError] = ArtifactError
     files: Callable[[M], Mapping[str, FileEntry]] = attrgetter("files")
 
 
@@ -120,16 +124,18 @@ class Store(Generic[M]):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as err:
-                raise self.schema.mistake(f"{plan.parent}: no directory can be made here; choose another one") from err
+                raise self.schema.error_type(
+                    f"{plan.parent}: no directory can be made here; choose another one"
+                ) from err
             then = None
             if plan.exists():
                 try:
                     then = parse_json(plan.read_bytes())
                 except (OSError, ValueError) as err:
-                    raise self.schema.mistake(f"{plan}: damaged: {err}; {self.schema.again}") from err
+                    raise self.schema.error_type(f"{plan}: damaged: {err}; {self.schema.recovery_hint}") from err
             if then is not None and (changed := list(differences(then, now))):
                 if not replace and any(self.root.glob(self.schema.marks)):
-                    raise self.schema.mistake(
+                    raise self.schema.error_type(
                         f"{self.root}: was begun with other input: {'; '.join(changed)}; restore it, choose another "
                         f"place, or delete {plan.parent} to start over"
                     )
@@ -147,7 +153,7 @@ class Store(Generic[M]):
             entries = self.schema.files(self.mark(mark.stem))
             sizes = {self.root / name: entry.bytes for name, entry in entries.items()}
             if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items()):
-                found[mark.stem] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+                found[mark.stem] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
         return found
 
     def mark(self, part: str) -> M:
@@ -156,7 +162,7 @@ class Store(Generic[M]):
         Raises:
             GraspError: there is none, or it is damaged.
         """
-        return read_record(self._mark(part), self.schema.mark, self.schema.mistake)
+        return read_record(self._mark(part), self.schema.mark, self.schema.error_type)
 
     def missing(self, parts: Iterable[str]) -> list[str]:
         """Those of the parts that are not whole yet."""
@@ -186,7 +192,7 @@ class Store(Generic[M]):
                 for path in (mark, *(self.root / name for name in files)):  # the mark first: none without its files
                     path.unlink(missing_ok=True)
                 raise
-        self.parts[part] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+        self.parts[part] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
         return record
 
     def drop(self, part: str) -> None:
@@ -204,7 +210,7 @@ class Store(Generic[M]):
         """
         files = self.parts.get(part)
         if files is None:
-            raise self.schema.mistake(f"{self.root}: has no {part}; {self.schema.again}")
+            raise self.schema.error_type(f"{self.root}: has no {part}; {self.schema.recovery_hint}")
         return files.file(name or next(iter(files.entries)))
 
     def entries(self) -> dict[str, FileEntry]:

@@ -44,7 +44,7 @@ class Signed(Generic[R]):
 
     Attributes:
         what: in messages, e.g. "the manifest of an artifact".
-        again: what to do where it is damaged.
+        recovery_hint: what to do if it is damaged.
         none: what to say where there is none, after the path of the store, which is its `{place}` as well.
         unsigned: whether one without a checksum is read too, as written by hand.
         key: of the field that holds `format`.
@@ -58,8 +58,8 @@ class Signed(Generic[R]):
     what: str
     format: str
     version: int
-    again: str
-    mistake: type[GraspError] = ArtifactError
+    recovery_hint: str
+    error_type: type[GraspError] = ArtifactError
     largest: int = LARGEST
     none: str = ""
     unsigned: bool = False
@@ -80,11 +80,13 @@ class Signed(Generic[R]):
         """
         path = root / self.name
         if (kind := kind_of(path)) == "nothing" and self.none:
-            raise self.mistake(f"{root}: {self.none.format(place=root)}")
+            raise self.error_type(f"{root}: {self.none.format(place=root)}")
         if kind != "file":
-            raise self.mistake(f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.again}")
+            raise self.error_type(
+                f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.recovery_hint}"
+            )
         if (size := path.stat().st_size) > self.largest:
-            raise self.mistake(f"{path}: has {size} bytes, expected at most {self.largest}; {self.again}")
+            raise self.error_type(f"{path}: has {size} bytes, expected at most {self.largest}; {self.recovery_hint}")
         return self.parse(path, path.read_bytes())
 
     def parse(self, path: Path | str, data: bytes) -> R:
@@ -96,25 +98,31 @@ class Signed(Generic[R]):
         try:
             raw = parse_json(data)
         except ValueError as err:
-            raise self.mistake(f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.again}") from err
+            raise self.error_type(
+                f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
+            ) from err
         by_hand = self.unsigned and isinstance(raw, dict) and not raw.get("checksum")
         if by_hand:
             raw = {self.key: self.format, "format_version": self.version} | raw
         if not isinstance(raw, dict) or raw.get(self.key) != self.format:
-            raise self.mistake(f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.again}")
+            raise self.error_type(
+                f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.recovery_hint}"
+            )
         if (version := raw.get("format_version")) not in (self.version, *self.older):
-            raise self.mistake(
-                f"{path}: format version {version!r}, this program reads {self.version}; {self.again}, or use the "
-                "version of grasp that wrote it"
+            raise self.error_type(
+                f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
+                "the version of grasp that wrote it"
             )
         if not by_hand and not is_signed(data):
-            raise self.mistake(f"{path}: damaged: its checksum does not match; restore a copy, or {self.again}")
+            raise self.error_type(
+                f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
+            )
         try:
             record = self.kind.model_validate_json(data)
         except ValidationError as err:
-            raise self.mistake(f"{describe(err, str(path), self.kind)}; {self.again}") from err
+            raise self.error_type(f"{describe(err, str(path), self.kind)}; {self.recovery_hint}") from err
         if what := self.check(record):
-            raise self.mistake(f"{path}: {what}; {self.again}")
+            raise self.error_type(f"{path}: {what}; {self.recovery_hint}")
         return record
 
 
@@ -123,14 +131,14 @@ def dump_json(record: BaseModel) -> bytes:
     return (json.dumps(record.model_dump(mode="json"), indent=1) + "\n").encode()
 
 
-def read_record(path: Path, kind: type[R], mistake: type[GraspError] = ArtifactError) -> R:
+def read_record(path: Path, kind: type[R], error_type: type[GraspError] = ArtifactError) -> R:
     """Read a record, or say that the file is damaged."""
     if kind_of(path) != "file":
-        raise mistake(f"{path}: is no regular file; restore a copy or build again")
+        raise error_type(f"{path}: is no regular file; restore a copy or build again")
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as err:
-        raise mistake(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
+        raise error_type(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
 
 
 def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class RemoteFiles(Files):
                 with _reached(f"{self.where}/{name}"):
                     self._filesystem.get_file(f"{self._place}/{name}", str(part))
                 if wrong := fault(part.parent, part.name, expected):
-                    raise self._mistake(
+                    raise self._error_type(
                         f"{self.where}/{name}: {wrong}; `grasp verify {shlex.quote(self.where)}` names everything that "
                         "is broken"
                     )
@@ -106,11 +106,11 @@ class RemoteFiles(Files):
         return f"{kept} (the copy of it in {self.root}; it is fetched again when it is needed)" if kept else None
 
 
-def open_store(place: Path | str, signed: Signed[R], again: str = "") -> tuple[R, Files]:
+def open_store(place: Path | str, signed: Signed[R], recovery_hint: str = "") -> tuple[R, Files]:
     """The signed record of a complete store, and its files: a directory, or a URL.
 
     Args:
-        again: what to do where a file is damaged; empty: as where the record is.
+        recovery_hint: what to do if a file is damaged; empty: that of `signed`.
     Raises:
         GraspError: no complete store there, damaged, or the place cannot be reached.
         MissingExtraError: what speaks this protocol is not installed.
@@ -118,19 +118,19 @@ def open_store(place: Path | str, signed: Signed[R], again: str = "") -> tuple[R
     if (url := remote_url(place)) is None:
         path = local_path(place)
         record = signed.read(path)
-        return record, Files(path, signed.files(record), again or signed.again, signed.mistake)
+        return record, Files(path, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type)
     filesystem, root = _connect(url)
     with _reached(url):
         try:
             data: bytes = filesystem.cat_file(f"{root}/{signed.name}")
         except FileNotFoundError as err:
-            raise signed.mistake(f"{url}: {signed.none.format(place=shlex.quote(url))}") from err
+            raise signed.error_type(f"{url}: {signed.none.format(place=shlex.quote(url))}") from err
     record = signed.parse(f"{url}/{signed.name}", data)
     cache = cache_directory("fetched", f"{url} {checksum(data)}")
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache.with_suffix(LOCK), wait=True):
         write_whole(cache / signed.name, data)
-    files = cache, signed.files(record), again or signed.again, signed.mistake
+    files = cache, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type
     return record, RemoteFiles(url, filesystem, root, *files)
 
 
