@@ -100,7 +100,7 @@ class Signed(Generic[R]):
         return self.parse(path, path.read_bytes())
 
     def parse(self, path: Path | str, data: bytes) -> R:
-        """Validate format, version, checksum and fields, in this order: other versions may compute checksums differently.
+        """Validate format, version, checksum and fields, in this order: versions may differ in the checksum.
 
         Raises:
             GraspError: the first of them that is invalid.
