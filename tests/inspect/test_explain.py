@@ -16,9 +16,10 @@ import grasp
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_index
+from grasp.build.model_pass import ModelPass
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
-from grasp.inspect.explain import Explainer, explain
+from grasp.inspect.explain import Explainer, _Question, explain
 from grasp.inspect.explanation import Explanation, joined_words
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
@@ -124,7 +125,8 @@ def test_positions_that_no_kernel_uses_add_nothing(root, positions):
 def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
     every = explainer.explain("facts", "row-5")
     total = np.nansum(every.contributions)
-    assert sum(every.questions["contribution"].to_pylist()) == pytest.approx(total)
+    # the gradient's part of a question is the stored one, in float16; words use a mean over questions in bfloat16
+    assert sum(every.questions["contribution"].to_pylist()) == pytest.approx(total, rel=2**-8)
     assert every.questions["contribution"].to_pylist() == sorted(every.questions["contribution"].to_pylist())[::-1]
     one = explainer.explain("facts", "row-5", unit=UNIT)
     assert np.nansum(one.received) == pytest.approx(np.nansum(one.contributions))
@@ -352,3 +354,15 @@ def test_a_long_run_of_white_space_is_cut():
     assert visible(" " * 24) == SPACE * 6 + "..."
     assert visible("\r\n") == "\u240d" + BREAK + "\n"
     assert [visible(word) for word in ("", " a", "a\n")] == ["", " a", "a\n"]
+
+
+def test_units_do_not_pass_the_model_again_if_the_artifact_has_them(art, explainer, monkeypatch):
+    plain = Explainer(art)
+    monkeypatch.setattr(_Question, "_prepare_from_artifact", lambda self: False)
+    passed = plain.explain("facts", "row-5")
+    monkeypatch.undo()
+    monkeypatch.setattr(ModelPass, "units", lambda *_: pytest.fail("units passed the model"))
+    stored = Explainer(art).explain("facts", "row-5")
+    # coordinates of gradients are rounded to bfloat16 once more: 2^-9 each, of independent sign
+    scale = np.nanmax(np.abs(passed.contributions))
+    np.testing.assert_allclose(stored.contributions, passed.contributions, atol=2**-8 * scale)

@@ -32,6 +32,7 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
+UNITS = "units."  # of moments: by target what the model computed for its units; `explain` reads it
 LEAKS = "leaks."  # of moments: by target the rows with its questions, and how many of these were looked for
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.inputs import leak_arrays, prepare, unit_table
+from grasp.build.inputs import leak_arrays, prepare, unit_arrays, unit_table
 from grasp.build.model_pass import Workers
 from grasp.build.pipeline import column_sums, scored_shards
 from grasp.build.provenance import BuildSource
@@ -66,7 +66,9 @@ def add_target(
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
         added = "targets+" + "+".join(inputs.unit_set.targets)
         fingerprint = inputs.identity.fingerprints["targets"]
-        extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs))
+        extension.finish(
+            manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs) | unit_arrays(inputs, kernels)
+        )
         return "kept features" if kept else "pass"
 
 

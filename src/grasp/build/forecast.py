@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ from grasp.text import duration_text, size_text
 from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
-PROBE_DOCUMENTS = 4_096  # at most; of images, which have no text, exactly
+PROBE_DOCUMENTS = 4_096  # at most
+CHARS_A_TOKEN = 4  # of a corpus that is tokenised
 PROBE_TOKENS = 32  # of the first pass; the next has four times as many
 PROBE_SECONDS = 0.5  # that a timed pass takes at least, unless all rows passed
 PROBE_UNITS = 64  # units that the probe is scored against
@@ -79,20 +79,19 @@ def forecast(
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
-    """Return how many documents are read, and about how many the corpus has."""
+    """Return how many documents are read, and about how many the corpus has; the share of images is 1 of 1."""
+    if settings.model.classifier is not None:
+        return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
-    n_read = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS)
-    if settings.model.classifier is None:
-        documents = documents_of(source, settings.corpus)
-        sizes = (len(document.text or "") + 4 * len(document.input_ids or ()) for document in documents)
-        for n_documents, chars in enumerate(accumulate(sizes), start=1):
-            if chars >= PROBE_CHARS or n_documents >= n_read:
-                break
-        else:
-            return n_documents, n_documents
-        n_read = n_documents
-    total = source.approximate_length(n_read)
-    return min(n_read, total), total if limit is None else min(limit, total)
+    n_most, chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
+    for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
+        chars += len(document.text or "") + CHARS_A_TOKEN * (
+            0 if document.input_ids is None else len(document.input_ids)
+        )
+        if chars >= PROBE_CHARS or n_read >= n_most:
+            total = source.approximate_length(n_read)
+            return n_read, total if limit is None else min(limit, total)
+    return 1, 1  # all of them
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 import grasp
 from grasp.arrays import I64
+from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import Leaks
 from grasp.build.identity import Identity
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
-from grasp.build.model_pass import ModelPass
+from grasp.build.model_pass import ModelPass, batch_arrays
 from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError
-from grasp.kernels.kernel import Batch
+from grasp.kernels.kernel import Batch, Kernel
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
@@ -77,6 +80,7 @@ class InMemory:
 
 
 ON_DISK = InMemory()
+UNIT_BYTES = 64 << 20  # of a target, see `unit_arrays`
 SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # by which a column is taken for names of documents
 
 
@@ -291,6 +295,26 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
 def leak_arrays(inputs: Inputs) -> dict[str, I64]:
     """Return the rows that contain questions, as arrays that stand among the moments of an artifact."""
     return {name: array for target, found in inputs.leaks.items() for name, array in found.arrays(target).items()}
+
+
+def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:
+    """Return what the model computed for the units of each target, as arrays that are stored with the moments.
+
+    `explain` needs no pass of the units then. Of gradients only the mean over a target is stored. A target with more
+    than `UNIT_BYTES` is left out.
+    """
+    if not inputs.unit_tokens:
+        return {}
+    arrays: dict[str, NDArray[Any]] = {}
+    target_E = np.array([unit.target for unit in inputs.unit_set.units])
+    for target in inputs.unit_set.targets:
+        columns_E = np.flatnonzero(target_E == target)
+        part = batch_arrays(0, np.arange(len(columns_E)), inputs.units.only(columns_E))
+        for kernel in kernels:
+            part |= kernel.unit_means(columns_E)
+        if sum(array.nbytes for array in part.values()) <= UNIT_BYTES:
+            arrays |= {f"{UNITS}{target}.{name}": array for name, array in part.items()}
+    return arrays
 
 
 def unit_table(inputs: Inputs) -> pa.Table:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 import grasp
 from grasp.arrays import F32, I64
-from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
+from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.build.identity import Identity
@@ -84,7 +84,7 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         for one in (first, part)
     )
     found += differences(then, now)
-    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith(LEAKS)):
+    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith((LEAKS, UNITS))):
         both = name in first.moments and name in part.moments
         if not both or not np.array_equal(first.moments[name], part.moments[name]):
             found.append(f"moments.{name}: other numbers")

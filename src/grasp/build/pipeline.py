@@ -39,6 +39,7 @@ from grasp.build.inputs import (
     describe_build,
     leak_arrays,
     prepare,
+    unit_arrays,
     unit_table,
 )
 from grasp.build.model_pass import Arrays, PassedBatches, ScoredShard, Workers, observe_part, score_shard
@@ -268,7 +269,7 @@ def write_shards(
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     writer.finish(
         manifest=manifest,
-        moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs),
+        moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
         units=unit_table(inputs),
         gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
         rows_kept=settings.keep_tokens,

@@ -236,7 +236,7 @@ class FileSource:
                         continue
                     # decompression reads a block ahead, so only a large part is taken for a measure
                     if (part := read_bytes + handle.tell()) >= _COUNTED_BYTES:
-                        return round(records * sum(sizes) / part)
+                        return int(records * sum(sizes) / part)
             read_bytes += size
         return records
 

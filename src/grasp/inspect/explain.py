@@ -26,11 +26,12 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.arrays import F64, I64
+from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import only_target, row_index
 from grasp.build.add_targets import loaded_kernels
 from grasp.build.modality import Pictured, vision
-from grasp.build.model_pass import ModelPass, row_examples
+from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.inspect.explanation import EffectParts, Explanation, joined_words
@@ -44,6 +45,7 @@ from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.targets.units import UnitTokens
 
 KEPT_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
@@ -135,19 +137,43 @@ class _Question:
         self.artifact, self.model, self.rows = origin.artifact, origin.model, origin.rows
         self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
-        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
+        self.unit_tokens: list[UnitTokens] = []
         kernels = loaded_kernels(self.artifact, self.model, self.settings)
         asked = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
         self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in asked)})
         self.ready = ModelPass.choose(self.model, self.settings)
+        self.n_columns, self.n_positions, self.kernels = len(self.units), 1, asked
+        if not by_position and self._prepare_from_artifact():
+            return
+        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
         units = self.ready.units(self.unit_tokens, self.units["unit_id"].to_pylist())
-        self.n_columns, self.n_positions = len(self.units), 1
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)
             units = self._alone(units, self._unit_gradients(n))
-        self.kernels = asked
         for kernel in asked:
             kernel.prepare(units)
+
+    def _prepare_from_artifact(self) -> bool:
+        """Prepare the kernels by what the artifact stores of the target's units, and return whether it does.
+
+        Of gradients it stores the mean over the units, which has the place of one unit: all units of a target have the
+        same weight there.
+        """
+        prefix = f"{UNITS}{self.predictor.units.targets[0]}."
+        arrays = {
+            name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)
+        }
+        if len(arrays.get("0.rows", ())) != len(self.units):
+            return False
+        batch = {name: array for name, array in arrays.items() if name.startswith("0.")}
+        ((_, units),) = read_batches(batch, self.ready, self.model.vocab_size)
+        for kernel in self.kernels:
+            if isinstance(kernel, Gradient):
+                assert self.ready.sampled is not None
+                kernel.prepare_mean(self.ready.sampled, arrays)
+            else:
+                kernel.prepare(units)
+        return True
 
     def _unit_gradients(self, n: int) -> Tensor | None:
         """Gradients of the loss at each position of the unit, (n, K)."""
@@ -221,15 +247,20 @@ class _Question:
 
         # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
-        added_C = np.zeros(self.n_columns)
+        added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
             if name in added_L:
+                if part_PC.shape[1] < self.n_columns:  # one column has the place of all
+                    added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
+                    by_mean.add(name)
+                    continue
                 weighted_PC = part_PC * parts.weights[name]
                 added_L[name][tokens] += weighted_PC.sum(axis=1)
                 added_C += weighted_PC.sum(axis=0)
                 if self.by_position:
                     pair_LC[tokens] += weighted_PC.astype(np.float32)
+        added_C += sum((parts.weights[name] * parts.stored[name] for name in by_mean), np.zeros(self.n_columns))
         here = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
         stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in here}
         total = sum(here.values())

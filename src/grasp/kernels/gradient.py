@@ -45,6 +45,7 @@ from grasp.settings import FeatureSettings
 COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
 MEGABYTE = 1 << 20
+SIDE = "gradient.side"  # name of the mean that `unit_means` returns
 CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
 
 
@@ -298,6 +299,18 @@ class Gradient(Kernel):
             self._own_E[e] = float(taken_K.double() @ side_K.double())
             rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
             self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
+
+    def unit_means(self, columns_E: I64) -> dict[str, NDArray[Any]]:
+        """Return the mean of the preconditioned coordinates of some units, (K,), in bfloat16 as unsigned 16-bit."""
+        side_K = torch.zeros(self.side_EK.shape[1], dtype=torch.float32)
+        for e in columns_E.tolist():
+            side_K += self.side_EK[e].float().cpu()
+        return {SIDE: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
+
+    def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take the mean of units that `unit_means` gave as the only unit, in the place of `prepare`."""
+        self.sampled = sampled
+        self.side_EK = torch.from_numpy(arrays[SIDE]).view(torch.bfloat16)[None].to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the relevance of rows, (B, E). A row whose gradient is not finite gets 0 for every unit."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import grasp.kernels
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
 from grasp.errors import SettingsError
 from grasp.kernels.whitening import HiddenMoments, Moments
@@ -246,6 +246,10 @@ class Kernel(ABC):
             stop = min(start + ROWS_AT_ONCE, units.n_rows)
             blocks.append(self.score(units.rows(start, stop))[:, start:stop].diagonal().double().cpu().numpy())
         return np.concatenate(blocks)
+
+    def unit_means(self, columns_E: I64) -> dict[str, NDArray[Any]]:
+        """Return means over some units that `explain` needs in the place of their backward passes; mostly none."""
+        return {}
 
     def scale(self, units: Batch) -> F64:
         """Return what the columns are divided by in the artifact, (E,), powers of two."""
