@@ -469,7 +469,7 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
         for kernel in make_kernels(("output_layer", "embedding", "knn"), inputs.model, settings.features, corpus):
             kernel.prepare(inputs.units)
-            own.setdefault(kernel.name, []).append(kernel.own(inputs.units))
+            own.setdefault(kernel.name, []).append(kernel.self_relevance(inputs.units))
     for whole_E, in_blocks_E in own.values():
         np.testing.assert_allclose(in_blocks_E, whole_E, rtol=1e-4)
         assert (whole_E > 0).all()

@@ -20,7 +20,7 @@ from grasp.build.model_pass import ModelPass
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.inspect.explain import Explainer, _Question, explain
-from grasp.inspect.explanation import Explanation, joined_words
+from grasp.inspect.explanation import Explanation, join_words
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
 from grasp.models.forward_pass import extract
@@ -177,7 +177,7 @@ def each_position(origin, whitener, ids, first):
 
 
 def test_words_are_tokens_joined():
-    joined, starts = joined_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
+    joined, starts = join_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
     assert joined == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
     assert starts.tolist() == [0, 1, 4, 7, 8, 9, 10]
 

@@ -42,7 +42,7 @@ def add_target(
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
-        kernels = loaded_kernels(artifact, inputs.model, inputs.settings.features)
+        kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
             kernel.prepare(inputs.units)
         extension = ArtifactWriter.extend(
@@ -72,7 +72,7 @@ def add_target(
         return "kept features" if kept else "pass"
 
 
-def loaded_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
+def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
     """Return the kernels of an artifact without its sketches, with the moments that it keeps."""
     corpus = CorpusMoments(model)
     names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]

@@ -162,7 +162,7 @@ def prepare(
         if tokenizer.writes_chats and tokenizer.writes_date:
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
-        tell_rows(store, unit_set, tokenizer, context, progress)
+        note_corpus(store, unit_set, tokenizer, context, progress)
         leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
         for target, found in leaks.items():
             progress.note(f"{target}: {found}")
@@ -211,7 +211,7 @@ def prepare(
     )
 
 
-def tell_rows(
+def note_corpus(
     store: RowStore, unit_set: UnitSet, tokenizer: HfTokenizer, context: int | None, progress: Progress
 ) -> None:
     """Note which column became what, how texts were tokenised, what was left out, and how many questions are scored."""

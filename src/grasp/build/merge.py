@@ -54,8 +54,8 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         raise SettingsError(f"--out: {place} is there already; give another name, or remove it")
     check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
-        _require_alike(opened[0], part)
-    _require_own_names(opened)
+        _require_compatible(opened[0], part)
+    _require_unique_names(opened)
     schema = _row_schema(opened)
     try:
         with written_aside(place) as aside:
@@ -69,7 +69,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
     return ArtifactReader.open(place)
 
 
-def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
+def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
     """See that numbers of two parts mean the same."""
     this, other = Identity.from_artifact(part), Identity.from_artifact(first)
     found = this.changes(other, (this.fingerprints | other.fingerprints).keys() - {"corpus"})
@@ -98,7 +98,7 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         )
 
 
-def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
+def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
     """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
     every = " UNION ALL ".join(
         f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))

@@ -20,7 +20,7 @@ from grasp.arrays import F32, I64
 from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
-from grasp.kernels.gradient import SampledGradients, room
+from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
@@ -67,7 +67,7 @@ class ModelPass:
 
     def units(self, units: Units, names: Sequence[str]) -> Batch:
         """Return all units as one batch; a unit is a row, positions in any order of units."""
-        gradient_EK = None if self.sampled is None else room(len(units), self.sampled, self.settings.gradient_memory_mb)
+        gradient_EK = None if self.sampled is None else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
         parts: list[tuple[I64, Batch]] = []
         for index, features, taken_BK in self._passes(units, self.settings.unit_positions):
             parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
@@ -75,7 +75,7 @@ class ModelPass:
                 place_B = torch.from_numpy(index).to(gradient_EK.device)
                 # the same digits wherever they lie
                 gradient_EK[place_B] = _narrow(taken_BK).to(gradient_EK.device, gradient_EK.dtype)
-        return replace(joined(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
+        return replace(merge_batches(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
 
     def _passes(
         self, items: Rows | Units, specs: tuple[str, ...]
@@ -89,7 +89,7 @@ class ModelPass:
         assert isinstance(items, RowShard | Sequence)
         examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
         for index in self.sampled.batches(examples):
-            for part, (taken_BK, hidden_BLH) in halved(index, self._there_and_back(examples)):
+            for part, (taken_BK, hidden_BLH) in halved(index, self._backward_pass(examples)):
                 own = [examples[int(i)] for i in part]
                 scored = (
                     [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
@@ -97,7 +97,7 @@ class ModelPass:
                 padded = pad_rows([one.input_ids for one in own], scored)
                 yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), taken_BK
 
-    def _there_and_back(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
+    def _backward_pass(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
         assert self.sampled is not None
         compute = self.sampled.compute
         return lambda some: compute([examples[int(i)] for i in some])
@@ -116,7 +116,7 @@ class ModelPass:
         return tail
 
 
-def joined(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
+def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
     """Return batches as one, given the numbers of their rows among all; positions in the order of the batches."""
     first = parts[0][1]
     loss_B = first.loss_B.new_zeros(n_rows)
@@ -132,7 +132,7 @@ def joined(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
         input_P=torch.cat([part.input_P for _, part in parts]),
         n_rows=n_rows,
         loss_B=loss_B,
-        tail=joined(tails, n_rows) if tails else None,
+        tail=merge_batches(tails, n_rows) if tails else None,
         gradient_BK=None,
     )
 

@@ -62,7 +62,7 @@ UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occ
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
 PART_ROWS = 64  # of a sample that go through the model at once
 MEGABYTE = 1 << 20
-THERE_AND_BACK = 3  # forward passes that a forward and a backward pass cost
+BACKWARD_COST = 3  # forward passes that a forward and a backward pass cost
 PASSED = "passed.ends"  # beside the moments of a build that goes on: see `PassedBatches`
 NO_GRADIENT = "relevance_gradient.none"  # sum over rows without a finite one
 
@@ -139,7 +139,7 @@ class Sample:
         return cls(index, n_positions, len(index) == len(supervised_N), max(1, n_positions // STATES))
 
 
-def kept_bytes(model: Reference, store: Store, settings: FeatureSettings, coordinates: int) -> int:
+def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coordinates: int) -> int:
     """Return about how much the model gives for all rows, as it is kept between the loops.
 
     Args:
@@ -166,11 +166,11 @@ def observe(
     features, model = settings.features, ready.model
     sample = Sample.draw(store.supervised(), features)
     coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
-    fits = kept_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
+    fits = stored_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
     keep = keep and sample.is_whole and fits and settings.like is None
     # tokens that the model reads in each stage, about: all of them again, unless the sample is whole and kept
     passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)
-    cost = store.n_tokens * (THERE_AND_BACK if needs_backward(features.kernels) else 1)
+    cost = store.n_tokens * (BACKWARD_COST if needs_backward(features.kernels) else 1)
     ahead = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
     progress.plan({stage: tokens for stage, tokens in ahead.items() if tokens})
     corpus, saved = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")

@@ -44,14 +44,14 @@ class Cluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = int(sum(node.get("GPU", 0) for node in nodes))
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
-        room = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
-        asked = room if spec.workers is None else spec.workers
-        if room < 1:
+        allocate_unit_gradients = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
+        asked = allocate_unit_gradients if spec.workers is None else spec.workers
+        if allocate_unit_gradients < 1:
             raise EngineError(f"threads: got {spec.threads}, but no node has so many cores; ask for fewer threads")
-        if asked > room:
+        if asked > allocate_unit_gradients:
             raise EngineError(
-                f"--workers: got {asked}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for {room} "
-                f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
+                f"--workers: got {asked}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for {allocate_unit_gradients} "
+                f"of {spec.threads} threads; ask for {allocate_unit_gradients} or fewer, or for fewer threads"
             )
         self._room = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})  # that a worker takes
         wanted = 1 if spec.workers is None else spec.workers

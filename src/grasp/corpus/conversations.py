@@ -80,7 +80,7 @@ TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
-BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
+EXTRA_COLUMNS: Final = ("system", "tools")  # columns that go with turns of any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
@@ -192,7 +192,7 @@ class Form:
             prompt, completion = self.templates
             pair = prompt.fill(given, where), completion.fill(given, where)
         elif self.kind == "instruction":
-            _, output, *inputs = (name for name in self.columns if name not in (*BESIDE, HISTORY))
+            _, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
             for name in (first, output, *inputs):
                 if not isinstance(given[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
@@ -407,7 +407,7 @@ def preference_note(text_column: str | None, columns: Collection[str], *, turns:
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Every way to read records with these columns, by what says to choose it."""
-    extra = tuple(name for name in BESIDE if name in names)
+    extra = tuple(name for name in EXTRA_COLUMNS if name in names)
     forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
     if TEXT in names:
         forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))

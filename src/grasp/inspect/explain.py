@@ -29,14 +29,14 @@ from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import only_target, row_index
-from grasp.build.add_targets import loaded_kernels
+from grasp.build.add_targets import load_kernels
 from grasp.build.modality import Pictured, vision
 from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
-from grasp.inspect.explanation import EffectParts, Explanation, joined_words
-from grasp.inspect.rescoring import reopened
-from grasp.kernels.gradient import Gradient, room
+from grasp.inspect.explanation import EffectParts, Explanation, join_words
+from grasp.inspect.rescoring import reopen_source
+from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch
 from grasp.kernels.pooled import Pooled
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
@@ -47,9 +47,9 @@ from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.targets.units import UnitTokens
 
-KEPT_PAIRS = 100
+MAX_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
-OWN_SCALE = "effects on one question are on its own scale: compare them with those of other rows on this question"
+UNIT_SCALE_NOTE = "effects on one question are on its own scale: compare them with those of other rows on this question"
 POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
 
 
@@ -97,7 +97,7 @@ class Explainer:
 
     @cached_property
     def _origin(self) -> BuildSource:
-        return reopened(self.artifact, self._own)
+        return reopen_source(self.artifact, self._own)
 
     def explain(
         self,
@@ -138,7 +138,7 @@ class _Question:
         self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
         self.unit_tokens: list[UnitTokens] = []
-        kernels = loaded_kernels(self.artifact, self.model, self.settings)
+        kernels = load_kernels(self.artifact, self.model, self.settings)
         asked = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
         self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in asked)})
         self.ready = ModelPass.choose(self.model, self.settings)
@@ -183,7 +183,7 @@ class _Question:
         (tokens,) = self.unit_tokens
         places = np.arange(len(tokens.input_ids))
         alone = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
-        gradient_PK = room(n, sampled, self.settings.gradient_memory_mb)
+        gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
         for index in sampled.batches(alone):
             taken_BK, _ = sampled.compute([alone[int(i)] for i in index])
             gradient_PK[torch.from_numpy(index)] = taken_BK.to(gradient_PK.device, gradient_PK.dtype)
@@ -290,7 +290,7 @@ class _Question:
                 }
             )
             pairs = _strongest(pair_LC, table, answer, tokens_of_unit.first)
-            notes.append(OWN_SCALE)
+            notes.append(UNIT_SCALE_NOTE)
         else:  # what the row adds to each question, the most helped first
             questions = self.units.select(["unit_id", "prompt", "completion"])
             questions = questions.append_column("contribution", pa.array(added_C))
@@ -333,10 +333,10 @@ class _Question:
 
 def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
     """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
-    row_words, starts = joined_words(row["text"].to_pylist())
-    answer_words, heard = joined_words(answer["text"].to_pylist()[first:])
+    row_words, starts = join_words(row["text"].to_pylist())
+    answer_words, heard = join_words(answer["text"].to_pylist()[first:])
     pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
-    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:KEPT_PAIRS], pair_WC.shape)
+    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:MAX_PAIRS], pair_WC.shape)
     return pa.table(
         {
             "row_position": starts[places],

@@ -167,7 +167,7 @@ class Explanation(Result):
         }
 
 
-def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
+def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     """Tokens joined to words, and the first token of each.
 
     A token goes on with a word where a letter or a digit follows another; of scripts that part no words, each is one.
@@ -185,7 +185,7 @@ def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
 
 def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float], list[float]]:
     """Words, what each adds, and that over the most that any does; NaN and 0 where no token of it carries loss."""
-    words, starts = joined_words(tokens)
+    words, starts = join_words(tokens)
     known_W = np.add.reduceat(~np.isnan(adds_L), starts, dtype=np.int64) > 0
     adds_W = np.add.reduceat(np.nan_to_num(adds_L), starts)
     share_W = adds_W / (np.abs(adds_W).max(initial=0.0) or 1.0)

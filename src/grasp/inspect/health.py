@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import agreement
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import joined
+from grasp.build.model_pass import merge_batches
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.inspect import health_metrics as measures
-from grasp.inspect.health_metrics import Check, judged, missing
+from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import (
     SampleFeatures,
     environment_subsets,
-    features_alone,
+    features_one_by_one,
     forward_only,
-    redrawn,
-    reopened,
+    rank_twice,
+    reopen_source,
     sample_features,
     sample_rows,
 )
@@ -42,7 +42,7 @@ from grasp.text import json_text, plain
 T = TypeVar("T")
 
 MIN_ROWS = 8
-ALONE_ROWS = 16
+SINGLE_ROWS = 16
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
 ENVIRONMENT = "70% of pairs or more in order"
 SMALL_TAIL = "at most 20%"
@@ -52,7 +52,7 @@ SPREAD = "half of the units have at most 20% of their squared relevance in one r
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Checks(Result):
+class Health(Result):
     """Whether an artifact is fit for what a protocol uses of it.
 
     Attributes:
@@ -90,7 +90,7 @@ def check(
     subsets: int = 64,
     seed: int = 0,
     own: Mapping[str, Any] | None = None,
-) -> Checks:
+) -> Health:
     """Check the approximations that a protocol uses, on a sample of the artifact's own rows and of subsets of them.
 
     Args:
@@ -118,7 +118,7 @@ def check(
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
-    origin = _or_error(lambda: reopened(artifact, own))
+    origin = _or_error(lambda: reopen_source(artifact, own))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
     chosen = as_protocol(protocol, artifact)
@@ -130,7 +130,7 @@ def check(
         middle, most = float(np.median(share_E)), int(share_E.argmax())
         worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
         checks.append(
-            judged(
+            judge_check(
                 f"tail, {kernel}",
                 f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
                 f"{share_E[most]:.0%} of {worst}",
@@ -143,11 +143,11 @@ def check(
         )
     checks.append(_draw(subject, chosen, seed))
     if isinstance(features, GraspError):
-        checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
+        checks.append(unmeasured_check("residual beyond top-k", SMALL_TAIL, str(features)))
     else:
         share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
         checks.append(
-            judged(
+            judge_check(
                 "residual beyond top-k",
                 f"{share:.1%} of its absolute mass",
                 SMALL_TAIL,
@@ -158,12 +158,12 @@ def check(
         )
     checks.append(_batches(subject))
     if environment is None:
-        checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
+        checks.append(unmeasured_check("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
         for points in agreement(artifact, environment, chosen).points:
             found = measures.stability(points.predicted_B, points.realized_B)
             checks.append(
-                judged(
+                judge_check(
                     f"ranking stability, {points.target}",
                     f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
                     f"{found.certain:.0%}",
@@ -192,7 +192,7 @@ def check(
     headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
     source = "nothing" if isinstance(features, GraspError) else features.source
     notes = (f"{len(index)} rows, {len(weight_BN)} {compared}, full features from {source}",)
-    return Checks(table, f"{headline}.", notes, checks=tuple(checks), source=source)
+    return Health(table, f"{headline}.", notes, checks=tuple(checks), source=source)
 
 
 @dataclass(frozen=True)
@@ -220,19 +220,19 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
 def _batches(subject: Subject) -> Check:
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
     if isinstance(subject.origin, GraspError):
-        return missing("batch invariance", healthy, str(subject.origin))
-    index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
+        return unmeasured_check("batch invariance", healthy, str(subject.origin))
+    index = subject.index[:: max(1, len(subject.index) // SINGLE_ROWS)][:SINGLE_ROWS]
     rows, model = subject.origin.rows.rows(index), subject.origin.model
     batches = list(forward_only(subject.origin).batches(rows))
-    together = joined(batches, len(index)).summary
-    alone = features_alone(subject.origin, index)
+    together = merge_batches(batches, len(index)).summary
+    alone = features_one_by_one(subject.origin, index)
     spread = float(np.abs(alone.hidden_NH - alone.hidden_NH.mean(axis=0)).mean()) or 1.0
     hidden = float(np.abs(alone.hidden_NH - together.hidden_NH).max()) / spread
     residual = float(abs(alone.residual_NV - together.residual_NV).max())
     worst = max(hidden, residual)
     kind = str(model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
-    return judged(
+    return judge_check(
         "batch invariance",
         f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
@@ -248,15 +248,15 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     name = "moments drawn again"
     for part in (subject.origin, subject.features):
         if isinstance(part, GraspError):
-            return missing(name, STEADY_RANKS, str(part))
+            return unmeasured_check(name, STEADY_RANKS, str(part))
     assert isinstance(subject.origin, BuildSource)
     assert isinstance(subject.features, SampleFeatures)
     try:
-        agreed, positions = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
+        agreed, positions = rank_twice(subject.artifact, subject.features, subject.origin, protocol, seed)
     except ArtifactError as err:
-        return missing(name, STEADY_RANKS, str(err))
+        return unmeasured_check(name, STEADY_RANKS, str(err))
     worst = min(agreed, key=agreed.__getitem__)
-    return judged(
+    return judge_check(
         name,
         f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
         f"{len(agreed)} targets, between two samples of {positions:,} positions",

@@ -16,7 +16,7 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import ModelPass, joined, observe_part, read_batches
+from grasp.build.model_pass import ModelPass, merge_batches, observe_part, read_batches
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
 from grasp.hub import fetched_before
@@ -72,7 +72,7 @@ class SampleFeatures:
         return found
 
 
-def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> BuildSource:
+def reopen_source(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> BuildSource:
     """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub."""
     origin = BuildSource(artifact, own)
     _ = origin.rows
@@ -87,7 +87,7 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
     return origin
 
 
-def features_alone(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
+def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Summaries of each row run by itself."""
     ready, rows = forward_only(origin), origin.rows
     parts = [batch.summary for i in range(len(row_index)) for _, batch in ready.batches(rows.rows(row_index[[i]]))]
@@ -109,7 +109,7 @@ def sample_features(
         if isinstance(origin, GraspError):
             raise origin
         found = list(forward_only(origin).batches(origin.rows.rows(row_index)))
-        return SampleFeatures(row_index, joined(found, len(row_index)).rows(0, len(row_index)), "the model")
+        return SampleFeatures(row_index, merge_batches(found, len(row_index)).rows(0, len(row_index)), "the model")
     size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
     place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     place_N[row_index] = np.arange(len(row_index))
@@ -119,7 +119,7 @@ def sample_features(
             if (place_B >= 0).any():
                 chosen_B = np.flatnonzero(place_B >= 0)
                 parts.append((place_B[chosen_B], batch.only(chosen_B)))
-    return SampleFeatures(row_index, joined(parts, len(row_index)).rows(0, len(row_index)), "kept features")
+    return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 
 def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
@@ -149,7 +149,7 @@ def environment_subsets(
 MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady than that of a large build
 
 
-def redrawn(
+def rank_twice(
     artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
     """Rank the rows of a sample twice, as the protocol counts them, by moments of samples without a row in common.

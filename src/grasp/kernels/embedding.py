@@ -59,7 +59,7 @@ class Embedding(Kernel):
     kinds = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).found, self.settings, centred=False)
+        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
         tokens, of_units = input_tokens(units.input_P), (units.row_P, units.n_rows)
         self._targets = prepare_targets(units.delta_PH, tokens, *of_units, whitener, ROWS_AT_ONCE)
 

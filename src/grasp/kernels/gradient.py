@@ -34,7 +34,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError, SettingsError
-from grasp.kernels.kernel import OWN_TOKENS, Batch, CorpusMoments, Kernel
+from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
@@ -219,7 +219,7 @@ class GradientSquares(Moments):
     def __init__(self, corpus: CorpusMoments) -> None:
         self.count = 0
         self._square_K: F64 | None = None
-        self._found: F64 | None = None
+        self._loaded: F64 | None = None
 
     def observe(self, batch: Batch) -> None:
         assert batch.gradient_BK is not None
@@ -235,14 +235,14 @@ class GradientSquares(Moments):
         self._square_K = square_K if self._square_K is None else self._square_K + square_K
 
     @property
-    def found(self) -> F64:
+    def value(self) -> F64:
         """v, (K,), with the digits of float32, in which it is kept, so that both are the same.
 
         Raises:
             ModelError: no row has a finite gradient.
         """
-        if self._found is not None:
-            return self._found
+        if self._loaded is not None:
+            return self._loaded
         if self._square_K is None or not self.count:
             raise ModelError(
                 "the gradients of all rows sampled are not finite; use --dtype bfloat16 or float32, or --rule forward"
@@ -250,10 +250,10 @@ class GradientSquares(Moments):
         return (self._square_K / self.count).astype(np.float32).astype(np.float64)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return {"gradient.square": self.found.astype(np.float32)}
+        return {"gradient.square": self.value.astype(np.float32)}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._found = np.asarray(arrays["gradient.square"], dtype=np.float64)
+        self._loaded = np.asarray(arrays["gradient.square"], dtype=np.float64)
 
 
 def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
@@ -281,7 +281,7 @@ class Gradient(Kernel):
         assert units.gradient_BK is not None
         assert units.sampled is not None
         self.sampled, self.side_EK = units.sampled, units.gradient_BK
-        square_K, sample = self.moments(GradientSquares).found, self.sampled.sample
+        square_K, sample = self.moments(GradientSquares).value, self.sampled.sample
         if len(square_K) != sample.size:
             raise ModelError(
                 f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
@@ -292,11 +292,11 @@ class Gradient(Kernel):
         )
         work = self.sampled.engine.work
         factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
-        self._own_E = np.zeros(units.n_rows)
+        self._self_relevance_E = np.zeros(units.n_rows)
         for e in range(units.n_rows):
             taken_K = self.side_EK[e].to(factor_K.device, work)
             side_K = taken_K * factor_K
-            self._own_E[e] = float(taken_K.double() @ side_K.double())
+            self._self_relevance_E[e] = float(taken_K.double() @ side_K.double())
             rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
             self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
 
@@ -326,14 +326,14 @@ class Gradient(Kernel):
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()
 
-    def own(self, units: Batch) -> F64:
-        return self._own_E * OWN_TOKENS  # a row counts with all of its loss, of some hundred tokens or thousands
+    def self_relevance(self, units: Batch) -> F64:
+        return self._self_relevance_E * TYPICAL_ROW_TOKENS  # a row counts with all of its loss, of some hundred tokens or thousands
 
 
 KERNEL = Gradient
 
 
-def room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
     """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends.
 
     In memory it is as wide as the rows' side, if there is room for that: then nothing is widened batch by batch.

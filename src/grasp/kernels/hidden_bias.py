@@ -51,7 +51,7 @@ class HiddenBias(Kernel):
     kinds = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).found, self.settings, centred=False)
+        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
         self._unit_EH = prepare_shift(units.delta_PH, units.row_P, units.n_rows, whitener)
 
     def score(self, batch: Batch) -> Tensor:

@@ -89,7 +89,7 @@ class HiddenLinear(Kernel):
     kinds = (HiddenMoments, DeltaMoments)
 
     def prepare(self, units: Batch) -> None:
-        moments = self.moments(HiddenMoments).found, self.moments(DeltaMoments).found
+        moments = self.moments(HiddenMoments).value, self.moments(DeltaMoments).value
         self._targets = prepare_tilt(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
 
     def score(self, batch: Batch) -> Tensor:

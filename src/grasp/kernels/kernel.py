@@ -40,7 +40,7 @@ Needs = Literal["forward", "backward"]
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 SIGN = "positive: training on the row should lower the unit's loss"
 ROWS_AT_ONCE = 64  # units that are scored together with themselves
-OWN_TOKENS = 256.0  # of a row that counts with all of its loss, where a unit counts with the mean of its own
+TYPICAL_ROW_TOKENS = 256.0  # of a row that counts with all of its loss, where a unit counts with the mean of its own
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Kernel(ABC):
     def score(self, batch: Batch) -> Tensor:
         """Return its numbers of the rows of a batch, (B, C), float32."""
 
-    def own(self, units: Batch) -> F64:
+    def self_relevance(self, units: Batch) -> F64:
         """Return the relevance of each unit to itself, (E,), which says how large its numbers are."""
         blocks = []
         for start in range(0, units.n_rows, ROWS_AT_ONCE):
@@ -253,23 +253,23 @@ class Kernel(ABC):
 
     def scale(self, units: Batch) -> F64:
         """Return what the columns are divided by in the artifact, (E,), powers of two."""
-        return relevance_scale(self.own(units))
+        return relevance_scale(self.self_relevance(units))
 
     def spec(self, units: Batch) -> ArraySpec:
         """Return how its array is stored; it was prepared."""
         return ArraySpec(units.n_rows, self.unit, SIGN, scale_E=self.scale(units))
 
 
-def relevance_scale(own_E: F64) -> F64:
+def relevance_scale(self_relevance_E: F64) -> F64:
     """Return a power of two per unit that brings its relevance well inside float16, (E,).
 
     From each unit's relevance to itself: for inner products |a_ie|^2 <= a_ii a_ee, and the typical a_ii is taken
     to be that of the units. 2^-6 leaves room for rows a thousand times as strong.
     """
-    own_E = np.abs(own_E)
-    positive = own_E > 0
-    typical = float(np.median(own_E[positive])) if positive.any() else 1.0
-    size_E = np.sqrt(np.where(positive, own_E, typical) * typical)
+    self_relevance_E = np.abs(self_relevance_E)
+    positive = self_relevance_E > 0
+    typical = float(np.median(self_relevance_E[positive])) if positive.any() else 1.0
+    size_E = np.sqrt(np.where(positive, self_relevance_E, typical) * typical)
     return np.asarray(np.exp2(np.clip(np.round(np.log2(size_E)) - 6.0, -100, 100)), dtype=np.float64)
 
 

@@ -156,10 +156,10 @@ class Knn(Kernel):
     unit = "logarithm of a probability, to first order; unitless"
 
     def prepare(self, units: Batch) -> None:
-        hidden = self.moments(HiddenMoments).found
+        hidden = self.moments(HiddenMoments).value
         whitener = Whitener.of(hidden, self.settings)
         of_units = units.row_P, units.n_rows
-        states = self.moments(SampledStates).found
+        states = self.moments(SampledStates).value
         self._targets = prepare_neighbours(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
 
     def score(self, batch: Batch) -> Tensor:

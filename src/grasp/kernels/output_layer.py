@@ -183,7 +183,7 @@ class OutputLayer(Kernel):
     kinds = (HiddenMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).found, self.settings)
+        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
         of_units = units.row_P, units.n_rows
         self._targets = prepare_targets(units.hidden_PH, units.residual, *of_units, whitener, ROWS_AT_ONCE)
 

@@ -86,7 +86,7 @@ class Pooled(Kernel):
     kinds = (SummaryMoments,)
 
     def prepare(self, units: Batch) -> None:
-        self._whitener = Whitener.of(self.moments(SummaryMoments).found, self.settings)
+        self._whitener = Whitener.of(self.moments(SummaryMoments).value, self.settings)
         summary = units.summary
         white_EH = self._whitener.whiten(summary.hidden_NH)
         self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)
@@ -98,7 +98,7 @@ class Pooled(Kernel):
         white_BH = self._whitener.whiten(batch.summary.hidden_NH)
         return pooled_relevance(white_BH, batch.summary.residual_NV, self._units)
 
-    def own(self, units: Batch) -> F64:
+    def self_relevance(self, units: Batch) -> F64:
         return np.asarray(self._of(units), dtype=np.float64).diagonal().copy()
 
 

@@ -21,7 +21,7 @@ class ProductSketch(Sketch):
         return self.settings.product_width
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).found, self.settings)
+        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
         self._maps = ProductMaps.prepare(whitener, self.width, self.settings.seed, self.model.device)
 
     def score(self, batch: Batch) -> Tensor:

@@ -124,7 +124,7 @@ class SummarySketch(Sketch):
 
     def whitener(self) -> Whitener:
         """Return what whitens and preconditions summaries."""
-        return Whitener.of(self.moments(summary_moments(self.settings)).found, self.settings)
+        return Whitener.of(self.moments(summary_moments(self.settings)).value, self.settings)
 
 
 def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:

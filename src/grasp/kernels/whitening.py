@@ -167,7 +167,7 @@ class FeatureMoments(Moments):
     """Second moments of one dense and one sparse feature; see its subclasses."""
 
     prefix: str
-    _found: SecondMoments | None = None
+    _loaded: SecondMoments | None = None
 
     def __init__(self, corpus: "CorpusMoments") -> None:
         self._sums = MomentAccumulator(*corpus.size)
@@ -176,12 +176,12 @@ class FeatureMoments(Moments):
         self._sums.merge(other._sums)
 
     @property
-    def found(self) -> SecondMoments:
+    def value(self) -> SecondMoments:
         """Return the moments of what was observed, or those that were loaded."""
-        return self._sums.moments() if self._found is None else self._found
+        return self._sums.moments() if self._loaded is None else self._loaded
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        found = self.found
+        found = self.value
         return {
             f"{self.prefix}.count": np.array([found.count], dtype=np.int64),
             f"{self.prefix}.mean": found.mean_H,
@@ -190,7 +190,7 @@ class FeatureMoments(Moments):
         }
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._found = second_moments(arrays, self.prefix)
+        self._loaded = second_moments(arrays, self.prefix)
 
 
 def second_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> SecondMoments:
@@ -252,12 +252,12 @@ class SampledStates(Moments):
         self._label += other._label
 
     @property
-    def found(self) -> tuple[F32, I64]:
+    def value(self) -> tuple[F32, I64]:
         """Return hidden states, (M, H), and labels, (M,)."""
         return np.concatenate(self._hidden), np.concatenate(self._label)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        hidden_MH, label_M = self.found
+        hidden_MH, label_M = self.value
         return {"states.hidden": hidden_MH, "states.label": label_M}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
