@@ -285,11 +285,11 @@ def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
     with pytest.raises(ModelError, match=r"not on this disk.*--set model\.path=DIR"):
         explain(art, "facts", "row-1")
-    moved = explain(art, "facts", "row-1", own={"model": {"path": place}})
+    moved = explain(art, "facts", "row-1", overrides={"model": {"path": place}})
     np.testing.assert_array_equal(moved.contributions, before.contributions)
     other = write_checkpoint(tmp_path / "other", vocab=301)
     with pytest.raises(ArtifactError, match="model and tokenizer changed since it was built"):
-        explain(art, "facts", "row-1", own={"model": {"path": str(other)}})
+        explain(art, "facts", "row-1", overrides={"model": {"path": str(other)}})
 
 
 # ------------------------------------------------------------------------------------------ the command

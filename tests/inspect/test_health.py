@@ -16,7 +16,13 @@ from grasp.geometry.sketched import RANKS, Kernels
 from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
-from grasp.inspect.rescoring import environment_subsets, features_one_by_one, reopen_source, sample_features, sample_rows
+from grasp.inspect.rescoring import (
+    environment_subsets,
+    features_one_by_one,
+    reopen_source,
+    sample_features,
+    sample_rows,
+)
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.alignment import Joined
@@ -371,7 +377,7 @@ def test_an_image_classifier_is_checked_alike(tmp_path):
     kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
     assert "code is run only if you ask for it yourself" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
-    named = by_name(check(art, rows=30, subsets=10, own=own, protocol=ALL))
+    named = by_name(check(art, rows=30, subsets=10, overrides=own, protocol=ALL))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
     assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)

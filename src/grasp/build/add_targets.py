@@ -20,7 +20,7 @@ Source = Literal["kept features", "pass", "there already"]
 
 
 def add_target(
-    out: Path, targets: TargetSettings, *, own: Mapping[str, Any] | None = None, progress: Progress | None = None
+    out: Path, targets: TargetSettings, *, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
 ) -> Source:
     """Add targets to the artifact `out`; returns where their relevance came from.
 
@@ -37,7 +37,7 @@ def add_target(
     ArtifactReader.open(out)  # before the lock, which would make the directory
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)
-        origin = BuildSource(artifact, own)
+        origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
@@ -54,13 +54,13 @@ def add_target(
         )
         if extension.complete:
             return "there already"
-        kept = artifact.keeps_features
-        if not kept:
+        from_features = artifact.keeps_features
+        if not from_features:
             progress.note(
                 f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features spares "
                 "targets that are added this pass"
             )
-        passed = (lambda k: [artifact.features(k)]) if kept else None
+        passed = (lambda k: [artifact.features(k)]) if from_features else None
         workers = Workers(inputs.ready)
         for k, shard in scored_shards(inputs, workers, kernels, extension.left, passed, progress):
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
@@ -69,7 +69,7 @@ def add_target(
         extension.finish(
             manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs) | unit_arrays(inputs, kernels)
         )
-        return "kept features" if kept else "pass"
+        return "kept features" if from_features else "pass"
 
 
 def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:

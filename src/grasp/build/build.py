@@ -118,8 +118,10 @@ def build(
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
     """
-    given = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
-    arguments: dict[str, Any] = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
+    values = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
+    arguments: dict[str, Any] = dict(
+        zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
+    )
     arguments["features.kernels"] = [] if rule else None  # settings may name those of another rule
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)
@@ -136,8 +138,8 @@ def build(
                 raise SettingsError(
                     f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too"
                 )
-            asked = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
-            reference = ReferenceModel.from_model(model, tokenizer, asked)  # proven as one from a disk is
+            model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+            reference = ReferenceModel.from_model(model, tokenizer, model_settings)  # proven as one from a disk is
             tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
             put(data, "model.device", str(reference.device))
             dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
@@ -209,12 +211,12 @@ def add_targets(
         SettingsError: others are given: the artifact has its own.
         ArtifactError: it is none, or has a target already; model or corpus are no longer its own.
     """
-    data, own = deepcopy(dict(settings or {})), dict[str, Any]()
+    data, overrides = deepcopy(dict(settings or {})), dict[str, Any]()
     for name in (*CODE, *PLACES):  # the user's own word for what is run, and for where things are
         if value := pop_leaf(data, name):
-            put(own, name, value)
-    given = data.pop("targets", {})
-    if data or not isinstance(given, dict) or "names" in given:
+            put(overrides, name, value)
+    target_changes = data.pop("targets", {})
+    if data or not isinstance(target_changes, dict) or "names" in target_changes:
         raise SettingsError(
             f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the artifact's "
             "own settings, of which targets.max_length and the like can be changed with --set, and no other"
@@ -224,8 +226,8 @@ def add_targets(
         raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
     old = ArtifactReader.open(place).manifest.settings["targets"]
     names, _ = _targets(targets, "completion")
-    asked = validated(TargetSettings, {**old, "datasets": [], **given, "names": names}, "targets")
-    return add_target(place, asked, own=own, progress=progress)
+    target_settings = validated(TargetSettings, {**old, "datasets": [], **target_changes, "names": names}, "targets")
+    return add_target(place, target_settings, overrides=overrides, progress=progress)
 
 
 def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:

@@ -39,11 +39,11 @@ class ModelActor:
         """See `RayWorkers.run`; kernels are what they are made of, the same in every call that has them."""
         if how.get("kernels") is not None:
             if self._kernels is None:
-                self._kernels = self._made(*how["kernels"])
+                self._kernels = self._prepare_kernels(*how["kernels"])
             how = how | {"kernels": self._kernels}
         return job(self._ready, rows, **how)
 
-    def _made(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
+    def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
         model, corpus = self._ready.model, CorpusMoments(self._ready.model)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
@@ -81,7 +81,7 @@ class RayWorkers(Workers):
         material = self._cluster.put(how)
         size: dict[int, tuple[int, int]] = {}  # rows and tokens of parts that are under way
 
-        def counted() -> Iterator[tuple[int, Rows]]:
+        def sized_parts() -> Iterator[tuple[int, Rows]]:
             for k, rows in parts:
                 size[k] = len(rows), rows.n_tokens
                 yield k, rows
@@ -90,7 +90,7 @@ class RayWorkers(Workers):
         due, most = 0, JOBS_A_WORKER * len(self._actors)
         for k, result in self._cluster.spread(
             self._actors,
-            counted(),
+            sized_parts(),
             lambda actor, rows: actor.run.remote(job, rows, material),
             wait=lambda: len(early) >= most,
         ):

@@ -19,7 +19,7 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, stored_bytes, refuse_untrained
+from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard
 from grasp.corpus.sources import open_source
@@ -186,7 +186,9 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     batches = [pair for arrays in passed for pair in read_batches(arrays, ready, ready.model.vocab_size)]
     n_rows = sum(len(index) for index, _ in batches)
     copies = -(-n_units // n_rows)
-    rows = merge_batches([(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows)
+    rows = merge_batches(
+        [(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows
+    )
     rows = rows.rows(0, n_units)
     first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
     chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]

@@ -55,10 +55,10 @@ class Identity:
         names = list(fingerprints)
         before, now = (
             {
-                "fingerprints": {name: one.fingerprints.get(name) for name in names},
-                "model.dtype": one.dtype,
-                "features": dict(one.features),
+                "fingerprints": {name: identity.fingerprints.get(name) for name in names},
+                "model.dtype": identity.dtype,
+                "features": dict(identity.features),
             }
-            for one in (then, self)
+            for identity in (then, self)
         )
         return list(differences(before, now))

@@ -112,9 +112,9 @@ def prepare(
         unit_set = load_units(settings.targets, in_memory.units)
         corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
-            config, made = text_config_of(settings.model), tokenizer_of(settings.model)
-            vocab_size = getattr(config, "vocab_size", None) or len(made)
-            tokenizer, context = HfTokenizer.from_settings(made, settings.model, vocab_size), context_of(config)
+            config, hf_tokenizer = text_config_of(settings.model), tokenizer_of(settings.model)
+            vocab_size = getattr(config, "vocab_size", None) or len(hf_tokenizer)
+            tokenizer, context = HfTokenizer.from_settings(hf_tokenizer, settings.model, vocab_size), context_of(config)
         else:
             tokenizer, context = model.tokenizer, model.context
         progress.stage("rows", rows=None, tokens=None)
@@ -124,26 +124,26 @@ def prepare(
                 f"set {context} or less"
             )
         longest = min(settings.targets.max_length, context or settings.targets.max_length)
-        as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
-        if as_text and tokenizer.writes_chats:
+        plain_text_targets = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+        if plain_text_targets and tokenizer.writes_chats:
             progress.note(
-                f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions "
-                "that are conversations (messages) are asked with it"
+                f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is applied "
+                "only to questions given as conversations (messages)"
             )
         unit_set = unit_set.written_out(tokenizer)
         for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
             progress.note(f"left out of questions: {line}")
         units = unit_set.tokenize(tokenizer, longest)
-        ends = [[int(one.input_ids[one.first - 1])] for one in units]
-        spaced = [
+        last_prompt_ids = [[int(example.input_ids[example.first - 1])] for example in units]
+        trailing_space_units = [
             unit.unit_id
-            for unit, end in zip(unit_set.units, tokenizer.decode(ends), strict=True)
+            for unit, end in zip(unit_set.units, tokenizer.decode(last_prompt_ids), strict=True)
             if unit.conversation is None and unit.prompt != unit.prompt.rstrip() and not end.strip()
         ]
-        if spaced:
+        if trailing_space_units:
             progress.note(
-                f"{len(spaced):,} prompts, {spaced[0]!r} for one, end in white space that is not scored; "
-                "lm-evaluation-harness scores it with the answer: to do so too, write it before the answer"
+                f"{len(trailing_space_units):,} prompts (e.g. {trailing_space_units[0]!r}) end in white space, which is not "
+                "scored; lm-evaluation-harness scores it with the answer. To do the same, move it before the answer"
             )
         store = RowStore.write(
             tokens,
@@ -164,8 +164,8 @@ def prepare(
         settings = settings.model_copy(update=updates)
         note_corpus(store, unit_set, tokenizer, context, progress)
         leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
-        for target, found in leaks.items():
-            progress.note(f"{target}: {found}")
+        for target, target_leaks in leaks.items():
+            progress.note(f"{target}: {target_leaks}")
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
@@ -246,8 +246,10 @@ def note_corpus(
         progress.note(
             f"the chat template writes today's date: {tokenizer.chat_date} on every day (model.chat_date sets another)"
         )
-    counts, there = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
-    parts = [f"all {n:,} of {t}" if n == there[t] else f"{n:,} of the {there[t]:,} of {t}" for t, n in counts.items()]
+    counts, available = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
+    parts = [
+        f"all {n:,} of {t}" if n == available[t] else f"{n:,} of the {available[t]:,} of {t}" for t, n in counts.items()
+    ]
     progress.note(f"questions: {', '.join(parts)}")
 
 
@@ -294,7 +296,7 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
 
 def leak_arrays(inputs: Inputs) -> dict[str, I64]:
     """Return the rows that contain questions, as arrays that stand among the moments of an artifact."""
-    return {name: array for target, found in inputs.leaks.items() for name, array in found.arrays(target).items()}
+    return {name: array for target, leaks in inputs.leaks.items() for name, array in leaks.arrays(target).items()}
 
 
 def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:

@@ -51,11 +51,11 @@ def find_leaks(
     """
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
-    found: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
+    rows_of: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
     for first_row, starts, text in _chunks(store, decode, index.reach) if index.n_entries else ():
         for e, begin, end in index.questions_in(text):
             rows = range(bisect_right(starts, begin) - 1, bisect_right(starts, end - 1))
-            found[units[e].target].update(first_row + i for i in rows)
+            rows_of[units[e].target].update(first_row + i for i in rows)
     compared = index.compared
     return {
         target: Leaks(
@@ -63,7 +63,7 @@ def find_leaks(
             sum(e in compared for e, unit in enumerate(units) if unit.target == target),
             sum(unit.target == target for unit in units),
         )
-        for target, rows in found.items()
+        for target, rows in rows_of.items()
     }
 
 
@@ -113,18 +113,18 @@ class QuestionIndex:
         self._units = [list(of) for of in units_of.values()]
         grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
-        every = np.concatenate([*grams, np.zeros(0, np.uint64)])
-        order = np.argsort(every, kind="stable")
-        gram_G, start_G, count_G = np.unique(every[order], return_index=True, return_counts=True)
+        all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
+        order = np.argsort(all_hashes, kind="stable")
+        gram_G, start_G, count_G = np.unique(all_hashes[order], return_index=True, return_counts=True)
         # of each entry the runs that few others have; of one that has none, its rarest run
-        shared = count_G[np.searchsorted(gram_G, every)]
+        shared = count_G[np.searchsorted(gram_G, all_hashes)]
         least = np.full(len(grams), np.iinfo(np.int64).max)
         np.minimum.at(least, owner, shared)
-        rare = shared <= np.maximum(RARE, least[owner]) if len(every) else np.zeros(0, dtype=bool)
+        rare = shared <= np.maximum(RARE, least[owner]) if len(all_hashes) else np.zeros(0, dtype=bool)
         self._n_grams = np.bincount(owner[rare], minlength=len(grams))
-        kept = order[rare[order]]
-        self._gram_G, start_G = np.unique(every[kept], return_index=True)
-        self._owners = np.split(owner[kept], start_G[1:])  # of each run, the entries that are found by it
+        rare_order = order[rare[order]]
+        self._gram_G, start_G = np.unique(all_hashes[rare_order], return_index=True)
+        self._owners = np.split(owner[rare_order], start_G[1:])  # of each run, the entries that are found by it
 
     @property
     def n_entries(self) -> int:
@@ -154,12 +154,12 @@ class QuestionIndex:
         for t in np.flatnonzero(self._gram_G[place_T] == gram_T).tolist():
             for entry in self._owners[place_T[t]].tolist():
                 places.setdefault(entry, []).append(t)
-        found = []
+        occurrences = []
         for entry in sorted(entry for entry, where in places.items() if 2 * len(where) >= self._n_grams[entry]):
             for begin, end in self._places(self._entries[entry], words, places[entry]):
                 spot = matches[begin].start(), matches[end - 1].end()
-                found += [(e, *spot) for e in self._units[entry]]
-        return found
+                occurrences += [(e, *spot) for e in self._units[entry]]
+        return occurrences
 
     def _places(self, question: Sequence[str], words: Sequence[str], where: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the words from and up to which a text holds a question in common runs that are close together.
@@ -201,16 +201,16 @@ class QuestionIndex:
 
 def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
     """Return what is looked for of each unit: words of its question as a whole and alone, or with its answer."""
-    asked, answers = [], []
+    questions, answers = [], []
     for unit in units:
         if unit.conversation is None:
-            asked.append(unit.prompt)
+            questions.append(unit.prompt)
             answers.append(unit.completion)
         else:
             users = [str(turn["content"]) for turn in unit.conversation.turns if turn["role"] == "user"]
-            asked.append(users[-1] if users else "")
+            questions.append(users[-1] if users else "")
             answers.append(unit.conversation.turns[-1]["content"])
-    whole = [_words(text) for text in asked]
+    whole = [_words(text) for text in questions]
     by_target: dict[str, list[int]] = {}
     for e, unit in enumerate(units):
         by_target.setdefault(unit.target, []).append(e)
@@ -221,19 +221,19 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
         end = _common(whole[e][begin:][::-1] for e in members) if several else 0
         for e in members:
             stripped[e] = whole[e][begin : len(whole[e]) - end]
-    found = []
-    for text, answer, words, every in zip(asked, answers, stripped, whole, strict=True):
+    entries_of_units = []
+    for text, answer, words, all_words in zip(questions, answers, stripped, whole, strict=True):
         paragraphs = [part for part in text.split("\n\n") if part.strip()]
         lines = [line for line in text.splitlines() if line.rstrip().endswith(("?", "\uff1f"))]
         parts = [words, *(_words(part) for part in (*paragraphs[-1:], *lines[-1:]))]
         bare = [part[part[:1] == ("question",) : len(part) - (part[-1:] == ("answer",))] for part in parts]
         entries = dict.fromkeys(part for part in bare if len(part) >= LONG_WORDS)
         if not entries:
-            entries = dict.fromkeys(part for part in [(*every, *_words(answer))] if len(part) >= FEWEST_WORDS)
-        found.append(list(entries))
+            entries = dict.fromkeys(part for part in [(*all_words, *_words(answer))] if len(part) >= FEWEST_WORDS)
+        entries_of_units.append(list(entries))
     # a part that several questions have, `what is the passage about` say, is none of them
-    shared = Counter(part for entries in found for part in entries[1:])
-    return [[*entries[:1], *(part for part in entries[1:] if shared[part] == 1)] for entries in found]
+    shared = Counter(part for entries in entries_of_units for part in entries[1:])
+    return [[*entries[:1], *(part for part in entries[1:] if shared[part] == 1)] for entries in entries_of_units]
 
 
 def _common(lists: Iterable[Sequence[str]]) -> int:

@@ -59,22 +59,26 @@ class ModelPass:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
         column, specs = rows.table.column("row_id"), self.settings.row_positions
-        for index, features, taken_BK in self._passes(rows, specs):
+        for index, features, gradient_BK in self._passes(rows, specs):
             batch = self._batch(features, [column[int(i)].as_py() for i in index], "row")
-            if taken_BK is not None:
-                batch = replace(batch, gradient_BK=_narrow(taken_BK).to(taken_BK.dtype), sampled=self.sampled)
+            if gradient_BK is not None:
+                batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
             yield index, batch
 
     def units(self, units: Units, names: Sequence[str]) -> Batch:
         """Return all units as one batch; a unit is a row, positions in any order of units."""
-        gradient_EK = None if self.sampled is None else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
+        gradient_EK = (
+            None
+            if self.sampled is None
+            else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
+        )
         parts: list[tuple[I64, Batch]] = []
-        for index, features, taken_BK in self._passes(units, self.settings.unit_positions):
+        for index, features, gradient_BK in self._passes(units, self.settings.unit_positions):
             parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
-            if taken_BK is not None and gradient_EK is not None:
+            if gradient_BK is not None and gradient_EK is not None:
                 place_B = torch.from_numpy(index).to(gradient_EK.device)
                 # the same digits wherever they lie
-                gradient_EK[place_B] = _narrow(taken_BK).to(gradient_EK.device, gradient_EK.dtype)
+                gradient_EK[place_B] = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
         return replace(merge_batches(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
 
     def _passes(
@@ -89,18 +93,20 @@ class ModelPass:
         assert isinstance(items, RowShard | Sequence)
         examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
         for index in self.sampled.batches(examples):
-            for part, (taken_BK, hidden_BLH) in halved(index, self._backward_pass(examples)):
-                own = [examples[int(i)] for i in part]
+            for part, (gradient_BK, hidden_BLH) in halved(index, self._backward_pass(examples)):
+                batch_examples = [examples[int(i)] for i in part]
                 scored = (
-                    [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
+                    [items.mask(int(i)) for i in part]
+                    if isinstance(items, RowShard)
+                    else [example.first for example in batch_examples]
                 )
-                padded = pad_rows([one.input_ids for one in own], scored)
-                yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), taken_BK
+                padded = pad_rows([example.input_ids for example in batch_examples], scored)
+                yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), gradient_BK
 
     def _backward_pass(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
         assert self.sampled is not None
         compute = self.sampled.compute
-        return lambda some: compute([examples[int(i)] for i in some])
+        return lambda index: compute([examples[int(i)] for i in index])
 
     def _batch(self, features: BatchFeatures, names: Sequence[str], what: str) -> Batch:
         """What a pass gave, as kernels read it: at their positions, and at those of summaries if they are others."""
@@ -253,17 +259,17 @@ def read_batches(
     count = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(count):
         index = arrays[f"{k}.rows"]
-        known = len(index), ready, vocab_size
-        tail = _batch_of(arrays, f"{k}.tail.", *known) if f"{k}.tail.hidden" in arrays else None
-        batch = _batch_of(arrays, f"{k}.", *known)
+        context = len(index), ready, vocab_size
+        tail = _batch_of(arrays, f"{k}.tail.", *context) if f"{k}.tail.hidden" in arrays else None
+        batch = _batch_of(arrays, f"{k}.", *context)
         if ready is None:
             yield index, replace(batch, tail=tail)
             continue
         gradient_BK = None
         if f"{k}.gradient" in arrays and ready.sampled is not None:
-            kept_BK = torch.from_numpy(arrays[f"{k}.gradient"])
-            kept_BK = kept_BK.view(torch.bfloat16) if kept_BK.dtype == torch.uint16 else kept_BK
-            gradient_BK = kept_BK.to(ready.model.device, ready.sampled.engine.work)
+            stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
+            stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
+            gradient_BK = stored_BK.to(ready.model.device, ready.sampled.engine.work)
         yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=ready.sampled)
 
 

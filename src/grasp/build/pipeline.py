@@ -171,21 +171,21 @@ def observe(
     # tokens that the model reads in each stage, about: all of them again, unless the sample is whole and kept
     passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)
     cost = store.n_tokens * (BACKWARD_COST if needs_backward(features.kernels) else 1)
-    ahead = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
-    progress.plan({stage: tokens for stage, tokens in ahead.items() if tokens})
-    corpus, saved = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
+    planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
+    progress.plan({stage: tokens for stage, tokens in planned_tokens.items() if tokens})
+    corpus, moment_spool = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
     passed: PassedBatches | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
-        if not saved.has(0):  # copied when the build begins: the other artifact may go
+        if not moment_spool.has(0):  # copied when the build begins: the other artifact may go
             moments = dict(alike(inputs, settings.like).moments)
             corpus.load(moments)
             if trained and isinstance(model, ReferenceModel):
                 refuse_untrained(corpus.loss, model)
-            saved.write(0, moments)
+            moment_spool.write(0, moments)
         progress.note(f"moments are those of {settings.like}; none are measured")
-    if saved.has(0):
-        moments = saved.read(0)
+    if moment_spool.has(0):
+        moments = moment_spool.read(0)
         corpus.load(moments)
         if PASSED in moments and keep:
             passed = PassedBatches(work / "passed", moments[PASSED].tolist())
@@ -206,7 +206,7 @@ def observe(
             if passed is not None:
                 passed.end_shard()
         ends = {} if passed is None else {PASSED: np.array(passed.ends)}
-        saved.write(0, corpus.arrays() | ends)
+        moment_spool.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
         for line in regime(settings, corpus.loss, model.vocab_size):
             progress.note(line)
@@ -239,11 +239,11 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
-    kept = FeatureSpool(out / FEATURES) if settings.keep_features else None
+    feature_spool = FeatureSpool(out / FEATURES) if settings.keep_features else None
     batches = None if passed is None else passed.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, batches, progress):
-        if kept is not None and shard.features is not None:
-            kept.write(k, shard.features)
+        if feature_spool is not None and shard.features is not None:
+            feature_spool.write(k, shard.features)
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if isinstance(store, RowStore) and store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
@@ -260,8 +260,8 @@ def write_shards(
 
     # gains of the sketches, and what the artifact says of itself
     sums = writer.sums()
-    spent = begun and {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
-    manifest = describe_build(inputs, spent)
+    seconds = begun and {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
+    manifest = describe_build(inputs, seconds)
     if NO_GRADIENT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
     # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved

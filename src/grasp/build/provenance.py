@@ -41,7 +41,7 @@ class BuildSource:
     """
 
     artifact: ArtifactReader
-    own: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] | None = None
 
     @cached_property
     def settings(self) -> BuildSettings:
@@ -49,7 +49,7 @@ class BuildSource:
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
         where = str(self.artifact.path / "manifest.json")
-        settings = build_settings(without_foreign_code(manifest.settings, where, self.own), where)
+        settings = build_settings(without_foreign_code(manifest.settings, where, self.overrides), where)
         as_built: dict[str, Any] = {}
         if "add_bos_token" not in manifest.settings.get("model", {}):  # of a version that added no BOS
             as_built = {"add_bos_token": False}
@@ -65,20 +65,22 @@ class BuildSource:
         corpus = settings.corpus.model_copy(update={"path": self._place("corpus.path", settings.corpus.path)})
         return settings.model_copy(update={"model": model, "corpus": corpus})
 
-    def _place(self, name: str, found: str) -> str:
+    def _place(self, name: str, recorded_path: str) -> str:
         """Where the user says that something is, else where the artifact says it was."""
-        return str(leaf(self.own or {}, name) or self.artifact.place(found))
+        return str(leaf(self.overrides or {}, name) or self.artifact.place(recorded_path))
 
     def _as_named(self) -> AbstractContextManager[None]:
         """A model that the user names may be fetched; what only the artifact names is loaded where it is here."""
-        own, tokenizer = self.own or {}, self.settings.model.tokenizer
-        if leaf(own, "model.path") and (tokenizer is None or leaf(own, "model.tokenizer") or Path(tokenizer).exists()):
+        overrides, tokenizer = self.overrides or {}, self.settings.model.tokenizer
+        if leaf(overrides, "model.path") and (
+            tokenizer is None or leaf(overrides, "model.tokenizer") or Path(tokenizer).exists()
+        ):
             return nullcontext()
         return only_here("get it with `hf download`, or say where the model is with --set model.path=...")
 
     def require_corpus_here(self, flag: str) -> None:
         """See that reading the corpus needs no network, unless the user named it; see `require_here`."""
-        if not leaf(self.own or {}, "corpus.path"):
+        if not leaf(self.overrides or {}, "corpus.path"):
             require_here(self.artifact, self.settings.corpus.path, flag)
 
     @property
@@ -107,9 +109,9 @@ class BuildSource:
         from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
         with self._as_named():
-            made = tokenizer_of(self.settings.model)
+            hf_tokenizer = tokenizer_of(self.settings.model)
         vocab_size = self.artifact.manifest.detail("vocab_size")
-        tokenizer = HfTokenizer.from_settings(made, self.settings.model, vocab_size)
+        tokenizer = HfTokenizer.from_settings(hf_tokenizer, self.settings.model, vocab_size)
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 
@@ -126,8 +128,8 @@ class BuildSource:
         table = self.artifact.units
         stored = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
         if None in stored:  # of format 0.2, which has the texts alone
-            made = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
-            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, made, strict=True)]
+            encoded = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, encoded, strict=True)]
         counts = table["n_positions"].to_pylist()
         return [
             UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)

@@ -44,14 +44,14 @@ class Cluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = int(sum(node.get("GPU", 0) for node in nodes))
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
-        allocate_unit_gradients = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
-        asked = allocate_unit_gradients if spec.workers is None else spec.workers
-        if allocate_unit_gradients < 1:
+        capacity = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
+        n_requested = capacity if spec.workers is None else spec.workers
+        if capacity < 1:
             raise EngineError(f"threads: got {spec.threads}, but no node has so many cores; ask for fewer threads")
-        if asked > allocate_unit_gradients:
+        if n_requested > capacity:
             raise EngineError(
-                f"--workers: got {asked}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for {allocate_unit_gradients} "
-                f"of {spec.threads} threads; ask for {allocate_unit_gradients} or fewer, or for fewer threads"
+                f"--workers: got {n_requested}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for "
+                f"{capacity} workers of {spec.threads} threads; use {capacity} or fewer, or fewer threads"
             )
         self._room = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})  # that a worker takes
         wanted = 1 if spec.workers is None else spec.workers
@@ -69,7 +69,7 @@ class Cluster:
                     "are taken by others: ask for fewer --workers, or come back later with --resume"
                 )
             time.sleep(POLL_SECONDS)
-        self.workers = min(asked, free)
+        self.workers = min(n_requested, free)
 
     def put(self, value: Any) -> Any:
         """A reference to a value that every worker may read."""
@@ -129,16 +129,16 @@ class Cluster:
             (reference, *_), _ = self._ray.wait(list(running), num_returns=1)
             run = running.pop(reference)
             try:
-                found = self.result(reference)
+                result = self.result(reference)
             except EngineError:
                 if run.losses == RETRIES:
                     raise
                 others = [actor for actor in actors if actor is not run.actor] or [run.actor]
-                again = call(others[run.losses % len(others)], run.job)
-                running[again] = replace(run, losses=run.losses + 1)
+                retried = call(others[run.losses % len(others)], run.job)
+                running[retried] = replace(run, losses=run.losses + 1)
                 return
             free.append(run.actor)
-            yield run.k, found
+            yield run.k, result
 
         for k, job in jobs:
             while not free or (running and wait is not None and wait()):
@@ -163,26 +163,31 @@ class _Run:
 def connected(spec: ClusterSpec) -> Iterator[Cluster]:
     """Connect to the cluster of `spec`, or start one; what was started is stopped at the end."""
     ray = require("ray", extra="ray", feature="--engine ray")
-    own = not ray.is_initialized()
-    if own:
-        where: dict[str, Any] = {"address": spec.address}
+    is_own_cluster = not ray.is_initialized()
+    if is_own_cluster:
+        init_options: dict[str, Any] = {"address": spec.address}
         if spec.address is None:  # of this machine alone; two workers can be tried on any
             cores = max(os.cpu_count() or 1, 2 * spec.threads)
-            where = {"address": "local", "include_dashboard": False, "num_cpus": cores, "configure_logging": False}
+            init_options = {
+                "address": "local",
+                "include_dashboard": False,
+                "num_cpus": cores,
+                "configure_logging": False,
+            }
         try:
-            ray.init(log_to_driver=False, logging_level="error", **where)
+            ray.init(log_to_driver=False, logging_level="error", **init_options)
         except (ConnectionError, ValueError, RuntimeError) as err:
-            said = " ".join(str(err).split())[:200]
+            reason = " ".join(str(err).split())[:200]
             if spec.address is None:
-                raise EngineError(f"--engine ray: no cluster could be started on this machine: {said}") from err
+                raise EngineError(f"--engine ray: no cluster could be started on this machine: {reason}") from err
             raise EngineError(
-                f"--address: no Ray cluster answers at {spec.address!r}: {said}; start one with `ray start --head`, or "
-                "leave the flag out to use this machine"
+                f"--address: no Ray cluster at {spec.address!r}: {reason}; start one with `ray start --head`, or omit the "
+                "option to use this machine"
             ) from err
     try:
         yield Cluster(ray, spec)
     finally:
-        if own:
+        if is_own_cluster:
             ray.shutdown()
 
 

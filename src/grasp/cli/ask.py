@@ -80,7 +80,7 @@ def explain(
             raise SettingsError("--json: no meaning without --row; --out writes a table of rows")
         tell(artifact.score(unit=unit, top=ENDS, bottom=ENDS, **asked), out)
         return
-    found = artifact.explain(row=row, unit=unit, own=merged(None, assignments, {}), **asked)
+    found = artifact.explain(row=row, unit=unit, overrides=merged(None, assignments, {}), **asked)
     if json_file is not None:
         write_whole(json_file, (json_text(found.to_dict()) + "\n").encode())
     if out is not None and page:

@@ -180,7 +180,7 @@ def info(
 
     if checked:
         own = merged(None, assignments, {})
-        checks = grasp.open(path).check(runs=runs, protocol=protocol, own=own)
+        checks = grasp.open(path).check(runs=runs, protocol=protocol, overrides=own)
         print(checks.to_json() if as_json else checks)
         return
     for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):

@@ -217,9 +217,9 @@ class ShardStore(ABC, Generic[S, R]):
             store.drop(name)
         marks = [store.mark(name) for name in store.parts]
         cursor = marks[-1].cursor if marks else START
-        n_documents, untold = cursor.document, sum(mark.n_rows for mark in marks)
+        n_documents, unreported = cursor.document, sum(mark.n_rows for mark in marks)
 
-        def counted() -> Iterator[D]:
+        def counted_documents() -> Iterator[D]:
             nonlocal n_documents
             for document in documents(cursor.document):
                 n_documents = document.index + 1
@@ -245,7 +245,7 @@ class ShardStore(ABC, Generic[S, R]):
                 )
 
             # The shards.
-            stream = rows(counted(), cursor, skipped)
+            stream = rows(counted_documents(), cursor, skipped)
             while shard := list(islice(stream, shard_rows)):
                 name = f"shard-{len(marks):05d}"
                 table, kinds = cls._shard_table(shard, label_of)
@@ -263,8 +263,8 @@ class ShardStore(ABC, Generic[S, R]):
                 )
                 marks.append(mark)
                 if progress is not None:
-                    progress(untold + len(shard))
-                untold = 0
+                    progress(unreported + len(shard))
+                unreported = 0
             twice = names.execute(
                 "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
                 "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
@@ -415,15 +415,15 @@ class ShardStore(ABC, Generic[S, R]):
         name = f"shard-{k:05d}.parquet"
         path = self._files.file(name) if self._files.entries else self._directory / name
         stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
-        found = {name: stored.column(name) for name in names if name in stored.column_names}
+        columns = {name: stored.column(name) for name in names if name in stored.column_names}
         for label in names:
             if (kind := self._kinds.get(label)) is None:
                 continue
-            if label not in found:
-                found[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
-            elif found[label].type != ARROW_TYPE[kind]:
-                found[label] = pa.chunked_array([column_of(found[label].to_pylist(), kind)])
-        return pa.table({name: found[name] for name in names if name in found})
+            if label not in columns:
+                columns[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
+            elif columns[label].type != ARROW_TYPE[kind]:
+                columns[label] = pa.chunked_array([column_of(columns[label].to_pylist(), kind)])
+        return pa.table({name: columns[name] for name in names if name in columns})
 
 
 @contextmanager

@@ -111,10 +111,10 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         )
     try:
         fs, root = fsspec.core.url_to_fs(path)
-        there, is_file = fs.exists(root), fs.isfile(root)
+        exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
-    if not there:
+    if not exists:
         return _hub_dataset(path, split, field)
     # a name for messages is what a person would type: plain for local files, a URL otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol

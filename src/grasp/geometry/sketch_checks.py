@@ -15,7 +15,7 @@ from grasp.geometry import sketch_measures as measures
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.inspect.health import Subject
-from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check, rank_agreement
+from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")

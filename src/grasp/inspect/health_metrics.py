@@ -35,9 +35,9 @@ def unmeasured_check(name: str, healthy: str, why: str) -> Check:
     return Check(name, "not measured", healthy, "not measured", why, {})
 
 
-def rank_agreement(one_B: F64, other_B: F64) -> float:
+def rank_agreement(first_B: F64, second_B: F64) -> float:
     """Spearman's rho as a number; nan where one of the two is constant."""
-    return float(spearman(one_B, other_B))
+    return float(spearman(first_B, second_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:

@@ -98,16 +98,16 @@ class CoordinateSample:
         whole = layers.size - matrices
         groups = max(1, round(matrices / max(1, count - whole)))
         for block in layers.blocks:
-            own = max(1, min(groups, block.left, block.right))
+            block_groups = max(1, min(groups, block.left, block.right))
             sides = []
             for width, side in ((block.left, "outputs"), (block.right, "inputs")):
                 # Groups are of one size; empty places are dealt as well, as number `width`: so an output and an input
                 # meet in a group with a probability of exactly 1 / G.
-                places = -(-width // own) * own
+                places = -(-width // block_groups) * block_groups
                 place = np.append(np.arange(width), np.full(places - width, width))
-                if own > 1:
+                if block_groups > 1:
                     place = stream(seed, "gradient", block.name, side).permutation(place)
-                sides.append(torch.from_numpy(place.reshape(own, -1)).to(device))
+                sides.append(torch.from_numpy(place.reshape(block_groups, -1)).to(device))
             tiles.append(Tiles(sides[0], sides[1], start))
             start += tiles[-1].size
         weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
@@ -159,11 +159,15 @@ class SampledGradients:
                 f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --rule "
                 "forward"
             )
-        wanted, there = settings.gradient_coordinates, engine.layers.size
-        if isinstance(wanted, int) and wanted > there:
-            raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
-        some = there if model.frozen else COORDINATES  # an adapter is small, and all that is trained
-        count = min(some if wanted is None else there if wanted == "all" else wanted, there)
+        requested, n_parameters = settings.gradient_coordinates, engine.layers.size
+        if isinstance(requested, int) and requested > n_parameters:
+            raise SettingsError(
+                f"features.gradient_coordinates: got {requested:,}, its layers have {n_parameters:,}; say all"
+            )
+        default_count = n_parameters if model.frozen else COORDINATES  # an adapter is small, and all that is trained
+        count = min(
+            default_count if requested is None else n_parameters if requested == "all" else requested, n_parameters
+        )
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
         share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
         return cls(engine, sample, max(1, model.batch_tokens // share), tuple(untaken))
@@ -172,9 +176,9 @@ class SampledGradients:
         """One line: how much of the model is looked at."""
         layers = self.engine.layers
         frozen = ", frozen ones left out" * bool(self.engine.model.frozen)
-        named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
-        taken = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
-        return taken + frozen + named * bool(self.untaken)
+        omitted = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
+        summary = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
+        return summary + frozen + omitted * bool(self.untaken)
 
     def batches(self, examples: Sequence[Example]) -> list[I64]:
         """Which examples go through the model together."""
@@ -183,7 +187,7 @@ class SampledGradients:
     def compute(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         """The coordinates of each example's gradient, (B, K), and the hidden states that the head sees, (B, L, H)."""
         model = self.engine.model
-        taken_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
+        gradient_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
         last: tuple[Tensor, Tensor] | None = None  # what a layer received; q, k and v receive the same, one by one
 
         def consume(number: int, use: Use, rows: slice) -> None:
@@ -191,10 +195,10 @@ class SampledGradients:
             if last is None or last[0] is not use.right:
                 last = use.right, by_member(use.right)
             tile = self.sample.tiles[number]
-            taken_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
+            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
 
         outcome = self.engine.run(examples, consume)
-        return taken_BK, outcome.hidden_BLH
+        return gradient_BK, outcome.hidden_BLH
 
     def by_position(self, example: Example, side_EK: Tensor) -> F64:
         """What each position's own delta and input add to the products with E units, (L, E); they add up to a_i."""
@@ -294,9 +298,9 @@ class Gradient(Kernel):
         factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
         self._self_relevance_E = np.zeros(units.n_rows)
         for e in range(units.n_rows):
-            taken_K = self.side_EK[e].to(factor_K.device, work)
-            side_K = taken_K * factor_K
-            self._self_relevance_E[e] = float(taken_K.double() @ side_K.double())
+            gradient_K = self.side_EK[e].to(factor_K.device, work)
+            side_K = gradient_K * factor_K
+            self._self_relevance_E[e] = float(gradient_K.double() @ side_K.double())
             rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
             self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
 
@@ -318,16 +322,18 @@ class Gradient(Kernel):
         work, device = self.sampled.engine.work, self.model.device
         product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
         for start in range(0, batch.gradient_BK.shape[1], CHUNK):
-            taken_BK, side_EK = (
-                kept[:, start : start + CHUNK].to(device, work) for kept in (batch.gradient_BK, self.side_EK)
+            gradient_BK, side_EK = (
+                side[:, start : start + CHUNK].to(device, work) for side in (batch.gradient_BK, self.side_EK)
             )
-            product_BE += taken_BK @ side_EK.T
+            product_BE += gradient_BK @ side_EK.T
         product_BE *= batch.positions_B.to(device)[:, None]  # a row counts with all of its loss
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()
 
     def self_relevance(self, units: Batch) -> F64:
-        return self._self_relevance_E * TYPICAL_ROW_TOKENS  # a row counts with all of its loss, of some hundred tokens or thousands
+        return (
+            self._self_relevance_E * TYPICAL_ROW_TOKENS
+        )  # a row counts with all of its loss, of some hundred tokens or thousands
 
 
 KERNEL = Gradient

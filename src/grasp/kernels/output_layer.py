@@ -150,10 +150,10 @@ def token_relevance(
     compact_V = torch.where(targets.compact_V < 0, used, targets.compact_V).to(short)
     key_PK = compact_V[residual.index_PK].mul_(n_rows).add_(row_P[:, None].to(short))
     key_PK.clamp_(max=n_keys)  # what no unit has goes last
-    count, kept = key_PK.shape
+    count, n_kept = key_PK.shape
     if key_PK.device.type == "cpu":
         # scipy's turn from rows to columns, a sort by counting, needs a sixth of the time of torch's
-        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * kept
+        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * n_kept
         by_position = residual.value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
         by_key = csr_array(by_position, shape=(count, n_keys + 1)).tocsc()
         sorted_entries = by_key.indptr[: n_keys + 1], by_key.indices, by_key.data
@@ -161,14 +161,14 @@ def token_relevance(
     else:
         key, order = torch.sort(key_PK.reshape(-1), stable=True)
         offset = torch.searchsorted(key, torch.arange(n_keys + 1, device=key.device, dtype=key.dtype))
-        position, value = order // kept, residual.value_PK.reshape(-1)[order]
+        position, value = order // n_kept, residual.value_PK.reshape(-1)[order]
 
     sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
     for block in targets.blocks:
         coordinates = len(block.unit_CE)
-        own = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
-        low, high = int(own[0]), int(own[-1])
-        gradient = weighted_sums(centred_PH, position[low:high], own - low, value[low:high])
+        block_offset = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
+        low, high = int(block_offset[0]), int(block_offset[-1])
+        gradient = weighted_sums(centred_PH, position[low:high], block_offset - low, value[low:high])
         gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
         product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
         sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))

@@ -181,12 +181,12 @@ class FeatureMoments(Moments):
         return self._sums.moments() if self._loaded is None else self._loaded
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        found = self.value
+        moments = self.value
         return {
-            f"{self.prefix}.count": np.array([found.count], dtype=np.int64),
-            f"{self.prefix}.mean": found.mean_H,
-            f"{self.prefix}.covariance": found.covariance_HH,
-            f"{self.prefix}.gamma": found.gamma_V,
+            f"{self.prefix}.count": np.array([moments.count], dtype=np.int64),
+            f"{self.prefix}.mean": moments.mean_H,
+            f"{self.prefix}.covariance": moments.covariance_HH,
+            f"{self.prefix}.gamma": moments.gamma_V,
         }
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -243,9 +243,9 @@ class SampledStates(Moments):
         self._label: list[I64] = []
 
     def observe(self, batch: "Batch") -> None:
-        some = slice(self._every // 2, None, self._every)
-        self._hidden.append(batch.hidden_PH[some].float().cpu().numpy())
-        self._label.append(batch.residual.label_P[some].cpu().numpy())
+        every_nth = slice(self._every // 2, None, self._every)
+        self._hidden.append(batch.hidden_PH[every_nth].float().cpu().numpy())
+        self._label.append(batch.residual.label_P[every_nth].cpu().numpy())
 
     def merge(self, other: Self) -> None:
         self._hidden += other._hidden
