@@ -30,7 +30,7 @@ from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
 from grasp.build.model_pass import observe_part, read_batches
-from grasp.build.pipeline import Sample, build_artifact, decided, regime
+from grasp.build.pipeline import Sample, build_artifact, decided, training_notes
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
@@ -883,10 +883,10 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
 
 def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
     settings = world(root, train="further")
-    assert len(list(regime(settings, 0.6 * math.log(300), 300))) == 1
-    *_, odd = regime(settings, 0.9 * math.log(300), 300)
+    assert len(list(training_notes(settings, 0.6 * math.log(300), 300))) == 1
+    *_, odd = training_notes(settings, 0.9 * math.log(300), 300)
     assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
-    assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
+    assert len(list(training_notes(world(root), 0.9 * math.log(300), 300))) == 1
 
 
 def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, refuse_untrained, stored_bytes
+from grasp.build.pipeline import MEGABYTE, Sample, open_moment_source, decided, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard
 from grasp.corpus.sources import open_source
@@ -72,7 +72,7 @@ def forecast(
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
         inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
-            alike(inputs, inputs.settings.like)
+            open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
         return _report(inputs, probe, n_documents / n_read, tokens_bytes)

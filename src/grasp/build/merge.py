@@ -1,8 +1,9 @@
-"""Parts that several machines built, each on its own source, as one artifact.
+"""Merge artifacts that were built on several machines, each from its own source, into one artifact.
 
-Numbers of different artifacts mean the same only if model, features, moments and units are the same; that is checked.
-Stored numbers are copied bit for bit into new shards. What a part knows of its own corpus alone (gains of the sketches,
-totals, what was left out) is computed again for all rows. Texts, tokens and kept features stay with the parts.
+Numbers of different artifacts are comparable only if model, features, moments and units are equal, which is checked.
+Stored numbers are copied bit for bit into new shards. Quantities that depend on the whole corpus (gains of the
+sketches, totals, skipped rows) are recomputed. Texts, tokens and stored features stay with the parts.
+Start with `merge`.
 """
 
 import hashlib
@@ -35,14 +36,14 @@ REMEDY = "build the later part with --like and the first one, and with its model
 
 
 def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | None = None) -> ArtifactReader:
-    """Write one artifact of the rows of several, in the order given.
+    """Write the rows of several artifacts, in the given order, as one artifact.
 
     Args:
-        parts: artifacts of the same model, features, moments and units, with rows of different names.
-        out: new directory; it appears when it is whole.
+        parts: artifacts of the same model, features, moments and units, with distinct row names.
+        out: new directory; it appears once it is complete.
     Raises:
-        ArtifactError: parts differ (every leaf named), a row_id is in two of them, or a label changes its type.
-        SettingsError: fewer than two parts, or `out` is there already.
+        ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
+        SettingsError: fewer than two parts, or `out` exists.
     """
     progress, place = progress or Silent(), Path(out)
     if len(parts) < 2:
@@ -51,7 +52,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         raise SettingsError(f"--out: got {out}, expected a directory on this machine")
     opened = [ArtifactReader.open(part) for part in parts]
     if place.exists():
-        raise SettingsError(f"--out: {place} is there already; give another name, or remove it")
+        raise SettingsError(f"--out: {place} exists already; choose another name, or remove it")
     check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
         _require_compatible(opened[0], part)
@@ -61,16 +62,18 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         with written_aside(place) as aside:
             _write(opened, schema, aside, progress)
     except ArtifactError as err:
-        if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL:  # the build's advice is to resume
+        if (
+            isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL
+        ):  # the writer advises to resume, which merge cannot
             raise ArtifactError(
-                f"{place}: {err.__cause__.strerror}; nothing was written: make room and run the same command again"
+                f"{place}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"
             ) from err
         raise
     return ArtifactReader.open(place)
 
 
 def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
-    """See that numbers of two parts mean the same."""
+    """Check that the numbers of two parts are comparable."""
     part_identity, first_identity = Identity.from_artifact(part), Identity.from_artifact(first)
     mismatches = part_identity.changes(
         first_identity, (part_identity.fingerprints | first_identity.fingerprints).keys() - {"corpus"}
@@ -95,7 +98,7 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
             artifact.units[name].to_pylist() if name in artifact.units.column_names else None
             for artifact in (first, part)
         ]
-        if name != "loss" and values[0] != values[1]:  # another machine may round losses differently
+        if name != "loss" and values[0] != values[1]:  # losses may differ by rounding between machines
             mismatches.append(f"units.{name}: other values")
     if mismatches:
         raise ArtifactError(
@@ -104,7 +107,7 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
 
 
 def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
-    """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
+    """Check that no row is in two parts. DuckDB counts the names and spills to disk, so memory is bounded."""
     all_names = " UNION ALL ".join(
         f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
     )
@@ -120,13 +123,14 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
     if duplicate is not None:
         name, first, last, count = duplicate
         raise ArtifactError(
-            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in all); name "
-            "each row once: with --id-column, or without the documents that both have"
+            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in total); "
+            "use "
+            "distinct names (--id-column), or remove the documents that are in both"
         )
 
 
 def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
-    """Columns of all parts; a label that a part lacks is null there."""
+    """Return the columns of all parts; a label that is absent in a part is null there."""
     seen: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
     for part in parts:
         for field in pq.read_schema(part.rows_path):
@@ -136,7 +140,7 @@ def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
             elif field.type != kind and not pa.types.is_null(field.type):
                 raise ArtifactError(
                     f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
-                    "build one of them again with the type of the other"
+                    "rebuild one of them with the type of the other"
                 )
     return pa.schema([(name, kind) for name, (kind, _) in seen.items() if name != "row_index"])
 
@@ -156,7 +160,7 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         for name, entry in first.arrays.items()
     }
     manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
-    ungained_parts = []  # the parts with their numbers as they were before a gain of their own corpus
+    ungained_parts = []  # the parts without the gains, which were computed from one part
     for part in parts:
         ungained = ArtifactReader.open(part.where)
         entries = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
@@ -208,7 +212,7 @@ def _leaks_of_all(parts: Sequence[ArtifactReader], begins: I64) -> dict[str, I64
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:
-    """What the parts say of themselves, put together."""
+    """Return the provenance fields of the merged manifest."""
     manifests = [part.manifest for part in parts]
     first = manifests[0]
     origins = [
@@ -224,7 +228,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
     seconds: dict[str, float] | None = {}
     for manifest in manifests:
-        part_seconds = manifest.details.get("build_seconds")  # None: it was cut off
+        part_seconds = manifest.details.get("build_seconds")  # None: interrupted
         if part_seconds is None or seconds is None:
             seconds = None
         else:
