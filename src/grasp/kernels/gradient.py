@@ -69,7 +69,7 @@ class Tiles:
         return float(len(self.left_GR))
 
     def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
-        """Return the sampled coordinates of each row's gradient, (B, size), from factors in the layout of `by_member`."""
+        """Return the sampled coordinates of each row's gradient, (B, size); factors as `by_member` returns them."""
         left_BGRT, right_BGCT = (  # members of a group become adjacent
             factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
             for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
