@@ -477,7 +477,7 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     NumPy converts one number at a time. Here the bits of all numbers are shifted to the sign, exponent and mantissa of
     a
     float32, which is the number times 2^-112, exactly (subnormals included), since the exponent biases are 15 and 127.
-    The factor is part of the scale, a power of two. Infinity, NaN and large scales, which no build writes, use NumPy.
+    The factor 2^112 is folded into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
     """
     if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= WIDEST:
         np.multiply(stored_NE, scale_E, out=out_NE)

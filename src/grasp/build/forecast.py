@@ -19,7 +19,7 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, open_moment_source, decided, refuse_untrained, stored_bytes
+from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard
 from grasp.corpus.sources import open_source
