@@ -324,7 +324,7 @@ class ArtifactWriter(BuiltShards):
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
     def sums(self) -> dict[str, F64]:
-        """Return totals over all shards, added in row order, so that rounding does not depend on the order of writing."""
+        """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
         if len(self.parts) < self.grid.n_shards:
             raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
         totals: dict[str, F64] = {}

@@ -165,8 +165,8 @@ def check(
             results.append(
                 judge_check(
                     f"ranking stability, {points.target}",
-                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the errors "
-                    f"of the pair {stability.certain:.0%}",
+                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the "
+                    f"errors of the pair {stability.certain:.0%}",
                     ENVIRONMENT,
                     stability.accuracy >= 0.7,
                     "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell "

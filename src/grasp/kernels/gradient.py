@@ -180,7 +180,7 @@ class SampledGradients:
         """Describe the sample in one line."""
         layers = self.engine.layers
         frozen = ", without frozen ones" * bool(self.engine.model.frozen)
-        omitted = f"; skipped layers without per-example gradients: {', '.join(self.untaken[:3])} ({len(self.untaken)} in total)"
+        omitted = f"; {len(self.untaken)} layers without per-example gradients: {', '.join(self.untaken[:3])}"
         summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
         return summary + frozen + omitted * bool(self.untaken)
 
