@@ -315,7 +315,7 @@ def _refuse_other_value(key: str, partition: Partition, values: Sequence[Any], w
 
 
 def _file_identity(fs: Any, path: str, root: str) -> list[str]:
-    """Return name, size and stamp: a digest of the content of small local files, so that copies are equal, else a date."""
+    """Return name, size and stamp: a digest of small local files, so that copies are equal, else a date."""
     info = fs.info(path)
     size = info.get("size")
     if isinstance(fs, LocalFileSystem) and size <= _DIGEST_BYTES:
@@ -406,7 +406,7 @@ class TableSource:
     files: list[list[str]]
 
     def identity(self) -> list[list[str]]:
-        """Return name, size and stamp of each file of the table, or its number of rows and the digest of its content."""
+        """Return name, size and stamp of each file, or the number of rows and a digest of the content."""
         return self.files
 
     def approximate_length(self, n: int) -> int:
