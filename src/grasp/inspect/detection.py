@@ -179,7 +179,7 @@ def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float
 
 
 def threshold_like(score_N: F64, other: Threshold) -> Threshold:
-    """Compute a threshold that flags at most as many rows as that of another score, since ranks have no null distribution."""
+    """Compute a threshold that flags at most as many rows as `other`, since ranks have no null distribution."""
     value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
     return _threshold(score_N, value, other.false_positive_rate, FITTED, alike=other.all_alike)
 
