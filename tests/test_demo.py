@@ -9,7 +9,7 @@ import typer
 
 import grasp.demo
 from grasp.cli import app
-from grasp.cli.options import merged, names
+from grasp.cli.options import merge_settings, split_names
 from grasp.demo import Demo, retrained, tell
 from grasp.errors import EnvironmentDataError
 from grasp.retraining.plan import fitted_lengths
@@ -22,8 +22,8 @@ def test_the_command_that_it_proposes_retrains_on_its_own_rows_and_units(tmp_pat
     demo = Demo(tmp_path)
     command = typer.main.get_command(app).commands["retrain"]
     asked = command.make_context("retrain", [*demo.retrain_flags, "--out", str(demo.environment_path)]).params
-    flags = {"corpus.path": asked["corpus"], "targets.names": names(asked["targets"]), "family": asked["family"]}
-    settings = fitted_lengths(retrain_settings(merged(None, asked["assign"], flags)))
+    flags = {"corpus.path": asked["corpus"], "targets.names": split_names(asked["targets"]), "family": asked["family"]}
+    settings = fitted_lengths(retrain_settings(merge_settings(None, asked["assign"], flags)))
     assert settings.corpus == demo.corpus
     assert settings.targets == demo.targets
     assert settings.family == "mixture:source"

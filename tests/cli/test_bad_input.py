@@ -230,7 +230,7 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
     assert found, message
     if "shards" in said:
         assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all whole")
+        assert succeed("verify", out).lines[-1].endswith("all files intact")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:
@@ -244,9 +244,9 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
         (
             "build --out new --model m",
             ("grasp.build.build", "build"),
-            "what was finished is kept; the same command goes",
+            "finished parts are kept",
         ),
-        ("score art", ("grasp", "open"), "a result is written when it is whole, so this one was not"),
+        ("score art", ("grasp", "open"), "results are written only when complete"),
     ],
 )
 def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
@@ -297,6 +297,6 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, w
     assert child.returncode == -signal.SIGKILL
     assert not (out / "manifest.json").exists()
     resumed = succeed("build", "--resume", "--out", out)
-    assert "cutting into rows" not in resumed.err  # tokenised already
+    assert "tokenizing" not in resumed.err  # tokenised already
     succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")

@@ -384,7 +384,7 @@ def test_the_command(plain, root):
     assert " checks are healthy, " in out
     assert out.count("    healthy: ") == len(PLAIN)
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
-    assert "--runs: no meaning without --check" in refused("info", plain.path, "--runs", plain.path)
+    assert "--runs: requires --check" in refused("info", plain.path, "--runs", plain.path)
     few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
     assert "checks need at least 8" in refused("info", few, "--check")
     with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):
