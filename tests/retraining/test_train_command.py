@@ -213,7 +213,7 @@ def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
         (
             "train {corpus} {checkpoint}",
             {"recipe": "small", "overrides": {"steps": 3}},
-            r"recipe, overrides.steps: no meaning with train_command",
+            r"recipe, overrides.steps: no effect with train_command",
         ),
     ],
 )
