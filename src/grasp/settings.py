@@ -91,9 +91,7 @@ class CorpusSettings(Settings):
     )
     limit: int | None = Field(None, ge=1, description="Maximum number of documents to read.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text stored per row for display; 0: none.")
-    image_column: str | None = Field(
-        None, description="Column of encoded images, for a classifier. null: image."
-    )
+    image_column: str | None = Field(None, description="Column of encoded images, for a classifier. null: image.")
     class_column: str | None = Field(
         None, description="Column of the classes of images, as numbers from 0 or names. null: label."
     )
