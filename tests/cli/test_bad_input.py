@@ -152,7 +152,7 @@ def test_an_artifact_where_none_can_be(root, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/art"):
         said = refused("build", "--config", root / "settings.yaml", "--out", out)
-        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to)", said)
+        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|not writable)", said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -223,7 +223,7 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
     out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)
     end = (
-        said.format(full="no space left on the device", parts=r"\1 parts are whole")
+        said.format(full="no space left on the device", parts=r"\1 parts are complete")
         + "; free space and run again with --resume"
     )
     found = re.fullmatch(f"{out.parent}/{end}", message)

@@ -41,7 +41,7 @@ from grasp.retraining.plan import (
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
 from grasp.runs.retrained import FULL, Environment, Run
 from grasp.settings import RetrainSettings
-from grasp.store.locks import held
+from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.train import train, train_stacked
@@ -167,7 +167,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             time.sleep(POLL_SECONDS)  # others hold the rest; one of them may die
             continue
         runs = tuple(claims)
-        with held(list(claims.values()), ttl=settings.lease_seconds):
+        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
             if words is None:
                 utilities = worker.utilities(runs, partial(step_done, runs=runs, left=len(pending)))
                 for run, utility_E in zip(runs, utilities, strict=True):

@@ -94,7 +94,7 @@ def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, lo
 
 def _parse_sample(
     record: Mapping[str, Any], where: str, task: str, position: int, loss_on: LossOn
-) -> "Unit | _Choices | _Generation":
+) -> "Unit | _MultipleChoice | _Generation":
     """Parse a record; the gold answers of choices and generations are resolved later."""
     requests, doc, target = _parse_requests(record["arguments"], where), record["doc"], record.get("target")
     record_task = record.get("task")
@@ -216,7 +216,7 @@ class _MultipleChoice:
     @classmethod
     def parse(
         cls, where: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
-    ) -> "_Choices":
+    ) -> "_MultipleChoice":
         texts = [continuation for _, continuation in pairs]
         number = _parse_positions(target, len(pairs))
         if len(set(texts)) > 1:
@@ -234,7 +234,7 @@ class _MultipleChoice:
         return cls(where, unit, pairs, str(target), by_number, by_text, predicted)
 
     @staticmethod
-    def resolve(samples: "Sequence[_Choices]") -> None:
+    def resolve(samples: "Sequence[_MultipleChoice]") -> None:
         """Set `gold` of all documents of a task, whose targets are either all numbers or all texts.
 
         Raises:
