@@ -221,14 +221,14 @@ def _select_and_report(demo: Demo, art: grasp.Artifact, runs: Environment | None
     """Select a fifth of the rows for SciQ, compute a mixture for all targets, and write the report."""
     path, runs_options = demo.artifact_path, () if runs is None else ("--runs", runs.path)
     say("5. Select a fifth of the corpus for SciQ.")
-    options = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
-    _command(say, "select", path, *options, *runs_options, "--out", demo.selection_path)
+    select_options = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
+    _command(say, "select", path, *select_options, *runs_options, "--out", demo.selection_path)
     selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
     say(f"{selection}\n")
     selection_json = selection.save(demo.selection_path).with_suffix(".json")
     say("6. Or keep all rows, and change the mixture weights of the sources, for all five tasks together.")
-    options = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
-    _command(say, "mix", path, *options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
+    mix_options = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
+    _command(say, "mix", path, *mix_options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
     say(f"{mixture}\n")
     mixture_json = mixture.save(demo.mixture_path).with_suffix(".json")
@@ -241,8 +241,17 @@ def _select_and_report(demo: Demo, art: grasp.Artifact, runs: Environment | None
     page = art.report(report, runs=runs, selection=selection_json, mixture=mixture_json)
     say(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)\n")
     say("8. Verify the prediction: train on the selection (or, with subsets=weights.parquet, on the mixture).")
-    options = ("--like", path, "--set", f"subsets={demo.selection_path}", "--seeds", 2, "--out", demo.out / "kept")
-    _command(say, "retrain", *options)
+    train_options = (
+        "--like",
+        path,
+        "--set",
+        f"subsets={demo.selection_path}",
+        "--seeds",
+        2,
+        "--out",
+        demo.out / "kept",
+    )
+    _command(say, "retrain", *train_options)
     if SELECTION_RUNS.exists():
         say(_measured_changes(Environment.open(SELECTION_RUNS)))
     say("")
