@@ -142,7 +142,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     cost_reported = words is not None
 
     def step_done(step: int, runs: tuple[Run, ...], left: int) -> None:
-        nonlocal begun, is_told
+        nonlocal first_step, cost_reported
         progress(clock.status(left, tuple(run.stem for run in runs), step, steps))
         if cost_reported or (first_step is not None and first_step[0] < step < min(first_step[0] + TIMED_STEPS, steps)):
             return
