@@ -237,7 +237,7 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
         (["--set", "corpus.max_length=65"], "the context length of recipe tiny is 64 tokens"),
-        (["--set", "tokenizer=/"], "`/` holds no tokenizer"),
+        (["--set", "tokenizer=/"], "`/` has no tokenizer"),
     ],
 )
 def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):

@@ -48,7 +48,7 @@ from grasp.files import differences
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import dtype_name, is_adapter, refuse_unreadable, said_train
+from grasp.models.checkpoint import dtype_name, is_adapter, recorded_train, refuse_unreadable
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml, write_yaml
@@ -263,7 +263,7 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     if settings.model.classifier is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
     model = None if in_memory.model is None else in_memory.model.model
-    train = settings.train or said_train(settings.model, model)
+    train = settings.train or recorded_train(settings.model, model)
     if train is None:
         if model is None:
             refuse_unreadable(settings.model.path)  # what is no causal LM is told so first

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.causal_lm import weights_fingerprint
-from grasp.models.checkpoint import device_of, dtype_of, load_beside, load_checkpoint
+from grasp.models.checkpoint import device_of, dtype_of, load_auxiliary, load_checkpoint
 from grasp.models.forward_pass import BatchFeatures, Pass
 from grasp.models.head import TOLERANCE, OutputHead
 from grasp.models.residuals import head_residual
@@ -310,7 +310,7 @@ class ByProcessor:
         # the first word is that of transformers 5, the second of 4: each passes over the other's
         how = {"backend": "pil", "use_fast": False}
         try:
-            return cls(load_beside(AutoImageProcessor, settings, "has no image processor", **how))
+            return cls(load_auxiliary(AutoImageProcessor, settings, "has no image processor", **how))
         except (ModelError, TypeError, AttributeError) as err:
             raise ModelError(f"{' '.join(str(err).split())}; {INSTEAD}") from err
 
