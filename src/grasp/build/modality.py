@@ -20,7 +20,7 @@ from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets.units import UnitSet
 
 if TYPE_CHECKING:
-    from grasp.models.forward_pass import Reference
+    from grasp.models.forward_pass import NonTextReference, Reference
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
