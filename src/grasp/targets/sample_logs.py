@@ -31,7 +31,7 @@ from grasp.text import parse_json
 _SHOWN = 60  # characters of a value in a message
 # metrics of tasks whose target consists of tests or rules instead of an answer (humaneval, mbpp, ifeval)
 _NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_|schema_compliance")
-_CHOICE_FIELD = re.compile(r"choice|option|ending", re.IGNORECASE)  # names of fields with choices
+_OPTIONS_FIELD = re.compile(r"choice|option|ending", re.IGNORECASE)  # names of fields with choices
 _REMEDY = "write its questions as `prompt` and `completion`"
 # files of harnesses without the scored requests, by the fields of their records
 _NOT_SCORED = {
@@ -437,7 +437,7 @@ def _not_an_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | No
     labels = [group.get("label") for group in groups]
     text_lists = _lists_of_texts(doc) if is_number else []
     for group in groups:
-        fields_of_choices = [value for name, value in group.items() if _CHOICE_FIELD.search(str(name))]
+        fields_of_choices = [value for name, value in group.items() if _OPTIONS_FIELD.search(str(name))]
         text_lists += [texts for value in fields_of_choices for texts in _lists_of_texts(value)]
     is_position = any(target in map(str, range(len(texts))) and target not in texts for texts in text_lists)
     if is_position or (is_number and target in map(str, labels)):
