@@ -21,7 +21,7 @@ from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import artifact_targets
 from grasp.runs.retrained import Environment
@@ -198,7 +198,7 @@ def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], Non
 
 def _agreement_table(evaluation: grasp.Result) -> str:
     """Format the rank correlation of the default protocol and the noise ceiling, one line per target."""
-    name = default_protocol().name
+    name = DEFAULT_PROTOCOL.name
     lines = [
         (
             record["target"],

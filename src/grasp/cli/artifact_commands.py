@@ -102,11 +102,10 @@ def build(
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
-        from grasp.build.forecast import foretell
+        from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
-            estimate = foretell(out, data, untrained=untrained, progress=watch)
-        print(f"{estimate}\n{out}: has the rows; run the same command without --forecast to continue")
+            print(estimate(out, data, untrained=untrained, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -14,7 +15,11 @@ from grasp.cli.app import flag_of
 from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
+    from grasp.artifact.reader import ArtifactReader
     from grasp.results import Result
+
+# phrases of inputs in messages; others are e.g. "--protocol reads"
+READ_PHRASES = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}
 
 
 class PlainStream:
@@ -58,25 +63,32 @@ def program() -> str:
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], reads: Mapping[str, files.Reads] | None = None, **options: Any
+    outputs: Mapping[str, Path | None],
+    reads: Mapping[str, files.Reads] | None = None,
+    *,
+    artifact: "ArtifactReader | None" = None,
+    params: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> None:
-    """Call `grasp.files.check_outputs`, and print a note for every file that will be overwritten."""
-    files.check_outputs(outputs, reads, **options)
+    """Call `grasp.files.check_outputs`, and print a note for every file that will be overwritten.
+
+    Args:
+        reads: inputs by phrase, as in `grasp.files.check_outputs`.
+        artifact: artifact that is read, together with the inputs of its build.
+        params: arguments of the command's public function; their paths are inputs, except `cache`.
+    """
+    if not any(outputs.values()):
+        return
+    inputs = dict(reads or {}) | ({} if artifact is None else artifact.reads)
+    for name, value in params.items():
+        if name != "cache":
+            values = value if isinstance(value, list) else [value]
+            phrase = READ_PHRASES.get(name, f"{flag_of(name)} reads")
+            inputs[phrase] = [item for item in values if isinstance(item, Path)]
+    files.check_outputs(outputs, inputs, **options)
     for flag, path in outputs.items():
         if path is not None and flag.startswith("--") and path.is_file():
             print(f"note: {flag}: overwriting {plain(path)}", file=sys.stderr)
-
-
-READ_PHRASES = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}  # others: e.g. "--protocol reads"
-
-
-def reads(params: Mapping[str, Any]) -> dict[str, files.Reads]:
-    """Return the paths among the arguments of a function, by the phrases that `check_outputs` expects."""
-    values = {name: value if isinstance(value, list) else [value] for name, value in params.items() if name != "cache"}
-    return {
-        READ_PHRASES.get(name, f"{flag_of(name)} reads"): [value for value in items if isinstance(value, Path)]
-        for name, items in values.items()
-    }
 
 
 def print_result(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:

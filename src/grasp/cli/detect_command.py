@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 )
 def detect(art: Art, out: ResultFile = None, quiet: Quiet = False, **params: Any) -> None:
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads, tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, tables=["--out"])
     with Watch(quiet=quiet) as watch:
         suspects = artifact.detect(**params, progress=watch)
     _print_comparison(suspects)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grasp
 from grasp.cli.app import command, option
-from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result, reads
+from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
 from grasp.cli.options import Art, JsonFile, ModelOverrides, Quiet, ResultFile, merge_settings, split_names
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -36,7 +36,7 @@ def score(
     **params: Any,
 ) -> None:
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads | reads(params), tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
     if top is None and out is None and not params["bottom"]:
         top = TOP
     with Watch(quiet=quiet) as watch:
@@ -71,7 +71,8 @@ def explain(
     is_page = row is not None and out is not None and out.suffix == ".html"
     check_outputs(
         {"--out": out, "--json": json_file},
-        artifact.files.reads | reads(params),
+        artifact=artifact.files,
+        params=params,
         tables=[] if is_page else ["--out"],
     )
     if row is None:
@@ -115,13 +116,16 @@ def report(
         raise SettingsError(
             "report: missing --out or --atlas; pass a file for the page, a directory for the map, or both"
         )
-    check_outputs({"--out": out}, artifact.files.reads | reads(params))
+    check_outputs({"--out": out}, artifact=artifact.files, params=params)
     if atlas is not None:
         from grasp.predict.scoring_rule import as_protocol
         from grasp.report.atlas import write_atlas
 
         open_command = write_atlas(
-            artifact.files, atlas, protocol=as_protocol(params["protocol"]), targets=split_names(params["target"])
+            artifact.files,
+            atlas,
+            protocol=as_protocol(params["protocol"], artifact.files),
+            targets=split_names(params["target"]),
         )
         print(f"{atlas}: map of the rows; to open it, pip install embedding-atlas and run\n  {open_command}")
     if out is None:
@@ -171,10 +175,11 @@ def _print_address(address: str) -> None:
     more="protocol omitted family count seed units components",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
-    from grasp.api.predict import parse_weights
+    if params["weight"]:
+        from grasp.api.predict import parse_weights
 
-    params["weight"] = parse_weights(params["weight"], "--weight")
+        params["weight"] = parse_weights(params["weight"], "--weight")
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads | reads(params), tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
     result = artifact.predict(**params, out=out)
     print_result(result, out, written=result.lines)

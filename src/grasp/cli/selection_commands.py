@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, reads
+from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Quiet, table_outputs
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -61,7 +61,7 @@ def select(
         if directory is not None:
             check_place(directory)
     outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact.reads | reads(params), tables=["--left-out"] if dropped is None else [])
+    check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     exporter = None
     if written is not None or documents or ids_out or corpus or form != "parquet":
@@ -102,7 +102,7 @@ def mix(
     **params: Any,
 ) -> None:
     opened = grasp.open(art)
-    check_outputs({**table_outputs("--out", out), "--weights": weights}, opened.files.reads | reads(params))
+    check_outputs({**table_outputs("--out", out), "--weights": weights}, artifact=opened.files, params=params)
     mixture = opened.mix(**params)
     print(mixture)
     if out is not None:

@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, print_result, reads, show
+from grasp.cli.console import check_outputs, print_result, show
 from grasp.cli.options import (
     Address,
     Art,
@@ -45,19 +45,19 @@ def methods(
 
     Use their names with `grasp evaluate --methods` and `grasp score --method`.
     """
-    from grasp.methods.registry import method_named
+    from grasp.methods.registry import find_method
     from grasp.methods.registry import methods as installed
 
     if name is None:
-        show("methods", ("name", "description"), [(entry.name, entry.says()) for entry in installed().values()])
+        show("methods", ("name", "description"), [(entry.name, entry.summary()) for entry in installed().values()])
         return
-    entry = method_named(name)
+    entry = find_method(name)
     method_class = entry.load()
     print(f"{entry.name}\n")
     print("\n".join(line.strip() for line in (method_class.__doc__ or "").strip().splitlines()))
-    print(f"\ninputs: {', '.join(['rows and units', *sorted(method_class.looks_at)])}")
-    if method_class.needs_modules:
-        extras = sorted(set(method_class.needs_modules.values()))
+    print(f"\ninputs: {', '.join(['rows and units', *sorted(method_class.requires)])}")
+    if method_class.required_modules:
+        extras = sorted(set(method_class.required_modules.values()))
         print(f"needs: {install_hint(*extras)}")
     for field, info in method_class.settings_type.model_fields.items():
         default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
@@ -118,7 +118,7 @@ def evaluate(
 ) -> None:
     opened = grasp.open(art)
     outputs = {"--json": json_file, "--csv": csv_file}
-    check_outputs(outputs, opened.files.reads | reads(params), streamed=("--json", "--csv"))
+    check_outputs(outputs, artifact=opened.files, params=params, streamed=("--json", "--csv"))
     if split_names(params["methods"]) == []:
         raise SettingsError(
             f"--methods: got {params['methods']!r}, expected names separated by commas; see grasp methods"
