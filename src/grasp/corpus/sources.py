@@ -27,7 +27,7 @@ from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
-from grasp.hub import is_path, meant, refusal
+from grasp.hub import is_path, refusal, suggest_path
 
 PARQUET = (".parquet",)
 # C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
@@ -157,9 +157,9 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     if os.path.lexists(path):
         raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
+        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED}")
     datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
-    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
+    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name can be had"
     if silent := refusal():
         raise CorpusError(f"{none}: {silent}")
     try:

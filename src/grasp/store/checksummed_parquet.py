@@ -1,7 +1,7 @@
-"""Parquet tables that say what they hold: a digest of every column in the metadata, compared by whoever reads it.
+"""Parquet tables with a digest of every column in their metadata, which is verified on reading.
 
-A flipped bit may turn one name into another that is there as well, and Parquet would not notice. Tables of others have
-no digests, and are read as they are.
+A flipped bit can turn a name into another existing name, which Parquet does not detect. Tables of other programs have
+no digests and are read without verification. Start with `write_sealed` and `read_sealed`.
 """
 
 import json
@@ -20,22 +20,24 @@ BATCH = 1 << 16
 
 
 class NotAsWrittenError(pa.ArrowInvalid):  # type: ignore[misc]
-    """A table is not what was written."""
+    """The content of a table differs from what was written."""
 
 
 class _Digests:
-    """Digests of the columns that pass, however they are cut into parts, and of what the metadata say.
+    """Digests of columns and metadata, which do not depend on how the rows are divided into batches.
 
-    Of numbers the value counts, not the type.
+    Numbers are hashed by value: int32 and int64, or float32 and float64, have the same digest.
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str]) -> None:
-        told = {key: value for key, value in (schema.metadata or {}).items() if key != SEAL}
-        self._metadata = xxhash.xxh3_128_hexdigest(b"\0".join(part for item in sorted(told.items()) for part in item))
-        once = [name for name in columns if schema.names.count(name) == 1]
-        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in once}  # of sizes, and of values
+        entries = {key: value for key, value in (schema.metadata or {}).items() if key != SEAL}
+        parts = (part for item in sorted(entries.items()) for part in item)
+        self._metadata = xxhash.xxh3_128_hexdigest(b"\0".join(parts))
+        unique_names = [name for name in columns if schema.names.count(name) == 1]
+        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}  # lengths, values
 
     def add(self, part: pa.Table | pa.RecordBatch) -> None:
+        """Update the digests with further rows."""
         for name, (sizes, values) in self._columns.items():
             column = part.column(name)
             for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
@@ -61,20 +63,21 @@ class _Digests:
                     values.update(memoryview(data)[ends[0] : ends[1]] if data is not None else b"")
 
     def record(self) -> dict[str, Any]:
+        """Return the digests as hexadecimal text, in JSON."""
         columns = {name: sizes.hexdigest() + values.hexdigest() for name, (sizes, values) in self._columns.items()}
         return {"columns": columns, "metadata": self._metadata}
 
 
 class SealedWriter:
-    """Writes tables of one schema one after the other; what they hold is said when it is closed."""
+    """Write tables of the same schema to one Parquet file; the digests are written on closing."""
 
-    def __init__(self, path: Any, schema: pa.Schema, **how: Any) -> None:
+    def __init__(self, path: Any, schema: pa.Schema, **options: Any) -> None:
         self._digests = _Digests(schema, schema.names)
-        self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | how))
+        self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | options))
 
-    def write(self, table: pa.Table, **how: Any) -> None:
+    def write(self, table: pa.Table, **options: Any) -> None:
         self._digests.add(table)
-        self._writer.write_table(table, **how)
+        self._writer.write_table(table, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -86,44 +89,44 @@ class SealedWriter:
 
 
 def write_sealed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
-    """Write a table with the digests of its columns."""
+    """Write a table with digests of its columns."""
     with SealedWriter(path, table.schema) as writer:
         writer.write(table, row_group_size=group_rows)
 
 
 def sealed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Batches of some columns; what is wrong with them is known when the last one has come.
+    """Yield the batches of some columns, and verify the digests after the last one.
 
     Raises:
-        NotAsWrittenError: a column, or the metadata, are not those that were written.
+        NotAsWrittenError: the digest of a column or of the metadata differs.
     """
     with pq.ParquetFile(path) as file:
         schema, seal = file.schema_arrow, (file.metadata.metadata or {}).get(SEAL)
-        known = None
+        expected = None
         if seal is not None:
             try:
-                known = json.loads(seal)
-                known = {"columns": dict(known["columns"]), "metadata": known["metadata"]}
+                expected = json.loads(seal)
+                expected = {"columns": dict(expected["columns"]), "metadata": expected["metadata"]}
             except (ValueError, TypeError, KeyError) as err:
                 raise NotAsWrittenError(f"its metadata {SEAL.decode()} is damaged; restore a copy") from err
-        digests = _Digests(schema, [] if known is None else schema.names if columns is None else columns)
+        digests = _Digests(schema, [] if expected is None else schema.names if columns is None else columns)
         for batch in file.iter_batches(BATCH, columns=columns):
             digests.add(batch)
             yield batch
-    if known is None:
+    if expected is None:
         return
-    found = digests.record()
-    wrong = [name for name, digest in found["columns"].items() if known["columns"].get(name) != digest]
-    wrong += sorted(known["columns"].keys() - set(schema.names))
-    wrong += [] if found["metadata"] == known["metadata"] else ["its metadata"]
-    if wrong:
+    actual = digests.record()
+    damaged = [name for name, digest in actual["columns"].items() if expected["columns"].get(name) != digest]
+    damaged += sorted(expected["columns"].keys() - set(schema.names))
+    damaged += [] if actual["metadata"] == expected["metadata"] else ["its metadata"]
+    if damaged:
         raise NotAsWrittenError(
-            f"{wrong[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
+            f"{damaged[0]!r} is not as it was written: the file is damaged; restore a copy or write it again"
         )
 
 
 def read_sealed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
-    """A whole table; arguments and errors as in `sealed_batches`."""
+    """Read and verify a table; arguments and errors are those of `sealed_batches`."""
     batches = list(sealed_batches(path, columns))
     if batches:
         return pa.Table.from_batches(batches)
