@@ -183,7 +183,7 @@ def info(
 
     if check_health:
         overrides = merge_settings(None, assignments, {})
-        health = grasp.open(path).check(runs=runs, protocol=protocol, own=overrides)
+        health = grasp.open(path).check(runs=runs, protocol=protocol, overrides=overrides)
         print(health.to_json() if as_json else health)
         return
     for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):

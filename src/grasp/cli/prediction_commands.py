@@ -82,7 +82,7 @@ def explain(
             raise SettingsError("--json: requires --row; use --out to write a table of rows")
         print_result(artifact.score(unit=unit, top=EXTREMES, bottom=EXTREMES, **params), out)
         return
-    explanation = artifact.explain(row=row, unit=unit, own=merge_settings(None, assignments, {}), **params)
+    explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
     if json_file is not None:
         write_whole(json_file, (json_text(explanation.to_dict()) + "\n").encode())
     if out is not None and is_page:

@@ -43,7 +43,7 @@ _FILE_SUFFIX = re.compile(
 )
 _DIGEST_BYTES = 64 << 20  # local files up to this size are told by their content, which takes a tenth of a second
 _DIGEST_ROWS = 65_536
-_COUNTED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
+_MEASURED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
 
@@ -111,10 +111,10 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         )
     try:
         fs, root = fsspec.core.url_to_fs(path)
-        there, is_file = fs.exists(root), fs.isfile(root)
+        exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
-    if not there:
+    if not exists:
         return _hub_dataset(path, split, field)
     # a name for messages is what a person would type: plain for local files, a URL otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
@@ -235,7 +235,7 @@ class FileSource:
                     if records < n or handle.closed:  # a decompressor closes it at its end
                         continue
                     # decompression reads a block ahead, so only a large part is taken for a measure
-                    if (part := read_bytes + handle.tell()) >= _COUNTED_BYTES:
+                    if (part := read_bytes + handle.tell()) >= _MEASURED_BYTES:
                         return int(records * sum(sizes) / part)
             read_bytes += size
         return records

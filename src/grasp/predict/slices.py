@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
-from grasp.corpus.labels import OWN_COLUMNS
+from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
@@ -122,7 +122,7 @@ def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple
         return len(seen) >= 2
 
     schema = source.rows(np.empty(0, dtype=np.int64)).schema
-    own = [field for field in schema if field.name not in OWN_COLUMNS]
+    own = [field for field in schema if field.name not in RESERVED_COLUMNS]
     text = [field.name for field in own if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
     other = [field.name for field in own if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)]
     for names in (text, other):

@@ -29,7 +29,7 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.checksummed_parquet import SealedWriter, sealed_batches
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed_batches
 from grasp.store.contents import readable, readable_table
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
@@ -131,7 +131,7 @@ def write_subsets(
     schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
     with (
         written_aside(Path(path)) as part,
-        SealedWriter(part, schema, compression_level=compression_level) as writer,
+        ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN
@@ -176,7 +176,7 @@ def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[
         if isinstance(source, pa.Table):
             batches = iter(source.select(columns).to_batches(max_chunksize=BATCH))
         else:
-            batches = sealed_batches(source, columns)
+            batches = read_checksummed_batches(source, columns)
         for batch in batches:
             n = batch.num_rows
             batch.validate(full=True)  # names that are no text would stop DuckDB

@@ -42,7 +42,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.settings import CorpusSettings, Settings, TargetSettings
-from grasp.store.checksummed_parquet import SealedWriter, read_sealed
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
 from grasp.targets.units import LossOn
@@ -691,7 +691,7 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
     )
     sink = pa.BufferOutputStream()
     how: dict[str, Any] = {"use_dictionary": list(COLUMNS[:-1]), "column_encoding": {"utility": "BYTE_STREAM_SPLIT"}}
-    with SealedWriter(sink, table.schema, compression_level=19, **how) as writer:
+    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **how) as writer:
         writer.write(table)
     return bytes(sink.getvalue())
 
@@ -739,7 +739,7 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         names = list(pq.read_schema(path).names)
         if missing := [name for name in COLUMNS if name not in names]:
             raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
-        table = read_sealed(path, columns)
+        table = read_checksummed(path, columns)
         table.validate(full=True)  # a flipped bit may leave names that are no text
     except FileNotFoundError:
         raise

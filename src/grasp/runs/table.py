@@ -77,14 +77,14 @@ class RunsInfo(Settings):
         return self
 
 
-AGAIN = "import the runs again"
+RECOVERY_HINT = "import the runs again"
 SIGNED_INFO = Signed(
     INFO,
     RunsInfo,
     "a record of runs",
     "grasp-runs",
     1,
-    AGAIN,
+    RECOVERY_HINT,
     EnvironmentDataError,
     LARGEST_INFO,
     none="no runs there; import them with grasp runs import",
@@ -193,7 +193,9 @@ class RunTable:
             EnvironmentDataError: not there, or damaged.
         """
         info, files = open_store(path, SIGNED_INFO)
-        trained, results = (read_table(files.file(name), AGAIN, EnvironmentDataError) for name in (TRAINED, RESULTS))
+        trained, results = (
+            read_table(files.file(name), RECOVERY_HINT, EnvironmentDataError) for name in (TRAINED, RESULTS)
+        )
         return cls.from_results(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:

@@ -1,7 +1,7 @@
-"""Parquet tables with a digest of every column in their metadata, which is verified on reading.
+"""Parquet tables with a digest of every column in the file metadata, verified on reading.
 
-A flipped bit can turn a name into another existing name, which Parquet does not detect. Tables of other programs have
-no digests and are read without verification. Start with `write_sealed` and `read_sealed`.
+A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without digests, i.e.
+written by other programs, are read without verification. Start with `write_checksummed` and `read_checksummed`.
 """
 
 import json
@@ -15,29 +15,30 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-SEAL = b"grasp.seal"  # key of the digests in the metadata of a file
+DIGESTS_KEY = b"grasp.seal"  # key of the digests in the metadata of a file
 BATCH = 1 << 16
 
 
-class NotAsWrittenError(pa.ArrowInvalid):  # type: ignore[misc]
-    """The content of a table differs from what was written."""
+class ChecksumMismatchError(pa.ArrowInvalid):  # type: ignore[misc]
+    """The content of a table does not match its digests."""
 
 
 class _Digests:
-    """Digests of columns and metadata, which do not depend on how the rows are divided into batches.
+    """Running digests of columns, independent of how the rows are split into batches, and a digest of the metadata.
 
-    Numbers are hashed by value: int32 and int64, or float32 and float64, have the same digest.
+    A digest covers values, not types: int32 and int64 columns with equal values have equal digests.
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str]) -> None:
-        entries = {key: value for key, value in (schema.metadata or {}).items() if key != SEAL}
-        parts = (part for item in sorted(entries.items()) for part in item)
-        self._metadata = xxhash.xxh3_128_hexdigest(b"\0".join(parts))
+        metadata = {key: value for key, value in (schema.metadata or {}).items() if key != DIGESTS_KEY}
+        self._metadata = xxhash.xxh3_128_hexdigest(
+            b"\0".join(part for item in sorted(metadata.items()) for part in item)
+        )
         unique_names = [name for name in columns if schema.names.count(name) == 1]
-        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}  # lengths, values
+        # Two digests a column: lengths (validity of numbers) and values. Together they fix where a value ends.
+        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}
 
-    def add(self, part: pa.Table | pa.RecordBatch) -> None:
-        """Update the digests with further rows."""
+    def update(self, part: pa.Table | pa.RecordBatch) -> None:
         for name, (sizes, values) in self._columns.items():
             column = part.column(name)
             for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
@@ -68,15 +69,15 @@ class _Digests:
         return {"columns": columns, "metadata": self._metadata}
 
 
-class SealedWriter:
-    """Write tables of the same schema to one Parquet file; the digests are written on closing."""
+class ChecksummedParquetWriter:
+    """Writer of a Parquet file in several tables of one schema; adds the digests on closing."""
 
     def __init__(self, path: Any, schema: pa.Schema, **options: Any) -> None:
         self._digests = _Digests(schema, schema.names)
         self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | options))
 
     def write(self, table: pa.Table, **options: Any) -> None:
-        self._digests.add(table)
+        self._digests.update(table)
         self._writer.write_table(table, **options)
 
     def __enter__(self) -> Self:
@@ -84,50 +85,52 @@ class SealedWriter:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if kind is None:
-            self._writer.add_key_value_metadata({SEAL: json.dumps(self._digests.record()).encode()})
+            self._writer.add_key_value_metadata({DIGESTS_KEY: json.dumps(self._digests.record()).encode()})
         self._writer.close()
 
 
-def write_sealed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
-    """Write a table with digests of its columns."""
-    with SealedWriter(path, table.schema) as writer:
+def write_checksummed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
+    """Write a table and the digests of its columns; `group_rows` is the size of a row group."""
+    with ChecksummedParquetWriter(path, table.schema) as writer:
         writer.write(table, row_group_size=group_rows)
 
 
-def sealed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of some columns, and verify the digests after the last one.
+def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield batches of a table; the digests are verified after the last batch.
 
+    Args:
+        columns: columns to read. Default: all.
     Raises:
-        NotAsWrittenError: the digest of a column or of the metadata differs.
+        ChecksumMismatchError: a column or the metadata differ from what was written.
     """
     with pq.ParquetFile(path) as file:
-        schema, seal = file.schema_arrow, (file.metadata.metadata or {}).get(SEAL)
+        schema, digests_json = file.schema_arrow, (file.metadata.metadata or {}).get(DIGESTS_KEY)
         expected = None
-        if seal is not None:
+        if digests_json is not None:
             try:
-                expected = json.loads(seal)
+                expected = json.loads(digests_json)
                 expected = {"columns": dict(expected["columns"]), "metadata": expected["metadata"]}
             except (ValueError, TypeError, KeyError) as err:
-                raise NotAsWrittenError(f"its metadata {SEAL.decode()} is damaged; restore a copy") from err
+                raise ChecksumMismatchError(f"its metadata {DIGESTS_KEY.decode()} is damaged; restore a copy") from err
         digests = _Digests(schema, [] if expected is None else schema.names if columns is None else columns)
         for batch in file.iter_batches(BATCH, columns=columns):
-            digests.add(batch)
+            digests.update(batch)
             yield batch
     if expected is None:
         return
     actual = digests.record()
-    damaged = [name for name, digest in actual["columns"].items() if expected["columns"].get(name) != digest]
-    damaged += sorted(expected["columns"].keys() - set(schema.names))
-    damaged += [] if actual["metadata"] == expected["metadata"] else ["its metadata"]
-    if damaged:
-        raise NotAsWrittenError(
-            f"{damaged[0]!r} is not as it was written: the file is damaged; restore a copy or write it again"
+    mismatches = [name for name, digest in actual["columns"].items() if expected["columns"].get(name) != digest]
+    mismatches += sorted(expected["columns"].keys() - set(schema.names))
+    mismatches += [] if actual["metadata"] == expected["metadata"] else ["its metadata"]
+    if mismatches:
+        raise ChecksumMismatchError(
+            f"{mismatches[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
         )
 
 
-def read_sealed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read and verify a table; arguments and errors are those of `sealed_batches`."""
-    batches = list(sealed_batches(path, columns))
+def read_checksummed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a table; arguments and errors as `read_checksummed_batches`."""
+    batches = list(read_checksummed_batches(path, columns))
     if batches:
         return pa.Table.from_batches(batches)
     schema = pq.read_schema(path)

@@ -44,33 +44,35 @@ def tensor_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 @contextmanager
-def readable(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> Iterator[None]:
-    """Convert the exceptions of a damaged file to one line that ends with the recovery hint `again`."""
+def readable(path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError) -> Iterator[None]:
+    """Convert the exceptions of a damaged file to one line that ends with the recovery hint `recovery_hint`."""
     try:
         yield
     except FileNotFoundError as err:
-        raise mistake(f"{path}: missing; {again}") from err
+        raise error_type(f"{path}: missing; {recovery_hint}") from err
     except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError) as err:
-        raise mistake(f"{path}: damaged: {plain(err)}; {again}") from err  # numpy has no bfloat16: TypeError
+        raise error_type(f"{path}: damaged: {plain(err)}; {recovery_hint}") from err  # numpy has no bfloat16: TypeError
 
 
 def read_table(
-    path: Path, again: str, mistake: type[GraspError] = ArtifactError, columns: list[str] | None = None
+    path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError, columns: list[str] | None = None
 ) -> pa.Table:
     """Read a Parquet table, or those of `columns` that it has."""
-    with readable(path, again, mistake), pq.ParquetFile(path) as file:
+    with readable(path, recovery_hint, error_type), pq.ParquetFile(path) as file:
         return file.read(columns)
 
 
-def read_tensors(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> dict[str, NDArray[Any]]:
+def read_tensors(
+    path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError
+) -> dict[str, NDArray[Any]]:
     """Read the arrays of a safetensors file."""
-    with readable(path, again, mistake):
+    with readable(path, recovery_hint, error_type):
         arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(path)
     return arrays
 
 
 @contextmanager
-def readable_table(place: Path | str, mistake: type[GraspError], expected: str) -> Iterator[None]:
+def readable_table(place: Path | str, error_type: type[GraspError], expected: str) -> Iterator[None]:
     """Convert the exceptions of reading a user's table to one line.
 
     Args:
@@ -81,6 +83,6 @@ def readable_table(place: Path | str, mistake: type[GraspError], expected: str) 
     try:
         yield
     except FileNotFoundError as err:
-        raise mistake(f"{place}: no such file; expected {expected}") from err
+        raise error_type(f"{place}: no such file; expected {expected}") from err
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise mistake(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
+        raise error_type(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err

@@ -42,11 +42,15 @@ class Files:
     """Files of a directory with known sizes and checksums; a file is verified when it is first used."""
 
     def __init__(
-        self, root: Path, entries: Mapping[str, FileEntry], again: str, mistake: type[GraspError] = ArtifactError
+        self,
+        root: Path,
+        entries: Mapping[str, FileEntry],
+        recovery_hint: str,
+        error_type: type[GraspError] = ArtifactError,
     ) -> None:
         self.root, self.entries = root, entries
         self.where = str(root)  # path or URL, for messages
-        self._recovery_hint, self._error_type = again, mistake
+        self._recovery_hint, self._error_type = recovery_hint, error_type
         self._verified: set[str] = set()
 
     def file(self, name: str) -> Path:
@@ -97,8 +101,8 @@ class Schema(Generic[M]):
     marks: str
     plan: str = ""
     ours: tuple[str, ...] = ()
-    again: str = "build it again"
-    mistake: type[GraspError] = ArtifactError
+    recovery_hint: str = "build it again"
+    error_type: type[GraspError] = ArtifactError
     files: Callable[[M], Mapping[str, FileEntry]] = attrgetter("files")
 
 
@@ -122,16 +126,18 @@ class Store(Generic[M]):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as err:
-                raise self.schema.mistake(f"{plan.parent}: cannot create this directory; choose another one") from err
+                raise self.schema.error_type(
+                    f"{plan.parent}: cannot create this directory; choose another one"
+                ) from err
             stored = None
             if plan.exists():
                 try:
                     stored = parse_json(plan.read_bytes())
                 except (OSError, ValueError) as err:
-                    raise self.schema.mistake(f"{plan}: damaged: {err}; {self.schema.again}") from err
+                    raise self.schema.error_type(f"{plan}: damaged: {err}; {self.schema.recovery_hint}") from err
             if stored is not None and (changed := list(differences(stored, requested))):
                 if not replace and any(self.root.glob(self.schema.marks)):
-                    raise self.schema.mistake(
+                    raise self.schema.error_type(
                         f"{self.root}: was begun with other input: {'; '.join(changed)}; restore it, choose another "
                         f"directory, or delete {plan.parent} to start over"
                     )
@@ -149,7 +155,7 @@ class Store(Generic[M]):
             entries = self.schema.files(self.mark(mark.stem))
             sizes = {self.root / name: entry.bytes for name, entry in entries.items()}
             if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items()):
-                complete[mark.stem] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+                complete[mark.stem] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
         return complete
 
     def mark(self, part: str) -> M:
@@ -158,7 +164,7 @@ class Store(Generic[M]):
         Raises:
             GraspError: the mark is missing or damaged.
         """
-        return read_record(self._mark(part), self.schema.mark, self.schema.mistake)
+        return read_record(self._mark(part), self.schema.mark, self.schema.error_type)
 
     def missing(self, parts: Iterable[str]) -> list[str]:
         """Return those of the parts that are not complete."""
@@ -190,7 +196,7 @@ class Store(Generic[M]):
                 for path in (mark, *(self.root / name for name in files)):  # the mark first, so that it never dangles
                     path.unlink(missing_ok=True)
                 raise
-        self.parts[part] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+        self.parts[part] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
         return record
 
     def drop(self, part: str) -> None:
@@ -208,7 +214,7 @@ class Store(Generic[M]):
         """
         files = self.parts.get(part)
         if files is None:
-            raise self.schema.mistake(f"{self.root}: has no {part}; {self.schema.again}")
+            raise self.schema.error_type(f"{self.root}: has no {part}; {self.schema.recovery_hint}")
         return files.file(name or next(iter(files.entries)))
 
     def entries(self) -> dict[str, FileEntry]:

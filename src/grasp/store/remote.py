@@ -105,7 +105,7 @@ class RemoteFiles(Files):
         return f"{cached_fault} (cached copy in {self.root}; downloaded again on next use)" if cached_fault else None
 
 
-def open_store(place: Path | str, signed: Signed[R], again: str = "") -> tuple[R, Files]:
+def open_store(place: Path | str, signed: Signed[R], recovery_hint: str = "") -> tuple[R, Files]:
     """Open a complete store, and return its signed record and its files.
 
     Args:
@@ -118,19 +118,19 @@ def open_store(place: Path | str, signed: Signed[R], again: str = "") -> tuple[R
     if (url := remote_url(place)) is None:
         path = local_path(place)
         record = signed.read(path)
-        return record, Files(path, signed.files(record), again or signed.again, signed.mistake)
+        return record, Files(path, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type)
     filesystem, root = _connect(url)
     with _reached(url):
         try:
             data: bytes = filesystem.cat_file(f"{root}/{signed.name}")
         except FileNotFoundError as err:
-            raise signed.mistake(f"{url}: {signed.none.format(place=shlex.quote(url))}") from err
+            raise signed.error_type(f"{url}: {signed.none.format(place=shlex.quote(url))}") from err
     record = signed.parse(f"{url}/{signed.name}", data)
     cache = cache_directory("fetched", f"{url} {checksum(data)}")
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache.with_suffix(LOCK), wait=True):
         write_whole(cache / signed.name, data)
-    files = cache, signed.files(record), again or signed.again, signed.mistake
+    files = cache, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type
     return record, RemoteFiles(url, filesystem, root, *files)
 
 
