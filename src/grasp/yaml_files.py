@@ -52,7 +52,7 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
+        parts.append(f"{field}: {what}{got}{_suggest_field(kind, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MOST_SHOWN} more" if err.error_count() > MOST_SHOWN else ""
     return f"{where}: " + "; ".join(parts) + more
 
@@ -67,7 +67,7 @@ _WORDS = {
 }
 
 
-def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
+def _suggest_field(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
     if kind is None or item["type"] != "extra_forbidden":
         return ""
     *groups, leaf = (str(step) for step in item["loc"])

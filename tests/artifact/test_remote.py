@@ -192,7 +192,7 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
     filesystem.rm(f"{root}/rows.parquet")
     with monkeypatch.context() as patch:
         patch.setattr(filesystem, "put_file", lambda source, target: None)
-        with pytest.raises(ArtifactError, match=r"1 of \d+ files did not arrive, e.g. rows.parquet; run again"):
+        with pytest.raises(ArtifactError, match=r"1 of \d+ files were not uploaded, e.g. rows.parquet; run again"):
             publish_artifact(local, place)
     assert not is_published(place)
 
@@ -233,7 +233,7 @@ def test_a_file_url_is_a_path(local):
 def test_another_artifact_is_not_written_over(local, place, tmp_path):
     publish_artifact(local, place)
     other = World(n_rows=9).write(tmp_path / "other")
-    with pytest.raises(ArtifactError, match=f"^{place}: another one lies here; delete it, or choose another URL$"):
+    with pytest.raises(ArtifactError, match=f"^{place}: another store exists here; delete it or choose another URL$"):
         publish_artifact(other, place)
 
 

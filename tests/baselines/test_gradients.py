@@ -349,7 +349,7 @@ def test_a_module_that_does_more_than_its_type_says_is_refused():
     network = llama()
     network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) gives something else"):
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) does not return its weight"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
@@ -361,7 +361,7 @@ def test_what_has_no_per_example_form_is_refused():
     with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
         choose_layers(model, ["all"])
     network.model.table = nn.Linear(3, 4)
-    with pytest.raises(ModelError, match=r"model.table took no part in a row's loss"):
+    with pytest.raises(ModelError, match=r"model.table does not affect the loss of a row"):
         PerExample(model, choose_layers(model, ["all"]))
 
 

@@ -648,7 +648,7 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
         ({"corpus": {"row_id_column": "topic"}}, "row_id 'earth' occurs twice"),
         ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
         ({"targets": {"max_length": 2}}, "the completion has . tokens, expected at most 1"),
-        ({"model": {"path": "nowhere"}}, "none can be had from a hub"),
+        ({"model": {"path": "nowhere"}}, "cannot be downloaded from a hub"),
     ],
 )
 def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):

@@ -131,7 +131,7 @@ def test_special_tokens_are_the_tokenizer_s_and_never_twice(kind):
     assert BOS in tokenizer.describe()
     assert "without" in off.describe()
     assert "chats" not in off.describe()
-    assert "chats begin and end as their template writes them" in tiny(kind, template=PLAIN).describe()
+    assert "chats begin and end as in their template" in tiny(kind, template=PLAIN).describe()
 
 
 def test_bos_that_a_tokenizer_does_not_have_is_refused():

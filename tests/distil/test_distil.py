@@ -297,7 +297,7 @@ def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):
 
 
 def test_verify_compares_the_files_of_a_scorer(own):
-    assert succeed("verify", own).out == f"{own}: scorer, all whole\n"
+    assert succeed("verify", own).out == f"{own}: scorer, all files intact\n"
     data = bytearray((own / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (own / WEIGHTS).write_bytes(data)

@@ -375,7 +375,7 @@ def test_an_image_classifier_is_checked_alike(tmp_path):
     settings = image_settings(tmp_path / "w", features__kernels=["output_layer", "pooled", *SKETCHES])
     art = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "art"))
     kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
-    assert "code is run only if you ask for it yourself" in kept_out.advice
+    assert "run only at your own request" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
     named = by_name(check(art, rows=30, subsets=10, overrides=own, protocol=ALL))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
@@ -390,7 +390,7 @@ def test_the_command(plain, root):
     assert " checks are healthy, " in out
     assert out.count("    healthy: ") == len(PLAIN)
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
-    assert "--runs: no meaning without --check" in refused("info", plain.path, "--runs", plain.path)
+    assert "--runs: requires --check" in refused("info", plain.path, "--runs", plain.path)
     few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
     assert "checks need at least 8" in refused("info", few, "--check")
     with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):

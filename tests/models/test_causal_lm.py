@@ -48,7 +48,7 @@ def test_a_head_that_does_more_is_refused():
         return output
 
     model.forward = shifted
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM: its logits are not those of its output layer"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: its logits are not the outputs of its output layer"):
         ReferenceModel(model, tokenizer=None)
 
 

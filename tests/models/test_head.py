@@ -162,7 +162,7 @@ def test_scale_and_cap_are_what_the_model_does_whatever_its_configuration_says(c
     "done", [lambda z: z + torch.arange(z.shape[-1]), lambda z: 3 * torch.tanh(z / 3), lambda z: z.relu()]
 )
 def test_what_is_neither_a_scale_nor_a_cap_that_is_named_is_refused(done):
-    with pytest.raises(ModelError, match="Changed: its logits are not those of its output layer, times a scale"):
+    with pytest.raises(ModelError, match="Changed: its logits are not the outputs of its output layer with a scale"):
         output_head(Changed(done))
 
 

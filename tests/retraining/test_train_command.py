@@ -178,7 +178,7 @@ def test_a_job_that_left_something_else_is_named_and_given_again(world, tmp_path
     assert again == lines
     assert "1 of 4 runs failed, e.g. ten-0: the command left no checkpoint" in str(env.summary())
     assert not (seen / "calls").exists()
-    with pytest.raises(SettingsError, match="print_jobs: only a train command has jobs"):
+    with pytest.raises(SettingsError, match="print_jobs: requires a train command"):
         retrain(world, tmp_path / "other", None, jobs=again.append)
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
         (
             "train {corpus} {checkpoint}",
             {"recipe": "small", "overrides": {"steps": 3}},
-            r"recipe, overrides.steps: no meaning with train_command",
+            r"recipe, overrides.steps: no effect with train_command",
         ),
     ],
 )

@@ -164,7 +164,7 @@ REFUSED = [
     ({"task": "t", "prompt": 3}, r"exam.jsonl:1: prompt: .* got 3; completion: missing"),
     ({**PLAIN, "task": ""}, r"exam.jsonl:1: task: .* got ''"),
     ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: got 2, .* 1 choices"),
-    ({"messages": turns(ASKED, " ")}, r"exam.jsonl:1: an answer of the assistant is empty; mend it or take it out"),
+    ({"messages": turns(ASKED, " ")}, r"exam.jsonl:1: an answer of the assistant is empty; fix or remove the record"),
     ({"messages": TURNS[:1]}, r"exam.jsonl:1: the assistant does not answer"),
     ({"messages": TURNS[1:]}, r"exam.jsonl:1: its turns are out of order"),
     ({"messages": [{"role": "boss", "content": "x"}]}, r"exam.jsonl:1: turn 0: got the role 'boss'"),

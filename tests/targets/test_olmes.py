@@ -78,9 +78,9 @@ ONE = [record(5, 0, context="a", continuation=" b", label=0)]
 NONE_IS_GOLD = [record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)]
 OTHER_QUESTION = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
 REFUSED = [
-    ("scoq", "rc_0shot", None, "no OLMES task is called 'scoq'; did you mean sciq"),
-    ("zzzzzz", "rc_0shot", None, "there are: basic, commonsense_qa, csqa, sciq "),
-    ("drop", "rc_0shot", None, "'drop' is no multiple-choice task; what can be used: basic"),
+    ("scoq", "rc_0shot", None, "unknown OLMES task 'scoq'; did you mean sciq"),
+    ("zzzzzz", "rc_0shot", None, "available: basic, commonsense_qa, csqa, sciq "),
+    ("drop", "rc_0shot", None, "'drop' is not a multiple-choice task; available tasks: basic"),
     ("sciq", "mc_0shot", None, "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
     ("sciq", "bpb_0shot", None, "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
     ("new", "rc_0shot", ONE, "document 5 has one candidate"),

@@ -124,7 +124,7 @@ def test_contexts_that_are_the_choices_are_chosen_by_the_accuracy(documents, cou
     ]
     undecided = count > 2 and any(not sample["acc"] for sample in samples)
     if undecided:
-        with pytest.raises(TargetError, match="do not tell which context is right"):
+        with pytest.raises(TargetError, match="do not determine the correct context"):
             read(*samples)
         return
     for unit, (k, (_, gold)) in zip(read(*samples) if samples else (), enumerate(documents), strict=True):

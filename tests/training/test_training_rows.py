@@ -101,8 +101,8 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
         (np.arange(20) < 3, ModelError, "retained: 3 of 20 rows, expected at least the 4 of one batch"),
         (np.zeros(20), ModelError, "retained: 0 of 20 rows"),
         (np.ones(19, bool), ShapeError, r"retained: got shape \(19,\), expected \(20,\)"),
-        (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "retained: row 6 weighs -1.0"),
-        (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "retained: row 7 weighs nan"),
+        (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "retained: row 6 has weight -1.0"),
+        (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "retained: row 7 has weight nan"),
     ],
 )
 def test_shares_that_do_not_fit_are_refused(retained, error, message):

@@ -96,4 +96,4 @@ def test_settings_of_texts_are_refused_with_a_classifier(tmp_path):
     data["features"]["kernels"] = ["output_layer", "embedding", "gradient", "knn"]
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
     output = refused("build", "--config", tmp_path / "c.yaml", "--out", tmp_path / "a")
-    assert "features.kernels: got embedding, gradient, knn, which are of texts; leave them out" in output
+    assert "features.kernels: got embedding, gradient, knn, which require a language model; remove them" in output

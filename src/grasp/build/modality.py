@@ -20,7 +20,7 @@ from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets.units import UnitSet
 
 if TYPE_CHECKING:
-    from grasp.models.forward_pass import OtherReference, Reference
+    from grasp.models.forward_pass import NonTextReference, Reference
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -40,7 +40,7 @@ class Pictured(Result, ABC):
 class Vision(Protocol):
     """Functions of `grasp.vision.vision_entry`."""
 
-    def load_model(self, settings: ModelSettings) -> "OtherReference":
+    def load_model(self, settings: ModelSettings) -> "NonTextReference":
         """Load the classifier that the settings name."""
 
     def read(

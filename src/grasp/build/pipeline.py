@@ -52,7 +52,7 @@ from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_clas
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
+from grasp.models.checkpoint import is_adapter, recorded_train, refuse_unreadable
 from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
@@ -319,7 +319,7 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     if settings.model.classifier is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
     model = None if in_memory.model is None else in_memory.model.model
-    train = settings.train or said_train(settings.model, model)
+    train = settings.train or recorded_train(settings.model, model)
     if train is None:
         if model is None:
             refuse_unreadable(settings.model.path)  # report first that it is not a causal LM

@@ -28,7 +28,7 @@ from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
-from grasp.hub import is_path, meant, refusal
+from grasp.hub import is_path, refusal, suggest_path
 
 PARQUET = (".parquet",)
 # C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
@@ -157,9 +157,9 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     if os.path.lexists(path):
         raise CorpusError(f"{path}: a broken or circular symbolic link; {EXPECTED}")
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
+        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED}")
     datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
-    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name is available"
+    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
     if silent := refusal():
         raise CorpusError(f"{none}: {silent}")
     try:

@@ -69,7 +69,7 @@ class Tiles:
         return float(len(self.left_GR))
 
     def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
-        """Return the sampled coordinates of each row's gradient, (B, size); factors as `by_member` returns them."""
+        """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`."""
         left_BGRT, right_BGCT = (  # members of a group become adjacent
             factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
             for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
@@ -180,7 +180,8 @@ class SampledGradients:
         """Describe the sample in one line."""
         layers = self.engine.layers
         frozen = ", without frozen ones" * bool(self.engine.model.frozen)
-        omitted = f"; {len(self.untaken)} layers without per-example gradients: {', '.join(self.untaken[:3])}"
+        named = ", ".join(self.untaken[:3])
+        omitted = f"; skipped layers without per-example gradients: {named} ({len(self.untaken)} in total)"
         summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
         return summary + frozen + omitted * bool(self.untaken)
 

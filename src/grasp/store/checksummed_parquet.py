@@ -64,6 +64,7 @@ class _Digests:
                     values.update(memoryview(data)[ends[0] : ends[1]] if data is not None else b"")
 
     def record(self) -> dict[str, Any]:
+        """Return the digests as hexadecimal text, in JSON."""
         columns = {name: sizes.hexdigest() + values.hexdigest() for name, (sizes, values) in self._columns.items()}
         return {"columns": columns, "metadata": self._metadata}
 

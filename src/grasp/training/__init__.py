@@ -1,4 +1,4 @@
-"""Training a model by a recipe: one, or K at once.
+"""Train small Llama models from scratch by a recipe, one at a time or K in one batched program.
 
-In: rows, units and a recipe. Out: a model with its checkpoints. Read `train` first; `llama` is the model.
+`recipe` has the settings, `llama` the model, `train` the training loop. Start with `train.train`.
 """
