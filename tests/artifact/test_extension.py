@@ -55,7 +55,7 @@ def test_nothing_that_was_there_is_written_again_and_the_same_targets_change_not
         pytest.raises(ArtifactError, match="art: these targets are in the artifact already"),
     ):
         extension.finish(manifest={}, moments={})
-    with pytest.raises(ArtifactError, match=r"art: has targets \['boolq', 'piqa'\] already; add only targets"):
+    with pytest.raises(ArtifactError, match=r"art: has targets \['boolq', 'piqa'\] already; add only new targets"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})
 
 

@@ -95,7 +95,7 @@ def test_a_label_that_changes_its_type(world, tmp_path):
         world.fill(writer, range(4))
         arrays, rows, sums = world.shard(4)
         writer.write_shard(4, arrays, rows.set_column(5, "topic", pa.array([1, 2, 3])), sums)
-        with pytest.raises(ArtifactError, match=r"changes its type: .*topic"):
+        with pytest.raises(ArtifactError, match=r"types of a label column differ: .*topic"):
             world.finish(writer)
 
 
@@ -153,7 +153,7 @@ def test_arguments_that_make_no_artifact(world, tmp_path, changes, said):
     [
         (lambda units: {"units": units.slice(1)}, "units: got 3, expected 4"),
         (lambda units: {"units": units.drop_columns("target")}, r"units: .*missing \['target'\]"),
-        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, "sciq/0 comes 2 times"),
+        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, "sciq/0 occurs 2 times"),
         (lambda _: {"manifest": {"model": {}, "settings": 1}}, r"unknown fields \['model'\], .*\['settings'\]"),
         (lambda _: {"moments": {"sum.x": np.zeros(1)}}, r"moments: \['sum.x'\]"),
         (lambda _: {"gains": {"phi": 1.0}}, r"gains: no such arrays \['phi'\]"),
@@ -182,7 +182,7 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         assert writer.complete
         assert not writer.left
-        with pytest.raises(ArtifactError, match="a finished artifact is not written again"):
+        with pytest.raises(ArtifactError, match="a finished artifact cannot be changed"):
             world.finish(writer)
     assert contents(tmp_path / "art") == before
 
@@ -190,7 +190,7 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
 def test_opening_what_is_no_artifact(tmp_path):
     (tmp_path / "file").write_text("x")
     with lock_artifact(tmp_path / "begun"):
-        for name, said in [("nowhere", "no such"), (".", "not an"), ("file", "not an"), ("begun", "no shard of it")]:
+        for name, said in [("nowhere", "no such"), (".", "not an"), ("file", "not an"), ("begun", "no shard is finished")]:
             with pytest.raises(ArtifactError, match=said):
                 ArtifactReader.open(tmp_path / name)
 
@@ -201,7 +201,7 @@ def test_opening_what_is_no_artifact(tmp_path):
         ("{", "not JSON"),
         ("[]", "not the manifest of an artifact"),
         ('{"format": "grasp-artifact", "format_version": 2}', "checksum"),
-        ('{"format": "grasp-artifact", "format_version": 3}', "format version 3, this program reads 2; build the art"),
+        ('{"format": "grasp-artifact", "format_version": 3}', "format version 3, this program reads 2; rebuild the art"),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, text, what):
@@ -233,11 +233,11 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
         (lambda artifact: artifact.array_rows("relevance_output_layer", np.array([1, 23])), "row_index: got 23"),
         (
             lambda artifact: artifact.relevance_name("pooled"),
-            "no relevance by 'pooled', only by output_layer; build",
+            "no relevance by 'pooled', only by output_layer; rebuild",
         ),
         (
             lambda artifact: artifact.relevance_name("both"),
-            "no relevance by 'both', only by output_layer; build",
+            "no relevance by 'both', only by output_layer; rebuild",
         ),
         (lambda artifact: next(artifact.row_batches(["genre"])), r"no columns \['genre'\]; it has"),
     ],

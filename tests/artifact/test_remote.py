@@ -108,7 +108,7 @@ def assert_same(found: ArtifactReader, expected: ArtifactReader) -> None:
 
 def test_what_is_read_from_a_url_is_what_was_written(local, place):
     assert not is_published(place)
-    with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; make one with `grasp build --out"):
+    with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; create one with `grasp build --out"):
         ArtifactReader.open(place)
     publish_artifact(local, place)
     assert is_published(place)

@@ -64,7 +64,7 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
     assert recorded["model"]["path"] == f"in memory, {by_path.manifest.fingerprints['model']}"
     notes = Notes()
     build(model, corpus, targets, tmp_path / "art", tokenizer=tokenizer, settings=settings, progress=notes, **TAUGHT)
-    assert notes.lines == [f"{tmp_path / 'art'}: finished already, with these settings; nothing was read again"]
+    assert notes.lines == [f"{tmp_path / 'art'}: already finished with these settings"]
 
 
 def test_a_path_may_stand_beside_an_object_and_another_object_is_another_build(root, tmp_path, settings, by_path):
@@ -109,7 +109,7 @@ def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings
         ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: has the fields text"),
         ({"model": object()}, SettingsError, "model.path: got object"),
         ({"model": None}, SettingsError, "missing --model"),
-        ({"out": ""}, SettingsError, "--out: got nothing"),
+        ({"out": ""}, SettingsError, "--out: missing"),
     ],
 )
 def test_what_cannot_be_built_from_is_refused_in_a_line(root, tmp_path, changes, error, message):

@@ -52,7 +52,7 @@ def chat(tmp_path_factory):
     root, notes = tmp_path_factory.mktemp("chat"), Notes()
     settings = chat_settings(root)
     build_artifact(settings, root / "art", progress=notes)
-    asked = "asked as plain text, without the chat template that this model has"  # its questions are no conversations
+    asked = "prompts are plain text; the model has a chat template"  # its questions are no conversations
     assert [line for line in notes.lines if asked in line]
     return root, settings
 

@@ -137,7 +137,7 @@ def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, 
     monkeypatch.setattr(gradient_module, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
     monkeypatch.setattr(gradient_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
-    with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
+    with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; use fewer"):
         build_artifact(settings, tmp_path / "nowhere")
 
 
@@ -183,4 +183,4 @@ def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, mo
     zero_N = ~relevance(tmp_path / "art").any(axis=1)
     assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
     first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
-    assert any("no finite gradient, and count 0 by it" in line and first in line for line in notes.lines)
+    assert any("no finite gradient; their relevance by gradient is 0" in line and first in line for line in notes.lines)

@@ -128,7 +128,7 @@ def test_the_other_verbs_work_and_files_are_whole(parts, tmp_path):
 )
 def test_what_needs_texts_says_to_ask_the_parts(parts, tmp_path, ask):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ArtifactError, match=f"ask the parts: {parts.first}, {parts.second}"):
+    with pytest.raises(ArtifactError, match=f"use its parts: {parts.first}, {parts.second}"):
         ask(grasp.open(parts.root / "merged"), tmp_path / "empty")
     assert not list((tmp_path / "empty").iterdir())
 
@@ -166,7 +166,7 @@ def another_type(parts, place):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda parts, _: parts.first, r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in all\)"),
+        (lambda parts, _: parts.first, r"row_id 'row-0' is in .*first and in .*first \(\d+ such rows in total\)"),
         (lambda parts, _: parts.built("own-moments", parts.two), r"merged with .*moments\.hidden\.mean: other"),
         (another_model, r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"),
         (fewer_units, r"targets\.facts: was 6, now 4; units\.unit_id: other values"),

@@ -516,7 +516,7 @@ def test_the_same_build_again_says_that_it_is_finished(root, built):
     assert not (built / "work").exists()
     notes = Notes()
     assert build_artifact(world(root), built, progress=notes) == built
-    assert notes.lines == [f"{built}: finished already, with these settings; nothing was read again"]
+    assert notes.lines == [f"{built}: already finished with these settings"]
     assert notes.stages == []
 
 
@@ -576,7 +576,7 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
     build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
-    says(made.lines[0], "names of rows are made from content", "--id-column url")
+    says(made.lines[0], "row names are generated from content", "--id-column url")
 
 
 def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
@@ -632,7 +632,7 @@ def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, 
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
-    said = r"model: looks untrained: .* nats a token, guessing gives 5.7\. .* go on all the same with --untrained"
+    said = r"model: looks untrained: .* nats a token; guessing gives 5.7\. .* continue with --untrained"
     for _ in range(2):  # the rows that the first attempt left change nothing
         with pytest.raises(ModelError, match=said):
             build_artifact(world(root), tmp_path / "art", must_be_trained=True)
@@ -808,7 +808,7 @@ def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path)
     ready = prepare(settings, tmp_path / "tokens", Silent()).ready
     assert sum(batch.n_rows for _, batch in read_batches(kept, ready, 300)) == artifact.grid.shard_rows
     old = {f"position.{name}": array for name, array in kept.items()}
-    with pytest.raises(ArtifactError, match="features: kept by another version; build the artifact again"):
+    with pytest.raises(ArtifactError, match="features: stored by another version; rebuild the artifact"):
         next(read_batches(old, ready, 300))
 
 
@@ -876,7 +876,7 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
     settings = world(root, train=None)
     assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
     unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
-    with pytest.raises(SettingsError, match=r"--train: say what will be trained on this corpus: `--train further`"):
+    with pytest.raises(SettingsError, match=r"--train: missing; pass `--train further`"):
         build_artifact(unsaid, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
@@ -885,7 +885,7 @@ def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further
     settings = world(root, train="further")
     assert len(list(training_notes(settings, 0.6 * math.log(300), 300))) == 1
     *_, odd = training_notes(settings, 0.9 * math.log(300), 300)
-    assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
+    assert odd.startswith("warning: that loss is 90% of guessing (5.7), which is high for a model")
     assert len(list(training_notes(world(root), 0.9 * math.log(300), 300))) == 1
 
 

@@ -130,7 +130,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
     ("asked", "message"),
     [
         (ClusterSpec(workers=64), r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
-        (ClusterSpec(threads=64), r"^threads: got 64, but no node has so many cores"),
+        (ClusterSpec(threads=64), r"^threads: got 64, but no node has that many cores"),
     ],
 )
 def test_more_than_there_is_room_for(spec, asked, message):

@@ -138,13 +138,13 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
     assert f"{out}: 2 of 9 shards finished, format 2" in succeed("info", out).out
     assert "unfinished artifact" in succeed("verify", out).out
     assert refused("score", out, "--target", "facts") == (
-        f"{out}: not finished: 2 of 9 shards; run the same `grasp build` again with --resume to go on"
+        f"{out}: not finished: 2 of 9 shards; run the same `grasp build` with --resume to continue"
     )
-    assert "goes on where it was cut off" in succeed("build", "--resume", "--out", out).err
+    assert ": resuming" in succeed("build", "--resume", "--out", out).err
     assert_same_arrays(out, art)
     for again in (["--resume"], ["--config", root / "settings.yaml"]):
         done = succeed("build", *again, "--out", out)
-        assert done.err == f"note: {out}: finished already, with these settings; nothing was read again\n"
+        assert done.err == f"note: {out}: already finished with these settings\n"
         assert done.out.startswith(f"{out}: 65 rows x 6 units (facts)")
 
 
@@ -398,7 +398,7 @@ def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypat
     assert made.lines[0].startswith(f"{url}: ")
     assert made.lines[-1] == f"next: grasp score {url} --target facts --top 10 --min-tokens 32"
     assert list((tmp_path / "cache/building").iterdir()) == []
-    assert "a complete artifact lies at" in refused("build", "--config", settings, "--out", url)
+    assert "a complete artifact exists at" in refused("build", "--config", settings, "--out", url)
     assert succeed("info", url).lines[0].startswith(f"{url}: complete")
     assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
     succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")

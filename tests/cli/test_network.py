@@ -78,16 +78,16 @@ def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root
     path = strange(art, tmp_path, corpus_path=FAR, model_path="someone/model")
     select = ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept")
     message = refused(*select)
-    assert f"was built from {FAR}, which is not on this disk, and nothing is fetched because an artifact" in message
+    assert f"was built from {FAR}, which is not on this disk; paths that only an artifact names" in message
     assert message.endswith("say with `corpus` where it lies now")
     found = refused(*select, "--corpus", root / "corpus.jsonl")
     assert "model.tokenizer" not in found
-    assert "nothing is fetched because an artifact names it; get it with `hf download`" in found
+    assert "paths that only an artifact names are not downloaded names it; get it with `hf download`" in found
     target = tmp_path / "more.jsonl"
     target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
     added = ("build", "--out", path, "--add-target", target)
     assert "say with --corpus where it lies now" in refused(*added)
-    assert "nothing is fetched because an artifact" in refused(*added, "--corpus", root / "corpus.jsonl")
+    assert "paths that only an artifact names are not downloaded" in refused(*added, "--corpus", root / "corpus.jsonl")
     succeed(*added, "--corpus", root / "corpus.jsonl", "--model", root / "model")
     assert grasp.open(path).targets == {"facts": 6, "more": 1}
     assert asked == []

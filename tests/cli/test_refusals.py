@@ -42,7 +42,7 @@ REFUSALS = {
         (("--max-length", "512"), "rows of 512 tokens, the model has 128 positions; set 128 or less"),
         (("--corpus", "ids.jsonl"), "ids.jsonl:2: row 'c' has the token id 999 at position 1"),
         (("--corpus", "column.jsonl"), "columns found: body, topic"),
-        (("--corpus", "torn.parquet"), "expected a whole Parquet file"),
+        (("--corpus", "torn.parquet"), "damaged or truncated Parquet file"),
         (("--targets", "/no/such.jsonl"), "targets.names: /no/such.jsonl: no such file or directory"),
         (("--set", "targets.max_length=2"), "raise targets.max_length"),
     ],
@@ -56,8 +56,8 @@ REFUSALS = {
         (("--family", "mixture:tipic"), "family: unknown column 'tipic'"),
         (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), "subquery is refused"),
         (("--drop", "'doc type' = 'FAQs'"), "matches no row; it names no column"),
-        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), "longer, or a few of them"),
-        (("--drop", "replace(topic, 'a', topic) = 'x'"), "replace may not make text longer"),
+        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), "replace must not lengthen text"),
+        (("--drop", "replace(topic, 'a', topic) = 'x'"), "replace must not lengthen text"),
         (("--keep", "topic = 'erth'"), "'sky' (20 rows) (did you mean 'earth'?)"),
         (("--keep", "true", "--target", "sciq"), "got ['sciq'], the artifact has ['facts']"),
         (("--weight", "true: -1"), "--weight: got 'true: -1'"),
@@ -151,7 +151,7 @@ def test_an_artifact_goes_on_with_its_own_settings(changes, word, root, art, mon
 @pytest.mark.parametrize("command", ["info", "verify", "score --target facts", "predict --by topic"])
 def test_what_is_no_artifact(art, tmp_path, command):
     name, *flags = command.split()
-    hint = "make one with `grasp build --out"
+    hint = "create one with `grasp build --out"
     assert f"{tmp_path / 'no'}: no such artifact; {hint}" in refused(name, tmp_path / "no", *flags)
     assert refused(name, tmp_path, *flags) == f"{tmp_path}: not an artifact (no build.json); {hint} {tmp_path}`"
     assert f"{art / 'manifest.json'}: not an artifact" in refused(name, art / "manifest.json", *flags)

@@ -215,7 +215,7 @@ def test_json_text_of_turns_is_turns(tmp_path, name):
     assert store.details["columns"]["turns"] == name
     text, _ = said(stored(tmp_path / "text", [{"messages": "[sic] a text"}]))
     assert text == "[sic] a text<|endoftext|>"
-    with pytest.raises(CorpusError, match=r"c.jsonl:1: text column 'messages' begins like a list of turns and is not"):
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: text column 'messages' begins like a list of turns but is not"):
         stored(tmp_path / "python", [{"messages": str(TURNS)}])
 
 

@@ -123,7 +123,7 @@ def test_what_gives_no_passages_is_refused(package):
         read_passages(sources=["sci", "drop"])
     path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorpusError, match=r"drop.*damaged or cut short"):
+    with pytest.raises(CorpusError, match=r"drop.*damaged or truncated"):
         list(read_passages(sources=["drop"]))
     path.unlink()
     with pytest.raises(CorpusError, match=r"drop.*no such request file"):

@@ -307,7 +307,7 @@ def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
         if k != 2:
             (tmp_path / "store" / f"shard-{k:05d}.parquet").unlink()
     assert store.rows(np.array([11, 8])).table.equals(store.shard(2).table.take([3, 0]))
-    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing; delete its directory and build again"):
+    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing; delete its directory and rebuild"):
         store.rows(np.array([8, 4]))
 
 
@@ -520,8 +520,8 @@ def test_what_is_no_store_or_not_in_it_is_refused(tmp_path, corpus):
     (tmp_path / "theirs" / "thesis.txt").write_text("precious")
     store = write(tmp_path / "store", corpus)
     for ask, said in [
-        (lambda: write(tmp_path / "theirs", corpus), "not empty and not a row store"),
-        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty and not a row store"),
+        (lambda: write(tmp_path / "theirs", corpus), "not empty, and not a row store"),
+        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty, and not a row store"),
         (lambda: RowStore.open(tmp_path / "nowhere"), "no such row store"),
         (lambda: store.rows(np.array([0, -1])), "row_index -1"),
         (lambda: store.rows(np.array([0, 10_000])), "row_index 10000"),

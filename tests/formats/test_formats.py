@@ -74,7 +74,7 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
     before = {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()}
     spec = {name: ArraySpec(2, "1", "none") for name in ("relevance_output_layer", "relevance_pooled")}
     units = pa.table({"unit_id": ["a", "b"], "target": ["more", "more"]})
-    with pytest.raises(ArtifactError, match="can be read but not added to; build it again with all targets"):
+    with pytest.raises(ArtifactError, match="can be read but not extended; rebuild it with all targets"):
         ArtifactWriter.extend(artifact, identity={}, units=units, arrays=spec, dtype="float32")
     assert {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()} == before
 

@@ -72,7 +72,7 @@ def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
     found = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
-    assert "1 rows are alone with their image_class: geometry says nothing of them" in found.notes
+    assert "1 rows have a unique image_class: their geometry is the median" in found.notes
 
 
 def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_path):
@@ -108,7 +108,7 @@ def marked(tmp_path_factory):
     return ArtifactReader.open(build_artifact(_with(base, path=str(root / "marked.parquet")), root / "art"))
 
 
-@pytest.mark.parametrize(("name", "why"), [("one", "one is the same for all"), ("own", "every row is alone with")])
+@pytest.mark.parametrize(("name", "why"), [("one", "one is the same for all"), ("own", "every row has a unique")])
 def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
     found = detect(marked, "facts", label=name)
     assert list(found.scores) == ["relevance"]
@@ -123,7 +123,7 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
     said = succeed(
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
-    assert "holds on average for right rows like those checked" in said
+    assert "holds on average for correct rows like the verified ones" in said
 
 
 ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
@@ -168,7 +168,7 @@ def test_flags_that_chance_explains_are_no_suspects(marked):
     found = detect(marked, "facts", false_positives=0.2)
     assert found.record.threshold.n_flagged <= 8 + 2 * 8**0.5
     assert found.headline.startswith("No suspects by relevance: ")
-    assert found.headline.endswith("no more than chance flags (about 8 of 40 rows).")
+    assert found.headline.endswith("no more than expected by chance (about 8 of 40 rows).")
     assert all(len(sentence.split()) < 25 for sentence in found.headline.split(". "))
 
 
@@ -190,7 +190,7 @@ def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
     artifact = build_artifact(_with(base), tmp_path / "art")
     shown = succeed("detect", artifact, "--target", "facts", "--label", "topic", "--out", tmp_path / "s.parquet")
-    assert "Most rows have one and the same score: the threshold says nothing." in shown.out
+    assert "Most rows have the same score: the threshold is not informative." in shown.out
     assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
 
 
@@ -214,15 +214,15 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
 REFUSED = [
     ("noisy", {"truth": "one"}, "60 of 60 rows are planted"),
     ("noisy", {"truth": "image_class"}, "truth image_class: row train-0 has 'blue'"),
-    ("noisy", {"clean": "changed"}, "clean changed: 6 rows are known to be right"),
+    ("noisy", {"clean": "changed"}, "clean changed: 6 rows are known to be correct"),
     ("noisy", {"clean": "nothing"}, r"no columns \['nothing'\]"),
     ("noisy", {"truth": "nothing"}, r"no columns \['nothing'\]"),
     ("noisy", {"neighbours": 0}, "neighbours: got 0"),
     ("noisy", {"truth": "changed", "k": 61}, "k: got 61, expected 1 to 60"),
     ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
     ("noisy", {"match": "embedding"}, "no relevance by 'embedding'"),
-    ("marked", {"neighbours": 5}, "neighbours: no meaning without a label"),
-    ("marked", {"k": 5}, "k: no meaning without truth"),
+    ("marked", {"neighbours": 5}, "neighbours: requires a label"),
+    ("marked", {"k": 5}, "k: requires truth"),
     ("marked", {"top": -1}, "top: got -1"),
     ("marked", {"truth": "part"}, "truth part: row row-4 has no value"),
     ("marked", {"truth": "minus"}, "truth minus: row row-5 has -1"),

@@ -142,7 +142,7 @@ def test_a_row_that_helps_mostly_one_question_says_so(explainer):
     noted = []
     for found in (explainer.explain("facts", f"row-{k}") for k in range(12)):
         adds = [max(0.0, added) for added in found.questions["contribution"].to_pylist()]
-        line = f"{found.questions['unit_id'][0]} alone gets {adds[0] / sum(adds):.0%} of the help" if adds[0] else "no"
+        line = f"{found.questions['unit_id'][0]} alone has {adds[0] / sum(adds):.0%} of the positive" if adds[0] else "no"
         noted.append(any(note.startswith(line) for note in found.notes))
         assert noted[-1] == (adds[0] > sum(adds) / 2)
     assert len(set(noted)) == 2
@@ -186,8 +186,8 @@ def test_it_reads_as_text_in_colour_and_as_html(explainer):
     found = explainer.explain("facts", "row-5", unit=UNIT)
     text, colour, html = repr(found), found.as_text(colour=True), found._repr_html_()
     assert text.startswith("row row-5: effect ")
-    says(text, "its answer, by what each word received:", "strongest pairs", "above 0 it helps")
-    assert "blue: the row teaches" in colour
+    says(text, "answer, by the contribution to each word:", "strongest pairs", "above 0 it helps")
+    assert "blue: the word increases" in colour
     assert "\x1b[30;48;5;" in colour
     assert "<span style=" in html
     every = repr(explainer.explain("facts", "row-5"))

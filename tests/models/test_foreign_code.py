@@ -75,4 +75,4 @@ def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
     assert "run.yaml: model.classifier.factory is" in refused("build", "--out", art, "--resume")
     config = ("--config", art / "run.yaml")
     for named in (("--set", "model.classifier.factory=tests.vision.images_world:TinyNet"), config):
-        assert "finished already, with these settings" in succeed("build", "--out", art, "--resume", *named).err
+        assert "already finished with these settings" in succeed("build", "--out", art, "--resume", *named).err

@@ -193,7 +193,7 @@ def test_a_record_that_is_no_unit_is_named(tmp_path, content, message):
 
 def test_missing_and_damaged_files(tmp_path):
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
-    for name, message in (("gone.jsonl", "no such file"), ("bad.jsonl.gz", "damaged or cut short")):
+    for name, message in (("gone.jsonl", "no such file"), ("bad.jsonl.gz", "damaged or truncated")):
         with pytest.raises(TargetError, match=f"{name}: {message}"):
             load(tmp_path, name=name)
 
@@ -242,7 +242,7 @@ def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
         ({"prompt": "{nope}"}, "qa: no column nope; .* has key, question, answer, spans"),
         ({"unit_id": "uid"}, "no column uid"),
         ({"prompt": "{}"}, r"qa.prompt: '\{\}' has a field without a name"),
-        ({"prompt": "{question"}, "qa.prompt: .* is no format string"),
+        ({"prompt": "{question"}, "qa.prompt: .* is not a valid format string"),
         ({"completion": "{spans[3]}"}, "row 0: does not fit targets.datasets.qa.completion: IndexError"),
         ({"completion": ""}, "row 0: completion: got '', expected text"),
         ({"split": "test"}, r"qa.split: got 'test', but .* is one table"),

@@ -84,7 +84,7 @@ def test_the_command_and_what_is_not_there(art, tmp_path):
     assert "<img src=" in (tmp_path / "why.html").read_text()
     assert len(json.loads((tmp_path / "w.json").read_text())["trusted"]) == 9
     assert "train-4 " not in refused("explain", art.path, "--row", "nope")
-    with pytest.raises(SettingsError, match=r"row: got 'nope', which .* does not have; a row_id is e\.g\. train-0"):
+    with pytest.raises(SettingsError, match=r"row: got 'nope', which is not a row of .*; row_ids are e\.g\. train-0"):
         grasp.open(art.path).explain("trusted", "nope")
     with pytest.raises(ProtocolError, match="unit: trusted has no unit 'x'"):
         grasp.open(art.path).explain("trusted", "train-4", unit="x")
