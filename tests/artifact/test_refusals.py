@@ -190,7 +190,12 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
 def test_opening_what_is_no_artifact(tmp_path):
     (tmp_path / "file").write_text("x")
     with lock_artifact(tmp_path / "begun"):
-        for name, said in [("nowhere", "no such"), (".", "not an"), ("file", "not an"), ("begun", "no shard is finished")]:
+        for name, said in [
+            ("nowhere", "no such"),
+            (".", "not an"),
+            ("file", "not an"),
+            ("begun", "no shard is finished"),
+        ]:
             with pytest.raises(ArtifactError, match=said):
                 ArtifactReader.open(tmp_path / name)
 
@@ -201,7 +206,10 @@ def test_opening_what_is_no_artifact(tmp_path):
         ("{", "not JSON"),
         ("[]", "not the manifest of an artifact"),
         ('{"format": "grasp-artifact", "format_version": 2}', "checksum"),
-        ('{"format": "grasp-artifact", "format_version": 3}', "format version 3, this program reads 2; rebuild the art"),
+        (
+            '{"format": "grasp-artifact", "format_version": 3}',
+            "format version 3, this program reads 2; rebuild the art",
+        ),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, text, what):

@@ -80,7 +80,7 @@ def test_arguments_name_columns_and_splits(root, tmp_path, settings):
     splits = datasets.DatasetDict({name: datasets.Dataset.from_pandas(frame) for name in ("train", "test")})
     rest = {"settings": settings, "text_column": "body", "id_column": "key", "max_length": 32, **TAUGHT}
     given = str(root / "model"), splits, str(root / "facts.jsonl"), tmp_path / "art"
-    with pytest.raises(CorpusError, match="corpus: has the splits test, train; say which one with --split"):
+    with pytest.raises(CorpusError, match="corpus: has the splits test, train; select one with --split"):
         build(*given, **rest)
     artifact = build(*given, split="train", limit=20, **rest)
     assert artifact.manifest.details["columns"] == {"text": "body", "row_id": "key"}
@@ -128,7 +128,7 @@ def test_a_model_without_its_tokenizer(root, tmp_path, settings):
     rest = str(root / "corpus.jsonl"), str(root / "facts.jsonl"), tmp_path / "art"
     with pytest.raises(ModelError, match=r"`.*bare` has no tokenizer; pass its directory with --tokenizer"):
         build(str(tmp_path / "bare"), *rest)
-    with pytest.raises(SettingsError, match="tokenizer: got None, but the model is an object; give its tokenizer"):
+    with pytest.raises(SettingsError, match="tokenizer: got None, but the model is an object; pass its tokenizer"):
         build(AutoModelForCausalLM.from_pretrained(root / "model"), *rest)
     build(str(tmp_path / "bare"), *rest, tokenizer=str(root / "model"), settings=settings, **TAUGHT)
 

@@ -176,4 +176,4 @@ def test_white_space_that_a_harness_would_score_is_told(chat, tmp_path):
     notes = Notes()
     prepare(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
     (note,) = [line for line in notes.lines if "white space" in line]
-    assert note.startswith("3 prompts, 'spaced:0' for one")
+    assert note.startswith("3 prompts (e.g. 'spaced:0')")

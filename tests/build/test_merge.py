@@ -197,7 +197,7 @@ def test_outputs_are_guarded(parts, tmp_path):
     both = [parts.first, parts.second]
     for sources, out, said in (
         ([parts.first], tmp_path / "out", "parts: got 1"),
-        (both, parts.second, "--out: .*second is there already"),
+        (both, parts.second, "--out: .*second exists already"),
         (both, Path(parts.first) / "inside", "which is a part"),
         (both, "s3://bucket/art", "expected a directory on this machine"),
     ):
@@ -239,7 +239,7 @@ def test_the_commands_build_and_merge_parts(parts, tmp_path):
     found, expected = arrays(tmp_path / "art"), arrays(parts.root / "merged")
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())
-    assert "is there already" in refused("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
+    assert "exists already" in refused("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
 
 
 def test_a_build_that_was_cut_off_keeps_the_moments_that_it_copied(parts, tmp_path, monkeypatch):

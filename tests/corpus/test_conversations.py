@@ -188,7 +188,7 @@ THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, "c.jsonl:1: turn 0: got the role 'owner'"),
     ({"messages": [{"content": "x"}]}, {}, "turn 0: got the role None"),
-    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "expected words"),
+    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "expected text"),
     ({"messages": "hello", "text": "a"}, {}, "--text-column messages"),
     ({"messages": ["hello"]}, {}, "column 'messages' holds a list of str"),
     ({"prompt": "a", "completion": TURNS}, {}, "column 'prompt' holds str"),

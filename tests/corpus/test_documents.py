@@ -123,7 +123,7 @@ def test_a_datasets_directory_with_splits(tmp_path, expected):
     assert plain(read_documents(settings_for(tmp_path / "splits", split="train"))) == expected
     assert plain(read_documents(settings_for(tmp_path / "splits", split="test"))) == expected[:2]
     assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
-    with pytest.raises(CorpusError, match=r"splits: has the splits test, train; say which one with --split"):
+    with pytest.raises(CorpusError, match=r"splits: has the splits test, train; select one with --split"):
         read_documents(settings_for(tmp_path / "splits"))
     with pytest.raises(CorpusError, match=r"corpus.split: got 'dev', .*splits has test, train"):
         read_documents(settings_for(tmp_path / "splits", split="dev"))
@@ -165,7 +165,7 @@ def test_what_is_in_memory_and_no_table_is_refused():
     with pytest.raises(CorpusError, match="a column cannot be converted to Arrow"):
         table_source(pd.DataFrame({"text": ["a", 3.5]}))
     two = datasets.DatasetDict({name: datasets.Dataset.from_list(records(2)) for name in ("a", "b")})
-    with pytest.raises(CorpusError, match="corpus: has the splits a, b; say which one with --split"):
+    with pytest.raises(CorpusError, match="corpus: has the splits a, b; select one with --split"):
         table_source(two)
     assert table_source(two, "b").table.num_rows == 2
     with pytest.raises(CorpusError, match=r"it was in memory, 12: not on disk; pass the same object again"):
@@ -466,7 +466,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
     with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month' has the value 1, .*month=02"):
         list(read_documents(config))
     config = write_folders(tmp_path / "twice", ["a=1/a=2"], suffix)
-    with pytest.raises(CorpusError, match=r"give 'a' two values"):
+    with pytest.raises(CorpusError, match=r"two values of 'a'"):
         list(read_documents(config))
 
 
@@ -572,7 +572,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, said):
 def test_a_column_that_was_asked_for_is_read_or_missed(tmp_path, suffix):
     path = write_chunked(tmp_path, [{"body": "x"}], [], suffix)
     assert [d.text for d in read_documents(settings_for(path, text_column="body"))] == ["x"]
-    with pytest.raises(CorpusError, match=r"no column 'url', which corpus\.row_id_column .*found: body"):
+    with pytest.raises(CorpusError, match=r"no column 'url', named by corpus\.row_id_column.*found: body"):
         list(read_documents(settings_for(path, text_column="body", row_id_column="url")))
 
 

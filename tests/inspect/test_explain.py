@@ -142,7 +142,9 @@ def test_a_row_that_helps_mostly_one_question_says_so(explainer):
     noted = []
     for found in (explainer.explain("facts", f"row-{k}") for k in range(12)):
         adds = [max(0.0, added) for added in found.questions["contribution"].to_pylist()]
-        line = f"{found.questions['unit_id'][0]} alone has {adds[0] / sum(adds):.0%} of the positive" if adds[0] else "no"
+        line = (
+            f"{found.questions['unit_id'][0]} alone has {adds[0] / sum(adds):.0%} of the positive" if adds[0] else "no"
+        )
         noted.append(any(note.startswith(line) for note in found.notes))
         assert noted[-1] == (adds[0] > sum(adds) / 2)
     assert len(set(noted)) == 2
@@ -250,7 +252,7 @@ def test_a_long_row_is_shown_in_part(root):
     assert len(found.tokens) == 6_000
     assert abs(found.gap) < 1e-3
     shown = repr(found)
-    assert "words after this add" in shown or "words before this add" in shown
+    assert "words after this contribute" in shown or "words before this contribute" in shown
     assert len(shown) < 6_000
 
 
@@ -283,7 +285,7 @@ def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     before = explain(art, "facts", "row-1")
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=r"not on this disk.*--set model\.path=DIR"):
+    with pytest.raises(ModelError, match=r"no such local model.*--set model\.path=DIR"):
         explain(art, "facts", "row-1")
     moved = explain(art, "facts", "row-1", overrides={"model": {"path": place}})
     np.testing.assert_array_equal(moved.contributions, before.contributions)
@@ -308,7 +310,7 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
     assert pq.read_table(tmp_path / "why.parquet").column_names[:3] == ["position", "text", "contribution"]
     best = succeed("explain", place, "--target", "facts", "--unit", UNIT).out
     assert best.startswith(f"the 5 most helpful and the 5 most harmful of 65 rows for {UNIT} of facts, by effect")
-    assert "got neither --row nor --unit" in refused("explain", place, "--target", "facts")
+    assert "missing --row or --unit" in refused("explain", place, "--target", "facts")
     assert "requires --row" in refused(
         "explain", place, "--target", "facts", "--unit", UNIT, "--json", tmp_path / "x.json"
     )

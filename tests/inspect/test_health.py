@@ -334,7 +334,9 @@ def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_nei
     assert named["batch invariance"].verdict == "not measured"
     settings = world(root / "gone", features={"kernels": EVERY})
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    assert "all kernels but pooled and gradient" in by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice
+    assert (
+        "all kernels but pooled and gradient" in by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice
+    )
     shutil.rmtree(settings.model.path)  # it is not asked of a hub
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
     assert "not on this disk" in named["batch invariance"].advice

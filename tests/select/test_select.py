@@ -323,7 +323,7 @@ def test_targets_go_by_their_own_names_and_weights_add_up_to_1(given, want):
         ("sciq=x", "got 'sciq=x'"),
         ("sciq,sciq", "got sciq more than once"),
         ("", "got none"),
-        (None, "got none, and the artifact has"),
+        (None, "missing; the artifact has"),
         ("=2", "got '=2'"),
     ],
 )
