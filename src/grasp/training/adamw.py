@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
 
 from grasp.arrays import F64, I64
 from grasp.training.recipe import OptimizerRecipe
@@ -91,6 +92,14 @@ class AdamWTraining(ABC):
             ids_BL: token ids, padded on the right.
             weight_BL: weight of the loss of the token that follows each position; 0: it has none.
         """
+
+    @abstractmethod
+    def causal_lm(self) -> PreTrainedModel:
+        """Return the model as Transformers has it, at the weights as they are; whoever gets it leaves it as it was."""
+
+    @abstractmethod
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what belongs to the parameters, one tensor each, by the names that parameters have in `causal_lm`."""
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 

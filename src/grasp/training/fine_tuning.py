@@ -49,6 +49,12 @@ class FineTuning(AdamWTraining):
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
+    def causal_lm(self) -> PreTrainedModel:
+        return self.model
+
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.names, tensors, strict=True))
+
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         return self.label_logits_at(None, ids_BL, weight_BL)
 

@@ -48,7 +48,7 @@ def curvature_product(
     if curvature == "gauss-newton":
         return _gauss_newton(training, ids_BL, weight_BL, direction, relative_step)
     gradients, losses = [], []
-    for step in _both_sides(training, direction, relative_step):
+    for step in both_sides(training, direction, relative_step):
         losses.append(training.backward(ids_BL, weight_BL) / step)
         gradients.append([gradient / step for gradient in training.gradients()])
         training.zero_gradients()
@@ -58,27 +58,7 @@ def curvature_product(
     return product, losses[0] + losses[1]
 
 
-def row_derivatives(
-    training: AdamWTraining,
-    batches: Sequence[tuple[I64, F64]],
-    direction: Sequence[Tensor],
-    relative_step: float = RELATIVE_STEP,
-) -> list[F64]:
-    """Differentiate the losses of many rows along a direction: two forward passes.
-
-    Args:
-        batches: token ids and weights of labels, (B, L) each, as `AdamWTraining.backward` takes them.
-    Returns:
-        (B,) of each batch, nats.
-    """
-    sums = [0.0 * weight_BL[:, 0] for _, weight_BL in batches]
-    for step in _both_sides(training, direction, relative_step):
-        losses = (training.row_losses(ids_BL, weight_BL) / step for ids_BL, weight_BL in batches)
-        sums = [total_B + loss_B for total_B, loss_B in zip(sums, losses, strict=True)]
-    return sums
-
-
-def _both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
+def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
     """Move the parameters to theta + s u and to theta - s u, then back; yield 2 s and -2 s; nothing where u is 0."""
     length = norm_of(direction)
     if not length:
@@ -121,7 +101,7 @@ def _gauss_newton(
     pieces = list(training.pieces(ids_BL, weight_BL))
     slopes: list[list[Tensor]] = [[] for _ in pieces]
     rows: list[list[F64]] = [[] for _ in pieces]
-    for step in _both_sides(training, direction, relative_step):
+    for step in both_sides(training, direction, relative_step):
         with torch.no_grad():
             for k, (ids, weight) in enumerate(pieces):
                 found = training.label_logits(ids, weight)

@@ -23,13 +23,15 @@ from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches as batches_of_like_length
 from grasp.models.causal_lm import pad_rows
+from grasp.models.gradients import Example
 from grasp.settings import Settings
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
-from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product, row_derivatives
+from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
+from grasp.training.row_derivatives import cheaper_way, label_positions, row_derivatives
 from grasp.training.trajectory import Step, TensorShelf, Trajectory
 
 BACKWARD = Schema(
@@ -130,7 +132,8 @@ def price(trajectory: Trajectory, n_targets: int, settings: MetagradientSettings
     share = (steps - settings.first_step) / steps
     gradients = {"difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
     rows = sum(len(index_B) for index_B in trajectory.order)
-    probes = 2 / 3 * n_targets * len(settings.probe_steps) * trajectory.rows.n_rows / rows
+    _, probe = cheaper_way(n_targets)
+    probes = probe * len(settings.probe_steps) * trajectory.rows.n_rows / rows
     return Price(1.0, share, share * gradients * n_targets, probes)
 
 
@@ -148,32 +151,20 @@ class Target:
         for index_B in batches_of_like_length(lengths, batch_tokens):
             chosen = [self.units[int(e)] for e in index_B]
             ids, labelled = pad_rows([unit.input_ids for unit in chosen], [unit.first for unit in chosen])
-            weight_BL = _before_labels(labelled.numpy())
+            weight_BL = label_positions(labelled)
             out.append((ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True) / len(self.units)))
         return out
 
 
-def probe_batches(trajectory: Trajectory, batch_tokens: int) -> list[tuple[I64, I64, F64]]:
-    """Return rows (B,), token ids and labels (B, L) of all rows of a corpus, rows of like length together."""
+def examples_of(trajectory: Trajectory) -> list[Example]:
+    """Return all rows of the corpus of a training, with the labels that carry loss."""
     rows = trajectory.rows.rows(np.arange(trajectory.rows.n_rows))
-    ids = [rows.flat_ids[start:end] for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
-    masks = None
-    if rows.labelled is not None:
-        masks = [rows.labelled[start:end] for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
-    out = []
-    for index_B in batches_of_like_length(np.diff(rows.offsets), batch_tokens):
-        marks = None if masks is None else [masks[int(i)] for i in index_B]
-        ids_BL, labelled = pad_rows([ids[int(i)] for i in index_B], marks)
-        labelled[:, 0] = False
-        out.append((index_B, ids_BL.numpy(), _before_labels(labelled.numpy())))
-    return out
-
-
-def _before_labels(labelled_BL: Any) -> F64:
-    """Ones at the positions whose next token carries loss."""
-    weight_BL = np.zeros(labelled_BL.shape)
-    weight_BL[:, :-1] = labelled_BL[:, 1:]
-    return weight_BL
+    spans = [slice(start, end) for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
+    masks = [
+        None if rows.labelled is None else rows.labelled[span] & (np.arange(span.stop - span.start) > 0)
+        for span in spans
+    ]
+    return [Example(rows.flat_ids[span], labelled=mask) for span, mask in zip(spans, masks, strict=True)]
 
 
 def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]) -> tuple[float, list[Tensor]]:
@@ -214,7 +205,7 @@ class _Replay:
             raise ModelError(f"probe_steps: got {outside[0]}, expected {settings.first_step} to {steps - 1}")
         self.trajectory, self.training, self.settings = trajectory, trajectory.training, settings
         self.targets = [target.batches(settings.batch_tokens) for target in targets]
-        self.probes = probe_batches(trajectory, settings.batch_tokens) if settings.probe_steps else []
+        self.rows = examples_of(trajectory) if settings.probe_steps else []
         self.segments = [segment for segment in trajectory.segments if segment[1] > settings.first_step]
         store = None
         if trajectory.directory is not None:
@@ -296,6 +287,7 @@ class _Replay:
         training.set_weights(step.weights)
         batch = step.batch
         weight_B = self.trajectory.weight_N[batch.row_index_B]
+        directions = []
         for t, adjoint in enumerate(self.adjoints):
             moments = step.first_after, step.second_after
             direction, left_out = through_update(adjoint, constants, step.gradient, *moments)
@@ -308,17 +300,23 @@ class _Replay:
             found["adjoint_norm"][step.step, t] = adjoint.norm
             found["direction_norm"][step.step, t] = norm_of(direction)
             found["left_out"][step.step] = left_out
-            if step.step in settings.probe_steps:
-                m = settings.probe_steps.index(step.step)
-                batches = [(ids_BL, weight_BL / batch.labels) for _, ids_BL, weight_BL in self.probes]
-                values = row_derivatives(training, batches, direction, settings.relative_step)
-                for (index_B, _, _), value_B in zip(self.probes, values, strict=True):
-                    found["probe"][m, index_B, t] = value_B
+            directions.append(direction)
             if not math.isfinite(found["adjoint_norm"][step.step, t]):
                 raise ModelError(
                     f"replay: the derivative is {found['adjoint_norm'][step.step, t]} at step {step.step}, expected a "
                     "number; set first_step behind it, take gauss-newton, or lower the learning rate"
                 )
+        if step.step in settings.probe_steps:
+            training.set_weights(step.weights)
+            value_NT = row_derivatives(
+                training,
+                self.rows,
+                directions,
+                cheaper_way(len(directions))[0],
+                relative_step=settings.relative_step,
+                batch_tokens=settings.batch_tokens,
+            )
+            found["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
 
     # --------------------------------------------------------------------------------------------------------- to disk
 

@@ -229,6 +229,16 @@ class Trainer(AdamWTraining):
     def vocab_size(self) -> int:
         return self.recipe.shape.vocab_size
 
+    def causal_lm(self) -> LlamaForCausalLM:
+        return self.model.to_hf(0)
+
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        weights = [parameter.detach().clone() for parameter in self.parameters]
+        self.set_weights(tensors)
+        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
+        self.set_weights(weights)
+        return named
+
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         ids = torch.from_numpy(ids_BL).to(self.device)
         row_P, at_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
