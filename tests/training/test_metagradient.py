@@ -13,7 +13,8 @@ from grasp.models.gradients import Example
 from grasp.training.adjoint import Adjoint, UpdateConstants, through_update
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.hessian_products import curvature_product
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price, utilities
+from grasp.training.replay_gate import agreement, check_by_groups, smoothness
 from grasp.training.row_derivatives import cheaper_way, row_derivatives
 from grasp.training.train import Trainer, batch_order, train
 from grasp.training.trajectory import Trajectory
@@ -107,23 +108,17 @@ def test_models_and_loss_masks_are_differentiated_as_they_are(model, rows):
     np.testing.assert_allclose(found.probe_MNT[0, 3], extra_T, rtol=0, atol=1e-6 * scale)
 
 
-def utilities_of(model, recipe, weight_N):
-    """Of all targets after a training with these weights, without a derivative."""
-    moved = trajectory(model, recipe, weight_N=weight_N)
-    moved.train()
-    batches = [target.batches(100) for target in some_targets()]
-    return -np.array([sum(moved.training.row_losses(*batch).sum() for batch in one) for one in batches])
-
-
 @pytest.mark.parametrize("weight_N", [np.ones(8), np.linspace(0.5, 2.0, 8)], ids=["plain", "weighted"])
 def test_retraining_with_another_weight_of_a_row_changes_the_utility_by_its_derivative(weight_N):
-    recipe = RECIPE.model_copy(update={"clip_norm": 0.5})
-    model, change = tiny_model(), 2e-7
-    derivative_NT = replayed(model, recipe=recipe, weight_N=weight_N).drawn(8)
+    whole = trajectory(tiny_model(), RECIPE.model_copy(update={"clip_norm": 0.5}), weight_N=weight_N)
+    whole.train()
+    derivative_NT, change = metagradient(whole, some_targets(), EXACT).drawn(8), 2e-7
     for row in range(8):
-        step_N = change * (np.arange(8) == row)
-        ahead_T, behind_T = (utilities_of(model, recipe, weight_N + sign * step_N) for sign in (1, -1))
-        measured_T = (ahead_T - behind_T) / (2 * change)
+        moved = []
+        for sign in (1, -1):
+            whole.retrain(weight_N + sign * change * (np.arange(8) == row))
+            moved.append(utilities(whole.training, some_targets()))
+        measured_T = (moved[0] - moved[1]) / (2 * change)
         np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
 
 
@@ -432,3 +427,67 @@ def test_a_price_is_forecast():
     assert str(training.size).startswith("5 steps of ")
     assert cheaper_way(1) == ("difference", pytest.approx(2 / 3))
     assert cheaper_way(2)[0] == "gradient"
+
+
+# --------------------------------------------------------------------------------------------------------------- gate
+
+
+def made_up(norm_K, drawn_KBT, probe_MNT=None):
+    """A result with these derivatives, two rows a step."""
+    steps, _, n_targets = drawn_KBT.shape
+    return Metagradient(
+        np.arange(2 * steps).reshape(steps, 2),
+        drawn_KBT,
+        np.zeros(0 if probe_MNT is None else len(probe_MNT), np.int64),
+        np.zeros((0, 0, n_targets)) if probe_MNT is None else probe_MNT,
+        np.zeros(n_targets),
+        np.repeat(norm_K[:, None], n_targets, axis=1),
+        np.ones((steps, n_targets)),
+        np.zeros(steps, np.int64),
+    )
+
+
+def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
+    drawn_KBT = np.random.default_rng(0).standard_normal((24, 2, 2))
+    level = smoothness(made_up(np.ones(24), drawn_KBT))
+    assert level.passed
+    assert level.first_step == 0
+    assert str(level).endswith(": smooth")
+    norm_K = np.where(np.arange(24) < 7, 50.0, 1.0)
+    exploded = smoothness(made_up(norm_K, drawn_KBT))
+    assert not exploded.passed
+    assert exploded.first_step == 7
+    assert "steps before 7 are left out; to use them, lower learning rate x steps" in str(exploded)
+    wild = smoothness(made_up(np.ones(24), drawn_KBT * np.where(np.arange(24) < 8, 30.0, 1.0)[:, None, None]))
+    assert wild.first_step == 8
+    late = made_up(
+        np.where(np.arange(24) < 8, np.nan, 1.0), np.where(np.arange(24)[:, None, None] < 8, np.nan, drawn_KBT)
+    )
+    assert smoothness(late).passed
+
+
+def test_orders_agree_by_the_rows_that_both_have():
+    rng = np.random.default_rng(0)
+    one = made_up(np.ones(10), rng.standard_normal((10, 2, 2)))
+    assert agreement(one, one, 20) == pytest.approx([1.0, 1.0])
+    opposite = made_up(np.ones(10), -one.drawn_KBT)
+    assert agreement(one, opposite, 20) == pytest.approx([-1.0, -1.0])
+    probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
+    assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
+    apart = made_up(np.ones(1), one.drawn_KBT[:1])
+    with pytest.raises(ModelError, match="2 rows were drawn in both orders, expected at least 3"):
+        agreement(one, apart, 20)
+
+
+def test_small_shifts_of_groups_move_utilities_as_predicted():
+    whole = trajectory(tiny_model())
+    whole.train()
+    found = metagradient(whole, some_targets(), EXACT)
+    check = check_by_groups(whole, some_targets(), found, np.arange(8) % 4, shift=1e-5, retrainings=3)
+    assert check.measured_RT.shape == (3, 2)
+    assert check.slope == pytest.approx(1.0, abs=1e-3)
+    assert check.correlation == pytest.approx(1.0, abs=1e-3)
+    assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
+    late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
+    with pytest.raises(ModelError, match="early steps were left out of the replay"):
+        check_by_groups(whole, some_targets(), late, np.arange(8))

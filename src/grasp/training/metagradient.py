@@ -176,6 +176,12 @@ def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]
     return -loss, gradient
 
 
+def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
+    """Return the utility of every target at the weights as they are, (T,), nats."""
+    batches = [target.batches(batch_tokens) for target in targets]
+    return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in one) for one in batches])
+
+
 def metagradient(
     trajectory: Trajectory,
     targets: Sequence[Target],

@@ -226,8 +226,8 @@ class Trajectory:
         for batch in self.batches(first, last):
             yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
 
-    def batches(self, first: int, last: int) -> Iterator[StepBatch]:
-        """Yield the batches of the steps from `first` to before `last`."""
+    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
+        """Yield the batches of the steps from `first` to before `last`; `weight_N` in the place of its own weights."""
         training = self.training
         batches = token_batches(
             self.rows,
@@ -240,7 +240,15 @@ class Trajectory:
             (row_index_B,) = batch.row_index_KB
             weight_BL = label_weights(batch)[0].astype(np.float64)
             labels = int(np.count_nonzero(weight_BL))
-            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * self.weight_N[row_index_B, None], labels)
+            row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
+            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, labels)
+
+    def retrain(self, weight_N: F64) -> None:
+        """Train again from the start with other weights of rows; no state of it is kept."""
+        self.go_to(0)
+        for batch in self.batches(0, self.bounds[-1], weight_N):
+            self.training.backward(batch.ids_BL, batch.weight_BL)
+            self.training.update()
 
     def _keep(self, step: int, losses: Sequence[float]) -> None:
         past = {"losses": torch.tensor(losses, dtype=torch.float64)}
