@@ -249,6 +249,19 @@ def test_targets_share_a_replay_and_change_nothing_in_one_another():
         np.testing.assert_allclose(alone.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
 
 
+def test_a_short_batch_ends_an_epoch():
+    order = [index_B[: 2 + step % 2] for step, index_B in enumerate(some_order())]
+    model, rows = tiny_model(), some_rows()
+    whole = Trajectory(FineTuning(copy.deepcopy(model), RECIPE), rows, order)
+    whole.train()
+    found = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
+    short = np.isnan(found.drawn_KBT[..., 0])
+    assert short.tolist() == (found.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
+    whole.retrain(np.where(np.arange(8) == order[1][2], 1 + 1e-6, 1.0))
+    moved_T = utilities(whole.training, some_targets()) - found.utility_T
+    np.testing.assert_allclose(found.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
+
+
 def test_rows_fed_in_pieces_are_one_batch():
     model = tiny_model()
     settings = MetagradientSettings(relative_step=1e-5)

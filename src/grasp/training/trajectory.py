@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from grasp.errors import ModelError, ShapeError
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
-from grasp.training.train import Trainer, label_weights, token_batches
+from grasp.training.train import TokenBatch, Trainer, label_weights, token_batches
 
 STATES = Schema(
     mark=Mark,
@@ -228,20 +228,20 @@ class Trajectory:
 
     def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
         """Yield the batches of the steps from `first` to before `last`; `weight_N` in the place of its own weights."""
-        training = self.training
-        batches = token_batches(
-            self.rows,
-            [iter(self.order[first:last])],
-            steps=last - first,
-            context=training.context,
-            vocab_size=training.vocab_size,
-        )
+        sizes = groupby(self.order[first:last], key=len)  # the last batch of an epoch may be short
+        batches = chain.from_iterable(self._of_one_size(list(order)) for _, order in sizes)
         for batch in batches:
             (row_index_B,) = batch.row_index_KB
             weight_BL = label_weights(batch)[0].astype(np.float64)
             labels = int(np.count_nonzero(weight_BL))
             row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
             yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, labels)
+
+    def _of_one_size(self, order: Sequence[I64]) -> Iterator[TokenBatch]:
+        training = self.training
+        return token_batches(
+            self.rows, [iter(order)], steps=len(order), context=training.context, vocab_size=training.vocab_size
+        )
 
     def retrain(self, weight_N: F64) -> None:
         """Train again from the start with other weights of rows; no state of it is kept."""
