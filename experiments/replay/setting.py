@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from experiments.finetune.prepare import prepared
 from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
-from experiments.finetune.training import WARMUP_STEPS
+from experiments.finetune.training import WARMUP_STEPS, Recipe
 from grasp.arrays import I64
 from grasp.corpus.row_store import RowShard, RowStore
 from grasp.models.tokenizer import HfTokenizer
@@ -87,16 +87,7 @@ class World:
 
         The small model goes through the arrays that it was trained with from scratch, which is faster.
         """
-        recipe = self.kind.recipe
-        settings: dict[str, Any] = {
-            "steps": recipe.steps,
-            "batch_rows": recipe.batch_rows,
-            "learning_rate": recipe.learning_rate,
-            "warmup_steps": WARMUP_STEPS,
-            "betas": (0.9, 0.999),
-            "weight_decay": 0.0,
-            "clip_norm": 1.0,
-        }
+        recipe, settings = self.kind.recipe, optimizer_settings(self.kind.recipe)
         if self.kind.rows == "small":
             trainer = Trainer(
                 TrainingRecipe(name=recipe.name, shape=RECIPES["tiny"].shape, cuda_autocast=False, **settings),
@@ -112,6 +103,19 @@ class World:
         """Rows of every step: a permutation of all rows, again from the beginning where they do not suffice."""
         drawn = stream(seed, "replay", "order").permutation(self.rows.n_rows)
         return [np.array(batch, dtype=np.int64) for batch in self.kind.recipe.batches(drawn.tolist())]
+
+
+def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe of the runs in the terms of the package."""
+    return {
+        "steps": recipe.steps,
+        "batch_rows": recipe.batch_rows,
+        "learning_rate": recipe.learning_rate,
+        "warmup_steps": WARMUP_STEPS,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+    }
 
 
 def probe_steps(steps: int, count: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,7 +177,7 @@ class AdamWTraining(ABC):
         self.zero_gradients()
 
     @torch.no_grad()
-    def set_weights(self, weights: Sequence[Tensor]) -> None:
+    def set_weights(self, weights: Iterable[Tensor]) -> None:
         """Copy weights into the parameters."""
         for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.copy_(weight)

@@ -13,6 +13,7 @@ Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,15 +48,14 @@ def curvature_product(
         return _exact(training, ids_BL, weight_BL, direction)
     if curvature == "gauss-newton":
         return _gauss_newton(training, ids_BL, weight_BL, direction, relative_step)
-    gradients, losses = [], []
+    product = [torch.zeros_like(one) for one in direction]
+    along_B = np.zeros(len(ids_BL))
     for step in both_sides(training, direction, relative_step):
-        losses.append(training.backward(ids_BL, weight_BL) / step)
-        gradients.append([gradient / step for gradient in training.gradients()])
+        along_B += training.backward(ids_BL, weight_BL) / step
+        for total, gradient in zip(product, training.gradients(), strict=True):
+            total.add_(gradient, alpha=1.0 / step)
         training.zero_gradients()
-    if not gradients:
-        return [torch.zeros_like(one) for one in direction], training.row_losses(ids_BL, weight_BL) * 0.0
-    product = [ahead + behind for ahead, behind in zip(*gradients, strict=True)]
-    return product, losses[0] + losses[1]
+    return product, along_B
 
 
 def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
@@ -66,7 +66,7 @@ def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_st
     weights = [parameter.detach().clone() for parameter in training.parameters]
     step = relative_step * norm_of(weights) / length
     for signed in (step, -step):
-        training.set_weights([one + signed * u for one, u in zip(weights, direction, strict=True)])
+        training.set_weights(one + signed * u for one, u in zip(weights, direction, strict=True))
         yield 2.0 * signed
     training.set_weights(weights)
 
@@ -99,28 +99,25 @@ def _gauss_newton(
     training: AdamWTraining, ids_BL: I64, weight_BL: F64, direction: Sequence[Tensor], relative_step: float
 ) -> tuple[list[Tensor], F64]:
     pieces = list(training.pieces(ids_BL, weight_BL))
-    slopes: list[list[Tensor]] = [[] for _ in pieces]
-    rows: list[list[F64]] = [[] for _ in pieces]
+    slopes: list[Tensor | float] = [0.0] * len(pieces)
+    along = [np.zeros(len(ids)) for ids, _ in pieces]
     for step in both_sides(training, direction, relative_step):
         with torch.no_grad():
             for k, (ids, weight) in enumerate(pieces):
                 found = training.label_logits(ids, weight)
-                slopes[k].append(found.logits_PV / step)
-                rows[k].append(found.row_losses().cpu().numpy() / step)
-    if not norm_of(direction):
-        return [torch.zeros_like(one) for one in direction], training.row_losses(ids_BL, weight_BL) * 0.0
-    for (ids, weight), (ahead, behind) in zip(pieces, slopes, strict=True):
-        with torch.enable_grad():
-            found = training.label_logits(ids, weight)
-            pulled = _loss_hessian(found, ahead + behind)
-            torch.autograd.backward(found.logits_PV, pulled)
+                slopes[k] = slopes[k] + found.logits_PV / step
+                along[k] += found.row_losses().cpu().numpy() / step
+    if isinstance(slopes[0], Tensor):  # else u is 0
+        for (ids, weight), slope_PV in zip(pieces, slopes, strict=True):
+            with torch.enable_grad():
+                found = training.label_logits(ids, weight)
+                torch.autograd.backward(found.logits_PV, _loss_hessian(found, slope_PV))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
-    along: F64 = torch.cat([torch.from_numpy(one + other) for one, other in rows]).numpy()
-    return product, along
+    return product, np.concatenate(along)
 
 
-def _loss_hessian(found: LabelLogits, slope_PV: Tensor) -> Tensor:
+def _loss_hessian(found: LabelLogits, slope_PV: Tensor | float) -> Tensor:
     """Multiply the Hessian of the loss by the logits: ``w (diag(p) - p p^T) z``, position by position."""
     p_PV = torch.softmax(found.logits_PV.detach(), dim=-1)
     weighed_PV = p_PV * slope_PV

@@ -307,6 +307,7 @@ class Trajectory:
             kept |= {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
             self._within.put(_within(step), kept)
             batches.append(batch)
+        self.training.optimizer.state.clear()  # the moments of a step are among what is kept of it
         for step in reversed(range(first, last)):
             kept = self._within.get(_within(step))
             parts = [
