@@ -38,6 +38,7 @@ from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import Environment, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
 from grasp.training.trajectory import Trajectory
 
 PROBES = 5
@@ -83,35 +84,15 @@ def _progress(left: int, used: float) -> None:
 # --------------------------------------------------------------------------------------------------------------- scores
 
 
-def scaled(score_NT: F64) -> F64:
-    """Bring the scores of every target to mean 0 and spread 1; a column without spread stays zero."""
-    spread_T = score_NT.std(axis=0)
-    centred_NT = score_NT - score_NT.mean(axis=0)
-    return np.divide(centred_NT, spread_T, out=np.zeros_like(score_NT), where=spread_T > 0)
+def drawn(found: Sequence[Metagradient], n_rows: int, first: float = 0.0, last: float = 1.0) -> F64:
+    """See `drawn_scores`; `first` and `last`: shares of the steps between which derivatives are summed."""
+    steps = [len(one.order_KB) for one in found]
+    return drawn_scores(found, n_rows, [(round(first * count), round(last * count)) for count in steps])
 
 
-def drawn_scores(found: Sequence[Metagradient], n_rows: int, first: float = 0.0, last: float = 1.0) -> F64:
-    """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN: no order did.
-
-    Args:
-        first, last: shares of the steps between which derivatives are summed.
-    """
-    total_NT, count_N1 = np.zeros((n_rows, found[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
-    for one in found:
-        steps = len(one.order_KB)
-        part_NT = one.drawn(n_rows, round(first * steps), round(last * steps))
-        seen_N = np.zeros(n_rows, dtype=np.bool_)
-        seen_N[one.order_KB[round(first * steps) : round(last * steps)].ravel()] = True
-        total_NT[seen_N] += part_NT[seen_N] / part_NT[seen_N].std(axis=0)
-        count_N1[seen_N] += 1
-    mean_NT: F64 = np.divide(total_NT, count_N1, out=np.full_like(total_NT, np.nan), where=count_N1 > 0)
-    return mean_NT
-
-
-def probed_scores(found: Sequence[Metagradient], steps: Sequence[int] | None = None) -> F64:
-    """Average the derivatives of all rows over probe steps and orders, (N, T)."""
-    mean_NT: F64 = np.mean([one.probed(steps) for one in found], axis=0)
-    return mean_NT
+def probed(found: Sequence[Metagradient], steps: Sequence[int] | None = None) -> F64:
+    """See `probed_scores`; `steps`: the probe steps of every order that count, None: all."""
+    return probed_scores(found, [list(one.probe_steps_M) if steps is None else steps for one in found])
 
 
 def filled(score_NT: F64) -> F64:
@@ -121,7 +102,7 @@ def filled(score_NT: F64) -> F64:
 
 def added(*scores: F64) -> F64:
     """Add scores of equal spread."""
-    return np.sum([scaled(filled(score_NT)) for score_NT in scores], axis=0)
+    return np.sum([brought_to_one_scale(filled(score_NT)) for score_NT in scores], axis=0)
 
 
 def predicted(score_NT: F64, share_BN: F64) -> F64:
@@ -183,20 +164,20 @@ def ways(found: Mapping[str, Sequence[Metagradient]], shipped_NT: F64) -> dict[s
         if len(orders) > 1:
             groups["all orders"] = list(orders)
         for label, some in groups.items():
-            probed_NT, drawn_NT = probed_scores(some), drawn_scores(some, n_rows)
+            probed_NT, drawn_NT = probed(some), drawn(some, n_rows)
             add(f"all rows, {label}{named}", probed_NT)
             add(f"drawn rows, {label}{named}", drawn_NT)
             add(f"both, {label}{named}", added(probed_NT, drawn_NT))
         if curvature != "difference":
             continue
         for step in orders[0].probe_steps_M:
-            out[f"all rows, step {step} alone, all orders"] = probed_scores(orders, [int(step)])
+            out[f"all rows, step {step} alone, all orders"] = probed(orders, [int(step)])
         for chosen in ([2], [1, 3], [0, 2, 4]):
             steps = [int(orders[0].probe_steps_M[m]) for m in chosen]
-            out[f"all rows, {len(steps)} probe steps, all orders"] = probed_scores(orders, steps)
+            out[f"all rows, {len(steps)} probe steps, all orders"] = probed(orders, steps)
         for k, third in enumerate(THIRDS):
-            out[f"drawn rows, {third} third, all orders"] = drawn_scores(orders, n_rows, k / 3, (k + 1) / 3)
-        out["drawn rows, last two thirds, all orders"] = drawn_scores(orders, n_rows, 1 / 3)
+            out[f"drawn rows, {third} third, all orders"] = drawn(orders, n_rows, k / 3, (k + 1) / 3)
+        out["drawn rows, last two thirds, all orders"] = drawn(orders, n_rows, 1 / 3)
     return out
 
 
@@ -221,12 +202,12 @@ def gate(found: Sequence[Metagradient]) -> dict[str, Any]:
     n_rows = found[0].probe_MNT.shape[1]
     agreements = []
     for one, other in combinations(found, 2):
-        drawn = [filled(drawn_scores([each], n_rows)) for each in (one, other)]
-        both_N = np.all([np.isfinite(drawn_scores([each], n_rows)).all(axis=1) for each in (one, other)], axis=0)
+        scores = [drawn([each], n_rows) for each in (one, other)]
+        both_N = np.isfinite(scores).all(axis=(0, 2))
         agreements.append(
             {
                 "all_rows": _agreement(one.probed(), other.probed()),
-                "drawn_rows": _agreement(drawn[0][both_N], drawn[1][both_N]),
+                "drawn_rows": _agreement(*(score_NT[both_N] for score_NT in scores)),
             }
         )
     return {"orders": records, "agreement_of_two_orders": agreements}

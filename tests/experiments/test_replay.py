@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune.setting import Corpus
 from experiments.finetune.training import Recipe, train
-from experiments.replay.run import added, drawn_scores, filled, predicted, probed_scores
+from experiments.replay.run import added, drawn, filled, predicted, probed
 from experiments.replay.setting import Rows, optimizer_settings, probe_steps
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.metagradient import Metagradient
@@ -69,22 +69,22 @@ def result(order_KB, drawn_KBT):
 
 def test_rows_that_no_order_drew_have_no_score_and_do_not_count_in_a_subset():
     one = result([[0, 1], [2, 0]], np.array([[[1.0], [3.0]], [[5.0], [2.0]]]))
-    score_NT = drawn_scores([one], 4)
+    score_NT = drawn([one], 4)
     spread = np.std([3.0, 3.0, 5.0])
     np.testing.assert_allclose(score_NT[:3, 0], np.array([3.0, 3.0, 5.0]) / spread)
     assert np.isnan(score_NT[3]).all()
     np.testing.assert_allclose(predicted(score_NT, np.array([[0.25, 0.0, 0.25, 0.5]])), [[4.0 / spread]])
     assert filled(score_NT)[3] == pytest.approx(score_NT[:3].mean())
-    first = drawn_scores([one], 4, 0.0, 0.5)
+    first = drawn([one], 4, 0.0, 0.5)
     np.testing.assert_allclose(first[:2, 0], [1.0, 3.0])
     assert np.isnan(first[2:]).all()
     other = result([[3, 3], [3, 3]], np.ones((2, 2, 1)))
     other.order_KB[1, 1] = 2
-    score_NT = drawn_scores([one], 4)
-    both_NT = drawn_scores([one, other], 4)
+    score_NT = drawn([one], 4)
+    both_NT = drawn([one, other], 4)
     np.testing.assert_allclose(both_NT[:2], score_NT[:2])
     np.testing.assert_allclose(both_NT[2:, 0], [(score_NT[2, 0] + 1.0) / 2, 3.0])  # spread of 3 and 1 is 1
-    np.testing.assert_allclose(probed_scores([one, one]), one.probed())
+    np.testing.assert_allclose(probed([one, one]), one.probed())
     assert added(score_NT, one.probed()).std() > 0
 
 

@@ -15,6 +15,7 @@ from grasp.training.fine_tuning import FineTuning
 from grasp.training.hessian_products import curvature_product
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price, utilities
 from grasp.training.replay_gate import agreement, check_by_groups, smoothness
+from grasp.training.replayed_rows import brought_to_one_scale, replay_rows
 from grasp.training.row_derivatives import cheaper_way, row_derivatives
 from grasp.training.train import Trainer, batch_order, train
 from grasp.training.trajectory import Trajectory
@@ -504,3 +505,36 @@ def test_small_shifts_of_groups_move_utilities_as_predicted():
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
     with pytest.raises(ModelError, match="early steps were left out of the replay"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
+
+
+def replay(start, orders=2, **settings):
+    return replay_rows(start, some_targets(), MetagradientSettings(probe_steps=(1, 3), **settings), orders)
+
+
+def in_order(recipe=RECIPE):
+    """Trajectories of one model by several orders of rows."""
+
+    def start(w):
+        order = list(np.random.default_rng(w).integers(7, size=(recipe.steps, 3)))
+        return Trajectory(FineTuning(tiny_model(), recipe), some_rows(), order)
+
+    return start
+
+
+def test_orders_are_averaged_and_a_row_that_none_drew_has_probes_alone(monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found: smoothness(found, 1e9))
+    found = replay(in_order())
+    one, other = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
+    np.testing.assert_allclose(found.probed_NT, (one.probed_NT + other.probed_NT) / 2)
+    assert np.isnan(found.drawn_NT[7]).all()
+    np.testing.assert_allclose(found.relevance()[7], brought_to_one_scale(found.probed_NT)[7])
+    assert len(found.smooth) == 2
+    assert found.agreements[0].shape == (2,)
+
+
+def test_a_training_that_is_never_smooth_gives_no_score(monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found: smoothness(found, 1e-9))
+    found = replay(in_order(), orders=1)
+    assert found.relevance() is None
+    assert found.notes[-1].startswith("no replay is smooth, so its scores are not used; lower learning rate")
+    assert len(found.notes) == 3  # by differences, by Gauss-Newton, and what to do
