@@ -38,11 +38,13 @@ from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import Environment, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.replay_gate import check_by_groups, smoothness
 from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
 from grasp.training.trajectory import Trajectory
 
 PROBES = 5
 RESAMPLES = 1000
+SHIFT = 0.2  # of the weights of groups, in a check
 SHIPPED = "gradient + .25 of token + input"
 THIRDS = ("first", "second", "last")
 
@@ -79,6 +81,28 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
 def _progress(left: int, used: float) -> None:
     if left % 16 == 0:
         print(f"  {left} steps left, {time.process_time() - used:.0f} s of CPU", flush=True)
+
+
+def group_check(world: World, found: Metagradient, place: Path, retrainings: int) -> dict[str, Any]:
+    """Retrain order 0 with the weights of groups of rows moved at random, or read what is there."""
+    record = place / f"check-{retrainings}.json"
+    if record.exists():
+        return dict(json.loads(record.read_text(encoding="utf-8")))
+    trajectory = Trajectory(world.training(), world.rows, world.order(0))
+    trajectory.train()
+    group_N = np.asarray(world.corpus.label.codes_N, dtype=np.int64)
+    check = check_by_groups(trajectory, world.targets, found, group_N, shift=SHIFT, retrainings=retrainings)
+    print(f"{world.name}: {check}", flush=True)
+    result = {
+        "groups": int(group_N.max()) + 1,
+        "shift": SHIFT,
+        "slope": round(check.slope, 3),
+        "correlation": round(check.correlation, 3),
+        "measured": check.measured_RT.round(5).tolist(),
+        "predicted": check.predicted_RT.round(5).tolist(),
+    }
+    write_whole(record, (json.dumps(result, indent=1) + "\n").encode())
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------------- scores
@@ -185,18 +209,14 @@ def gate(found: Sequence[Metagradient]) -> dict[str, Any]:
     """Measure whether replays are smooth: growth of the adjoint, spread of derivatives, agreement of two orders."""
     records = []
     for one in found:
-        steps = len(one.order_KB)
-        at = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
-        norm_K = one.adjoint_norm_KT.mean(axis=1)
-        spread = [
-            float(np.mean([one.drawn_KBT[k].std(axis=0).mean() for k in part]))
-            for part in np.array_split(np.arange(steps), 3)
-        ]
+        smooth = smoothness(one)
         records.append(
             {
-                "adjoint_norm": {str(k): round(float(norm_K[k]), 3) for k in at},
-                "spread_by_third_to_last": [round(value / spread[-1], 2) for value in spread],
+                "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
+                "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.spread_K, 12)],
+                "first_step": smooth.first_step,
                 "left_out": int(one.left_out_K.max()),
+                "line": str(smooth),
             }
         )
     n_rows = found[0].probe_MNT.shape[1]
@@ -244,6 +264,7 @@ def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
             one, cost = replay(world, seed, changed, given.work / "replay" / f"{name}-{curvature}-{seed}")
             found.setdefault(curvature, []).append(one)
             costs[f"{curvature}, order {seed}"] = cost
+    check = group_check(world, found["difference"][0], given.work / "replay" / f"{name}-difference-0", given.check)
     environment = Environment.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
@@ -258,7 +279,7 @@ def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json"),
         "noise": noise(environment, utilities),
         "cost": costs,
-        "gate": gate(found["difference"]),
+        "gate": gate(found["difference"]) | {"check_by_groups": check},
         "scores": {label: comparison.record(score_NT) for label, score_NT in ways(found, shipped_NT).items()},
     }
 
@@ -273,6 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     parser.add_argument("--orders", type=int, default=2, help="Orders of rows that are replayed.")
     parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
+    parser.add_argument("--check", type=int, default=8, help="Retrainings with moved weights of groups of rows.")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
