@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from grasp.baselines.gradients.factors import materialise
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.build.model_pass import halved
 from grasp.errors import ModelError
@@ -16,6 +15,7 @@ from grasp.kernels.gradient import (
     gradient_preconditioner,
 )
 from grasp.kernels.kernel import Batch, CorpusMoments
+from grasp.models.gradient_factors import materialise
 from grasp.models.gradients import Example, Use
 from grasp.models.residuals import SparseResidual
 from grasp.seeds import stream
