@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
 from grasp.predict.predictor import ANY_TEXT, Predictor
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DRAWS = 60
@@ -55,7 +55,7 @@ BASES: tuple[float | None, ...] = (None, 0.0, 0.2, 0.4, 0.8, 1.2)
 
 def judged(artifact: Path, environment: Path) -> dict[str, object]:
     """All candidates on one world."""
-    reader, runs = ArtifactReader.open(artifact), Environment.open(environment)
+    reader, runs = ArtifactReader.open(artifact), RetrainedRuns.open(environment)
     predictor = Predictor.from_artifact(reader, per_unit=True)
     assert predictor.unit_level is not None
     scored = Scored.from_environment(runs, reader)

@@ -19,12 +19,12 @@ from scipy.stats import rankdata
 
 from grasp.arrays import F64
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import Development
 from grasp.predict.predictor import counted
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
     "as it is": lambda x: x,
@@ -63,9 +63,7 @@ def matrices(
     for name, path in scores.items():
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         if whole.shape != (artifact.n_rows, len(artifact.units)):
-            raise EnvironmentDataError(
-                f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}"
-            )
+            raise RunsError(f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}")
         found[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
     return found
 
@@ -74,14 +72,14 @@ def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
     """See that artifacts have the same rows, and the same units of a target.
 
     Raises:
-        EnvironmentDataError: they have not.
+        RunsError: they have not.
     """
     first = artifacts[0]
     for one in artifacts:
         corpora = {a.manifest.fingerprints.get("corpus") for a in (first, one)}
         ids = [a.units.column("unit_id").take(a.unit_columns(target)).to_pylist() for a in (first, one)]
         if len(corpora) > 1 or ids[0] != ids[1]:
-            raise EnvironmentDataError(f"{one.path}: rows or units of {target} are not those of {first.path}")
+            raise RunsError(f"{one.path}: rows or units of {target} are not those of {first.path}")
 
 
 def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
@@ -102,7 +100,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    artifact, environment = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
+    artifact, environment = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
     own = Development.from_environment(
         environment, [artifact], targets=asked.targets.split(",")
     )  # refuses what is held out

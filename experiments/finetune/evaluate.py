@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.predict.predictor import counted
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000
@@ -133,7 +133,7 @@ def agreement(
     )
 
 
-def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:
+def noise(environment: RetrainedRuns, utilities: Utilities) -> dict[str, Any]:
     """How far two seeds agree over the subsets that have both, target by target: the correlation of utilities, each
     less its unit's mean over these subsets; and what their mean says of the ceiling of mean LDS, for as many seeds as
     `utilities` has (Spearman-Brown).

@@ -27,7 +27,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.import_runs import import_runs
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]
@@ -60,7 +60,7 @@ class World:
 
 def of_environment(name: str, art: str, worlds: Path) -> World:
     """An environment beside the artifact built for it; the tasks of the artifact's losses."""
-    environment = Environment.open(Path("experiments/environments") / name)
+    environment = RetrainedRuns.open(Path("experiments/environments") / name)
     artifact = ArtifactReader.open(worlds / art)
     predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     family = environment.info.family

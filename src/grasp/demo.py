@@ -17,13 +17,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import artifact_targets
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table
@@ -99,15 +99,15 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     return demo
 
 
-def retrained(demo: Demo, artifact: ArtifactReader) -> Environment:
+def retrained(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
     """Retrained subsets of the rows of `artifact`: the user's own, else those that ship; others are refused."""
     own = demo.environment_path
     if not own.exists() and not SHIPPED.exists():
-        raise EnvironmentDataError("no retrained subsets ship with this version")
-    environment = Environment.open(own if own.exists() else SHIPPED)
+        raise RunsError("no retrained subsets ship with this version")
+    environment = RetrainedRuns.open(own if own.exists() else SHIPPED)
     artifact_targets(environment, artifact)
     if environment.pending():
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: is unfinished; grasp retrain --out {shlex.quote(str(own))} --resume goes on"
         )
     return environment
@@ -174,12 +174,12 @@ def _command(say: Callable[[str], None], *arguments: object) -> None:
     say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
 
 
-def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Environment | None:
+def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> RetrainedRuns | None:
     """Predictions beside models that were retrained on some subsets; None if there are none."""
     say("4. Is it true? Small models were retrained on 16 mixtures of the sources. Were they predicted?")
     try:
         runs = retrained(demo, art.files)
-    except EnvironmentDataError as err:
+    except RunsError as err:
         say(f"Nothing to compare with: {plain(err)}")
         say("Retrain on a few mixtures yourself (about a minute each), then run this again:")
         _command(say, "retrain", *demo.retrain_flags, "--out", demo.environment_path)
@@ -212,7 +212,7 @@ def _interval(line: dict[str, Any], figure: str) -> str:
     return f"{number(line[f'{figure}_low'], 2)} to {number(line[f'{figure}_high'], 2)}"
 
 
-def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
+def _choose(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | None, say: Callable[[str], None]) -> None:
     """A fifth of the rows for SciQ, a mixture for all targets, and the page."""
     at, trust = demo.artifact_path, () if runs is None else ("--runs", runs.path)
     say("5. Choose a fifth of the corpus for SciQ.")
@@ -237,11 +237,11 @@ def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Call
     check = ("--like", at, "--set", f"subsets={demo.kept_path}", "--seeds", 2, "--out", demo.out / "kept")
     _command(say, "retrain", *check)
     if CHECKED.exists():
-        say(_came(Environment.open(CHECKED)))
+        say(_came(RetrainedRuns.open(CHECKED)))
     say("")
 
 
-def _came(checked: Environment) -> str:
+def _came(checked: RetrainedRuns) -> str:
     """What came of the demo's choices when they were trained: change against the whole corpus, in nats a token."""
     came_BT = (checked.task_utilities(checked.targets) - checked.task_reference(checked.targets)).mean(axis=1)
     seeds = ", ".join(map(str, checked.info.seeds))

@@ -19,7 +19,7 @@ from grasp.methods.registry import ConfiguredMethod, configured_methods, methods
 from grasp.models.tokenizer import train_tokenizer
 from grasp.retraining.worker import retrain
 from grasp.runs.alignment import Joined
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
@@ -37,8 +37,8 @@ class World:
     root: Path
 
     @property
-    def environment(self) -> Environment:
-        return Environment.open(self.root / "env")
+    def environment(self) -> RetrainedRuns:
+        return RetrainedRuns.open(self.root / "env")
 
     @cached_property
     def artifact(self) -> ArtifactReader:

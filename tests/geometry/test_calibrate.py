@@ -35,7 +35,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import Environment, FamilyInfo, TargetInfo
+from grasp.runs.retrained import FamilyInfo, RetrainedRuns, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
 from tests.runs.worlds import info
@@ -71,7 +71,7 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
     }
     family = FamilyInfo(spec=str(FAMILY), seed=0, purpose="evaluation")
     fields = {"role": role, "held_out_targets": held_out, "n_rows": N_ROWS, "targets": targets, "family": family}
-    environment = Environment.create(path, info(**fields, reference=False), blocks(n_subsets), ROWS)
+    environment = RetrainedRuns.create(path, info(**fields, reference=False), blocks(n_subsets), ROWS)
     parts = scored(environment, source).parts([truth], ("sciq", "boolq"), per_unit=True)[truth.binding]
     task_BT = parts.tasks_of(truth)
     rng = np.random.default_rng(1)

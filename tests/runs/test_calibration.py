@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 import grasp
 from grasp.api.predict import predict
 from grasp.artifact.where import LabelTable
-from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
+from grasp.errors import ProtocolLeakError, RunsError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -247,7 +247,7 @@ def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
         (strange, "1 rows or documents are not in the artifact: nowhere"),
     ):
-        with pytest.raises(EnvironmentDataError, match=said):
+        with pytest.raises(RunsError, match=said):
             learn(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from grasp.api.retrain import Opened, Place, Runs
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
@@ -24,7 +24,7 @@ from grasp.runs.alignment import Joined, artifact_targets, runs_beside
 from grasp.runs.evaluation import Evaluation, evaluation_of
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
-from grasp.runs.retrained import Environment, Role
+from grasp.runs.retrained import RetrainedRuns, Role
 from grasp.text import listed
 
 _EACH = ("gradient", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
@@ -83,7 +83,7 @@ def evaluate(
         oracles: fit ridge or lasso on the retrained subsets; :masks or :LABEL says on what.
         resamples: bootstrap resamples of the subsets.
     Raises:
-        EnvironmentDataError: artifact and runs are not of the same rows (the command that builds such an artifact is in
+        RunsError: artifact and runs are not of the same rows (the command that builds such an artifact is in
             the message), or files and utilities are incomplete.
         ProtocolLeakError: controls without a development environment on held-out runs.
     """
@@ -135,7 +135,7 @@ def evaluate(
 
 def compare(
     artifact: ArtifactReader,
-    environment: Environment,
+    environment: RetrainedRuns,
     protocols: Mapping[str, ScoringProtocol],
     *,
     controls: Mapping[str, Any] | None = None,
@@ -163,16 +163,14 @@ def compare(
         partial: of an unfinished environment use the subsets that are there.
         notes: how the methods came about.
     Raises:
-        EnvironmentDataError: artifact, files or utilities do not belong together or are incomplete.
+        RunsError: artifact, files or utilities do not belong together or are incomplete.
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: a method lacks something.
     """
     joined = Joined.from_environment(environment, artifact)
     common = tuple(joined.renamed.values())
     if targets == [] or any(name not in common for name in targets or ()):
-        raise EnvironmentDataError(
-            f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common"
-        )
+        raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
     chosen = common if targets is None else tuple(targets)
     utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
     material = MethodInputs(
@@ -251,7 +249,7 @@ class Agreement:
 
 def agreement(
     artifact: ArtifactReader,
-    environment: Environment,
+    environment: RetrainedRuns,
     protocol: ScoringProtocol,
     *,
     targets: Sequence[str] | None = None,
@@ -264,13 +262,13 @@ def agreement(
         partial: of an unfinished environment use the subsets that have a result for every seed; where these are fewer
             than three, leave out the last seeds.
     Raises:
-        EnvironmentDataError: artifact and environment do not belong together, or results are missing.
+        RunsError: artifact and environment do not belong together, or results are missing.
         ProtocolError: the artifact does not fit the protocol.
     """
     renamed = artifact_targets(environment, artifact)
     chosen = [theirs for theirs, own in renamed.items() if targets is None or own in targets]
     if not chosen:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are {list(targets or ())}; none is "
             "common to both"
         )
@@ -280,7 +278,7 @@ def agreement(
         there = (environment.utilities(seeds=environment.info.seeds[:count], partial=True) for count in counts)
         seeds = next((one.seeds for one in there if len(one.subset_ids) >= MIN_SUBSETS), None)
         if seeds is None:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{environment.path}: fewer than {MIN_SUBSETS} subsets have a result yet; wait for some, or leave it "
                 "out"
             )

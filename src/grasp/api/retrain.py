@@ -9,7 +9,7 @@ from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Place = Path | str
-Runs = Environment | RunTable | Place
+Runs = RetrainedRuns | RunTable | Place
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 
 
@@ -51,7 +51,7 @@ def retrain(
     stack: int | None = None,
     cluster: ClusterSpec | None = None,
     progress: "Callable[[RetrainStatus], None] | None" = None,
-) -> Environment:
+) -> RetrainedRuns:
     """Train a model on each of many subsets, and score it.
 
     Says after the first steps what it will cost. What is finished is never trained again: the same command, or

@@ -34,7 +34,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
 from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 from grasp.yaml_files import read_yaml
@@ -81,7 +81,7 @@ def score(
     method: str | None = None,
     method_settings: Path | str | None = None,
     checkpoints: Sequence[Path | str] = (),
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: RetrainedRuns | RunTable | Path | str | None = None,
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> RankedRows:

@@ -23,7 +23,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
 from grasp.runs.alignment import runs_beside
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.text import listed
 
 SHOWN = 10  # protocols of a calibration
@@ -65,7 +65,7 @@ def calibrate(
     Raises:
         ProtocolLeakError: held-out runs.
         ProtocolError: fewer than two results (runs x target).
-        EnvironmentDataError: runs without an artifact of their corpus.
+        RunsError: runs without an artifact of their corpus.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
     environments = environments_of(runs, artifacts[0])
@@ -101,7 +101,7 @@ def calibrate(
     )
 
 
-def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[Environment]:
+def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[RetrainedRuns]:
     """One environment or several, as people give them."""
     return [
         runs_beside(artifact, one)

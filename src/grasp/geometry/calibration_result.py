@@ -30,7 +30,7 @@ from scipy.special import ndtri
 import grasp
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
+from grasp.errors import ProtocolError, ProtocolLeakError, RunsError
 from grasp.files import write_whole
 from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.geometry.geometry_rule import CalibrationSettings
@@ -39,7 +39,7 @@ from grasp.predict.scoring_rule import Requirements, ScoringProtocol
 from grasp.runs.alignment import artifact_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 TIE = 1e-9
@@ -54,7 +54,7 @@ class Development:
     Only `of` makes one, and it refuses held-out environments: so what was held out cannot be chosen on by mistake.
     """
 
-    environment: Environment
+    environment: RetrainedRuns
     targets: tuple[str, ...]
     variants: Mapping[str, Scored]  # by the feature settings in which the artifacts differ
 
@@ -75,7 +75,7 @@ class Development:
     @classmethod
     def from_environment(
         cls,
-        environment: Environment,
+        environment: RetrainedRuns,
         artifacts: Sequence[ArtifactReader],
         *,
         targets: Sequence[str] | None = None,
@@ -88,7 +88,7 @@ class Development:
         Raises:
             ProtocolLeakError: the environment, or a target that was asked for, is held out.
             ProtocolError: no development target, or two artifacts of the same feature settings.
-            EnvironmentDataError: an artifact does not belong to the environment.
+            RunsError: an artifact does not belong to the environment.
         """
         if environment.role != "dev":
             raise ProtocolLeakError(
@@ -121,7 +121,7 @@ def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def developments_of(
     artifacts: Sequence[ArtifactReader],
-    environments: Sequence[Environment],
+    environments: Sequence[RetrainedRuns],
     *,
     targets: Sequence[str] | None = None,
     calibration_subsets: int = 256,
@@ -132,7 +132,7 @@ def developments_of(
         targets: by the environments' names; None: all development targets.
     Raises:
         ProtocolLeakError: an environment, or a target that was asked for, is held out.
-        EnvironmentDataError: an environment without an artifact of its corpus, or an artifact without an environment.
+        RunsError: an environment without an artifact of its corpus, or an artifact without an environment.
     """
     used: set[Path] = set()
     bound: list[Development] = []
@@ -148,14 +148,14 @@ def developments_of(
         ]
     idle = [str(one.path) for one in artifacts if one.path not in used]
     if idle:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{', '.join(idle)}: of no corpus that an environment was trained on; leave it out, or pass its environment"
         )
     return bound
 
 
 def _shared_out(
-    environment: Environment, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+    environment: RetrainedRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
 ) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
     """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
 
@@ -171,7 +171,7 @@ def _shared_out(
         return [(group, targets) for _, group in groups]
     missing = sorted(set(targets).difference(*(names for names, _ in groups)))
     if missing:
-        raise EnvironmentDataError(f"target: got {missing}, which {environment.path} and the artifacts do not share")
+        raise RunsError(f"target: got {missing}, which {environment.path} and the artifacts do not share")
     shared = [(group, [name for name in targets if name in names]) for names, group in groups]
     return [(group, wanted) for group, wanted in shared if wanted]
 

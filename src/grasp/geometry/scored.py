@@ -25,7 +25,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
 from grasp.runs.alignment import Joined, cost_of
 from grasp.runs.predictions import Predictions, Weighting
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
@@ -81,7 +81,7 @@ class Scored(Joined):
 
     @classmethod
     def from_environment(
-        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256
+        cls, environment: RetrainedRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256
     ) -> Self:
         """Check that both belong together, and draw a calibration family like the environment's own.
 
@@ -89,7 +89,7 @@ class Scored(Joined):
         standardises itself. A table of given subsets has no family: uniform:0.5 stands in.
 
         Raises:
-            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+            RunsError: corpora or targets differ, the masks are not those trained on.
         """
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)

@@ -34,7 +34,7 @@ from grasp.inspect.rescoring import (
 from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
 from grasp.results import Result
 from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 from grasp.text import json_text, plain
@@ -84,7 +84,7 @@ TOLD = {"look": "need a look", "not measured": "were not measured"}
 def check(
     artifact: ArtifactReader,
     *,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: RetrainedRuns | RunTable | Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     rows: int = 256,
     subsets: int = 64,

@@ -30,7 +30,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Joined
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 
@@ -46,7 +46,7 @@ Requirement = Literal["tokens", "model", "checkpoints", "environment"]
 class Retrained:
     """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped."""
 
-    environment: Environment
+    environment: RetrainedRuns
     utilities: Utilities
     subsets: tuple[SubsetBlock, ...]
 

@@ -33,7 +33,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Joined
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
@@ -395,7 +395,7 @@ def method_rows(
     artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
-    environment: Environment | None = None,
+    environment: RetrainedRuns | None = None,
     checkpoints: Sequence[Path | str] = (),
     cache: Path | str | None = None,
     progress: Progress | None = None,

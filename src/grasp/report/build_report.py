@@ -12,7 +12,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 
@@ -25,7 +25,7 @@ def report(
     *,
     by: str | Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: RetrainedRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
@@ -55,7 +55,7 @@ def report(
     Raises:
         SettingsError: a file that is not of this artifact, or one that cannot be written.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
-        EnvironmentDataError: runs and artifact do not belong together.
+        RunsError: runs and artifact do not belong together.
         SubsetError: no such label, or one with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)

@@ -19,7 +19,7 @@ from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -36,7 +36,7 @@ from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
 from grasp.yaml_files import read_yaml, yaml_text
@@ -107,7 +107,7 @@ class Worth:
 class Findings:
     """All of it."""
 
-    environment: Environment | None = field(repr=False)
+    environment: RetrainedRuns | None = field(repr=False)
     flags: Mapping[str, Any]  # that make the command line say what the page says
     command: str  # that makes the report again
     artifact_path: str
@@ -147,7 +147,7 @@ def findings(
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
     previous: Sequence[ArtifactReader] = (),
-    environment: Environment | None = None,
+    environment: RetrainedRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
@@ -186,7 +186,7 @@ def findings(
     elif environment is not None:
         try:
             nats = learn(predictor, artifact, environment)
-        except (ProtocolLeakError, EnvironmentDataError) as err:
+        except (ProtocolLeakError, RunsError) as err:
             nats = Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
     covering = nats if isinstance(nats, OutcomePredictor) and set(nats.columns) == set(targets) else None
 

@@ -29,7 +29,7 @@ from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.select.select import select
 from grasp.signatures import declared, signed
@@ -64,7 +64,7 @@ class Ask:
     """An artifact, and its runs if there are any, that answers questions."""
 
     def __init__(
-        self, artifact: ArtifactReader, runs: Environment | RunTable | None = None, model: Path | str | None = None
+        self, artifact: ArtifactReader, runs: RetrainedRuns | RunTable | None = None, model: Path | str | None = None
     ) -> None:
         self.artifact = artifact
         self._runs = runs
@@ -139,7 +139,7 @@ def serve(
     artifact: ArtifactReader,
     *,
     port: int = 8765,
-    runs: Environment | Path | str | None = None,
+    runs: RetrainedRuns | Path | str | None = None,
     model: Path | str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
@@ -180,7 +180,7 @@ def serve(
 
 
 def serve_mcp(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: RetrainedRuns | Path | str | None = None, model: Path | str | None = None
 ) -> None:
     """Serve the verbs as tools of the Model Context Protocol over standard input and output, until these end.
 
@@ -228,7 +228,7 @@ def _question(ask: Ask, verb: str, error: type[Exception] = GraspError) -> Calla
 
 
 def web(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: RetrainedRuns | Path | str | None = None, model: Path | str | None = None
 ) -> "Starlette":
     """The application that `serve` runs: `/` the report, `/api/VERB` answers as JSON.
 
@@ -257,7 +257,7 @@ def web(
 
     @functools.cache
     def page() -> str:
-        shown = environment if isinstance(environment, Environment) else None
+        shown = environment if isinstance(environment, RetrainedRuns) else None
         command = f"grasp serve {artifact.where}"
         return render(findings(artifact, as_protocol(None, artifact), environment=shown, command=command), live="/api")
 

@@ -11,7 +11,7 @@ import grasp
 from grasp.artifact.where import LabelColumn
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
+from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -22,9 +22,9 @@ from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import (
     ALL_SUFFIX,
     MARKER,
-    Environment,
-    EnvironmentInfo,
     FamilyInfo,
+    RetrainedRuns,
+    RetrainedRunsInfo,
     TargetInfo,
     is_environment,
 )
@@ -44,7 +44,7 @@ TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches 
 Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
 
 
-def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
+def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns:
     """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
     recipe, command = resolved_recipe(settings), settings.train_command
     if command is not None:
@@ -64,9 +64,9 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
-            raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+            raise RunsError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-        info = EnvironmentInfo(
+        info = RetrainedRunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
@@ -96,7 +96,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             },
         )
         rows = row_names(store)
-        environment = Environment.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        environment = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return environment
 

@@ -39,7 +39,7 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import FULL, Environment, Run
+from grasp.runs.retrained import FULL, RetrainedRuns, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import held
 from grasp.targets.units import UnitTokens
@@ -74,7 +74,7 @@ def retrain(
     *,
     cluster: ClusterSpec | None = None,
     jobs: Callable[[str], None] | None = None,
-) -> Environment:
+) -> RetrainedRuns:
     """Make an environment, or go on with one, until all of its runs are there.
 
     Several calls, from several machines that share `out`, fill it together. Seeds and subsets may be added to what was
@@ -127,12 +127,12 @@ def retrain(
             for future in futures:
                 future.result()  # the first error of any of them is raised here
     environment.refuse_all_failed()
-    return Environment.open(out)
+    return RetrainedRuns.open(out)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Work on the runs of a prepared environment until none is left to try, then merge them if all are there."""
-    worker = Worker(settings, Environment.open(out))
+    worker = Worker(settings, RetrainedRuns.open(out))
     environment, steps = worker.environment, 0 if settings.train_command else worker.recipe.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(environment)
@@ -184,7 +184,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
 class Worker:
     """What one process needs to run runs."""
 
-    def __init__(self, settings: RetrainSettings, environment: Environment) -> None:
+    def __init__(self, settings: RetrainSettings, environment: RetrainedRuns) -> None:
         self.settings = settings
         self.environment = environment
         self.recipe = resolved_recipe(settings)
@@ -260,7 +260,7 @@ class Worker:
 class _Clock:
     """Time left, from the runs that ended since it was started."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: RetrainedRuns) -> None:
         self._total = len(environment.runs())
         self._left_before = len(environment.pending())
         self._began = time.monotonic()

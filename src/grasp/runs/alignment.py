@@ -19,13 +19,13 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
 from grasp.artifact.where import LabelColumn, LabelTable
-from grasp.errors import EnvironmentDataError, SubsetError
+from grasp.errors import RunsError, SubsetError
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
-from grasp.runs.retrained import ALL_SUFFIX, Environment, EnvironmentInfo, Run, TargetInfo
+from grasp.runs.retrained import ALL_SUFFIX, RetrainedRuns, RetrainedRunsInfo, Run, TargetInfo
 from grasp.runs.table import NAMED, RunTable, open_runs
 from grasp.targets.units import LossOn, Unit, UnitSet
 
@@ -42,21 +42,21 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
     }
 
 
-def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
+def artifact_targets(environment: RetrainedRuns, artifact: ArtifactReader) -> dict[str, str]:
     """Targets of the environment that the artifact has: environment's name -> artifact's name.
 
     An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
     artifact has one of the two, under the name `sciq`.
 
     Raises:
-        EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
+        RunsError: corpora differ, units of a target differ, or no target is common to both.
     """
     where = str(artifact.path)
     try:
         environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
-    except EnvironmentDataError as err:
+    except RunsError as err:
         command = environment.info.build_command(environment.path)
-        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
+        raise RunsError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
     known = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
@@ -65,13 +65,13 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
         if own not in artifact.targets or info.loss_on != loss_on:
             continue
         if known[own] != info.fingerprint:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
         common[name] = own
     if not common:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
             f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
         )
@@ -82,17 +82,17 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
 class Joined:
     """Both, known to belong together."""
 
-    environment: Environment
+    environment: RetrainedRuns
     source: ArtifactReader
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_environment(cls, environment: Environment, artifact: ArtifactReader) -> Self:
+    def from_environment(cls, environment: RetrainedRuns, artifact: ArtifactReader) -> Self:
         """Check that both belong together.
 
         Raises:
-            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+            RunsError: corpora or targets differ, the masks are not those trained on.
         """
         common = artifact_targets(environment, artifact)
         label = environment.label
@@ -102,7 +102,7 @@ class Joined:
 
     @property
     def runs_fingerprint(self) -> str:
-        """See `Environment.fingerprint`."""
+        """See `RetrainedRuns.fingerprint`."""
         return self.environment.fingerprint(self.blocks[0])
 
     def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
@@ -163,14 +163,14 @@ def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
 # ------------------------------------------------------------------------------------------------- imported runs
 
 
-class ImportedRuns(Environment):
+class ImportedRuns(RetrainedRuns):
     """An environment in memory, all of its runs there."""
 
     def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
         """Bind runs to an artifact.
 
         Raises:
-            EnvironmentDataError: no metric is called by a target of the artifact; a value, row or document that the
+            RunsError: no metric is called by a target of the artifact; a value, row or document that the
                 artifact lacks; runs of several sizes.
         """
         metric_of: dict[str, str] = {}  # of each target: one that is called by it, losses first
@@ -178,7 +178,7 @@ class ImportedRuns(Environment):
             if fitting := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
                 metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
         if not metric_of:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{table.name}: has the metrics {', '.join(table.metrics[:NAMED])}, asked are "
                 f"{', '.join(artifact.targets)}; a metric belongs to the target it is called by, e.g. sciq or sciq/acc"
             )
@@ -190,7 +190,7 @@ class ImportedRuns(Environment):
         each_seed = not np.isnan(self.values_RST).any()
         super().__init__(
             path,
-            EnvironmentInfo(
+            RetrainedRunsInfo(
                 role="dev",
                 recipe="imported",
                 recipe_settings={"runs": digest.hexdigest()},
@@ -238,10 +238,10 @@ class ImportedRuns(Environment):
         return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
-def runs_beside(artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Environment:
+def runs_beside(artifact: ArtifactReader, runs: RetrainedRuns | RunTable | Path | str) -> RetrainedRuns:
     """Retrained or imported runs, or the directory that holds them, as an environment beside an artifact."""
     found = open_runs(runs)
-    if isinstance(found, Environment):
+    if isinstance(found, RetrainedRuns):
         return found
     return ImportedRuns(found, artifact, Path(runs) if isinstance(runs, Path | str) else Path(found.name))
 
@@ -250,7 +250,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     """Weights of the artifact's rows in every run, in order; and what should be known of them.
 
     Raises:
-        EnvironmentDataError: a value, row or document that the artifact lacks.
+        RunsError: a value, row or document that the artifact lacks.
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
@@ -270,7 +270,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     try:
         column = table.column(runs.info.label)
     except SubsetError as err:
-        raise EnvironmentDataError(f"{runs.name}: {err}") from err
+        raise RunsError(f"{runs.name}: {err}") from err
     code_of = {name: code for code, name in enumerate(column.names())}
     # what all the names in the table begin with may be left off, as in train_arxiv, train_github
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
@@ -279,7 +279,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     names = next((names for names in spellings if all(name in code_of for name in names)), None)
     if names is None:
         lacking = [name for name in runs.values if name not in code_of]
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
             f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
         )
@@ -305,7 +305,7 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
         place = documents if all(name in documents for name in runs.values) else place
     lacking = [name for name in runs.values if name not in place]
     if lacking:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:NAMED])}"
         )
     per_run: dict[str, tuple[list[int], list[float]]] = {run: ([], []) for run in runs.runs}

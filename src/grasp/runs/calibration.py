@@ -14,14 +14,14 @@ from scipy.sparse import csr_array
 from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, sensible_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Joined, runs_beside
 from grasp.runs.gaussian_process import WITHIN, Learned, SubsetFeatures
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
@@ -255,13 +255,13 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
 
 
 def learn(
-    predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str
+    predictor: Predictor, artifact: ArtifactReader, runs: RetrainedRuns | RunTable | Path | str
 ) -> OutcomePredictor:
     """Learn from runs what a predictor's changes are in the runs' own unit.
 
     Raises:
         ProtocolLeakError: the environment is held out, or all of the targets are.
-        EnvironmentDataError: runs and artifact have no target or no label in common, or there are too few runs.
+        RunsError: runs and artifact have no target or no label in common, or there are too few runs.
     """
     environment = runs_beside(artifact, runs)
     if environment.role != "dev":
@@ -272,7 +272,7 @@ def learn(
     joined = Joined.from_environment(environment, artifact)
     common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.units.targets}
     if not common:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are "
             f"{list(predictor.units.targets)}; none is common to both"
         )

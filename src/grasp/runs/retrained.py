@@ -34,7 +34,7 @@ from pydantic_core import to_jsonable_python
 
 from grasp.arrays import F64, I64
 from grasp.artifact.where import LabelColumn
-from grasp.errors import EnvironmentDataError, ModelError
+from grasp.errors import ModelError, RunsError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import geometry
@@ -83,7 +83,7 @@ class FamilyInfo(Settings):
     purpose: str
 
 
-class EnvironmentInfo(Settings):
+class RetrainedRunsInfo(Settings):
     """environment.json."""
 
     format: Literal["grasp-environment"] = "grasp-environment"
@@ -127,12 +127,12 @@ class EnvironmentInfo(Settings):
 
 SIGNED_INFO = Signed(
     INFO,
-    EnvironmentInfo,
+    RetrainedRunsInfo,
     "the record of an environment",
     "grasp-environment",
     FORMAT_VERSION,
     "restore it from a copy",
-    EnvironmentDataError,
+    RunsError,
     none=f"is not an environment (no {INFO}); name what grasp retrain or grasp runs import wrote",
     unsigned=True,
 )
@@ -142,7 +142,7 @@ def is_environment(path: Path) -> bool:
     """Whether an environment lies there."""
     try:
         return bool(SIGNED_INFO.read(path))
-    except EnvironmentDataError:
+    except RunsError:
         return False
 
 
@@ -176,9 +176,7 @@ class Utilities:
         """The units of one target, or of several in the order that they have here."""
         unknown = [name for name in targets if name not in self.targets]
         if unknown:
-            raise EnvironmentDataError(
-                f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them"
-            )
+            raise RunsError(f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them")
         columns = [e for e, name in enumerate(self.targets) if name in targets]
         return Utilities(
             self.values_BSE[:, :, columns],
@@ -189,13 +187,13 @@ class Utilities:
         )
 
 
-class Environment:
+class RetrainedRuns:
     """An environment directory, being filled or complete."""
 
     unit = "nats"  # what columns of realized utilities are called
     notes: Sequence[str] = ()  # what should be known of the runs
 
-    def __init__(self, path: Path, info: EnvironmentInfo) -> None:
+    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
         self.path = path
         self.info = info
 
@@ -206,16 +204,16 @@ class Environment:
         """Open an environment; its utilities are read, and checked, when asked for.
 
         Raises:
-            EnvironmentDataError: not there, damaged, or of another format version; one of its files is no file.
+            RunsError: not there, damaged, or of another format version; one of its files is no file.
         """
         path = Path(path)
         for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
-                raise EnvironmentDataError(f"{path / name}: is a {kind}, expected a regular file; restore it")
+                raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
         return cls(path, SIGNED_INFO.read(path))
 
     @classmethod
-    def create(cls, path: Path, info: EnvironmentInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
+    def create(cls, path: Path, info: RetrainedRunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
         """Begin an environment, or go on with one that was begun with the same settings.
 
         Seeds and subsets may be added to what was begun; nothing else may change.
@@ -224,7 +222,7 @@ class Environment:
             info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
             blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
         Raises:
-            EnvironmentDataError: another environment was begun here (every difference is named), or the subsets are
+            RunsError: another environment was begun here (every difference is named), or the subsets are
                 none, unnamed, repeated, or have names too long for a file.
         """
         path.mkdir(parents=True, exist_ok=True)
@@ -249,7 +247,7 @@ class Environment:
                     )
                 if differs:
                     shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
-                    raise EnvironmentDataError(
+                    raise RunsError(
                         f"{path}: another environment was begun here: {'; '.join(shortened)}; "
                         "go on with the old settings, or choose another directory"
                     )
@@ -356,10 +354,10 @@ class Environment:
         """Refuse a corpus other than the one trained on.
 
         Raises:
-            EnvironmentDataError: fingerprints differ; the message has both.
+            RunsError: fingerprints differ; the message has both.
         """
         if fingerprint != self.info.corpus_fingerprint:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
                 f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
             )
@@ -412,16 +410,16 @@ class Environment:
         Args:
             utility_E: -loss of every unit, in the order of `units`.
         Raises:
-            EnvironmentDataError: another number of units, or a value that is not finite.
+            RunsError: another number of units, or a value that is not finite.
         """
         if utility_E.shape != (len(self.units),):
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: run {run.stem}: got {utility_E.shape} utilities, expected ({len(self.units)},)"
             )
         bad = np.flatnonzero(~np.isfinite(utility_E))
         if bad.size:
             target, unit = self.units[bad[0]]
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: run {run.stem}: utility of unit {unit!r} of {target} is {utility_E[bad[0]]} "
                 f"({bad.size} such); the run diverged, lower the learning rate of the recipe"
             )
@@ -434,11 +432,11 @@ class Environment:
         """Merge the runs into utilities.parquet and reference.parquet, then remove them; again does nothing.
 
         Raises:
-            EnvironmentDataError: runs are missing; the message counts and names them.
+            RunsError: runs are missing; the message counts and names them.
         """
         all_runs, missing = self.runs(), self.pending()
         if missing:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
                 f"{[run.stem for run in missing[:EXAMPLES]]}; run `grasp retrain --resume` to go on"
             )
@@ -505,7 +503,7 @@ class Environment:
             seeds: None: all of them.
             partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
         Raises:
-            EnvironmentDataError: a run is missing (unless `partial`), repeated or not a number; an unknown
+            RunsError: a run is missing (unless `partial`), repeated or not a number; an unknown
                 subset, seed, target or unit. The message names it.
         """
         if target is not None:
@@ -513,13 +511,13 @@ class Environment:
         chosen = self.info.seeds if seeds is None else tuple(seeds)
         unknown = [seed for seed in chosen if seed not in self.info.seeds]
         if unknown or not chosen:
-            raise EnvironmentDataError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
+            raise RunsError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
         values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
         values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
         lacks_BS = np.isnan(values_BSE[:, :, 0])
         if lacks_BS.any() and not partial:
             missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
                 "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
             )
@@ -556,19 +554,19 @@ class Environment:
             rows: names of the corpus' rows.
             labels: the label that the family is drawn by; needed only where subsets.parquet is not there.
         Raises:
-            EnvironmentDataError: another number of rows, or masks that are not the ones trained on.
+            RunsError: another number of rows, or masks that are not the ones trained on.
             SubsetError: subsets.parquet cannot be read.
         """
         info = self.info
         if rows.n_rows != info.n_rows:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; "
                 "use the corpus of the environment"
             )
         if (self.path / SUBSETS).exists():
             blocks = read_subsets(self.path / SUBSETS, rows, block)
         elif info.family is None:
-            raise EnvironmentDataError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
+            raise RunsError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
         else:
             spec, seed, purpose = info.family.spec, info.family.seed, info.family.purpose
             blocks = parse_family(spec).draw(
@@ -577,7 +575,7 @@ class Environment:
         digest = MaskDigest()
         yield from digest.seen(blocks)
         if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
@@ -589,9 +587,7 @@ class Environment:
 
     def _check_target(self, target: str) -> None:
         if target not in self.info.targets:
-            raise EnvironmentDataError(
-                f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}"
-            )
+            raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
 
     def _single(self) -> list[Run]:
         """Runs whose result has a file of its own."""
@@ -629,15 +625,13 @@ class Environment:
 def _check_names(ids: Sequence[str], where: Path) -> None:
     """See that runs can be called by the ids of the subsets."""
     if not ids:
-        raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
+        raise RunsError(f"{where}: got no subsets, expected at least one")
     wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({FULL} & set(ids)))
     if wrong:
-        raise EnvironmentDataError(
-            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
-        )
+        raise RunsError(f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once")
     long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
     if long:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
             f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
         )
@@ -703,7 +697,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
         runs: all runs that may occur.
         units: (target, unit_id) of each unit; every run must have every one.
     Raises:
-        EnvironmentDataError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
+        RunsError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
             utility that is not finite, a line twice, a run that lacks units. The message names the first.
         FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
     """
@@ -717,7 +711,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
 
     bad = np.flatnonzero(~(np.abs(utility) <= LARGEST))  # nan compares false
     if bad.size:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "
             "retrain it"
         )
@@ -728,7 +722,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
     ):
         if wrong.any():
             r0, e0 = np.argwhere(wrong)[0]
-            raise EnvironmentDataError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
+            raise RunsError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
     values_RE = np.full(counts_RE.shape, np.nan)
     values_RE[r, e] = utility
     return values_RE
@@ -738,19 +732,19 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
     try:
         names = list(pq.read_schema(path).names)
         if missing := [name for name in COLUMNS if name not in names]:
-            raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
+            raise RunsError(f"{path}: has columns {names}, lacks {missing}")
         table = read_sealed(path, columns)
         table.validate(full=True)  # a flipped bit may leave names that are no text
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
         ) from err
     for name in columns:
         empty = table.column(name).null_count
         if empty:
-            raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
+            raise RunsError(f"{path}: column {name} has {empty} empty cells, expected none")
     return table
 
 
@@ -765,7 +759,7 @@ def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int]
     unknown = np.flatnonzero(codes < 0)
     if unknown.size:
         line = unknown[0]
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: line {line} has {columns[0]} {a_names[a[line]]!r}, {columns[1]} {b_names[b[line]]!r}, which "
             f"environment.json does not list ({unknown.size} such lines)"
         )
