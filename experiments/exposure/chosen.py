@@ -66,7 +66,7 @@ def judge(asked: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
     trained = RetrainedRuns.open(asked.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
-    expected, scored = learn(predictor, artifact, runs), Scored.from_environment(trained, artifact)
+    expected, scored = learn(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")

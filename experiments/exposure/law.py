@@ -58,7 +58,7 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     reader, runs = ArtifactReader.open(artifact), RetrainedRuns.open(environment)
     predictor = Predictor.from_artifact(reader, per_unit=True)
     assert predictor.unit_level is not None
-    scored = Scored.from_environment(runs, reader)
+    scored = Scored.from_runs(runs, reader)
     utilities = runs.utilities(partial=True)
     order = [runs.subset_ids.index(name) for name in utilities.subset_ids]
     weights_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])[order]

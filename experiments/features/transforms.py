@@ -101,9 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     artifact, environment = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
-    own = Development.from_environment(
-        environment, [artifact], targets=asked.targets.split(",")
-    )  # refuses what is held out
+    own = Development.from_runs(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
     (scored,) = own.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)

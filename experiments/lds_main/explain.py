@@ -115,7 +115,7 @@ def compared(
     targets: Sequence[str] | None = None,
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
-    scored = Scored.from_environment(environment, artifact)
+    scored = Scored.from_runs(environment, artifact)
     names = list(targets or scored.renamed.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()

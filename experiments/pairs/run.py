@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     features = material.settings.features
     whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
     places = [given.environment, *([given.held_out] if given.held_out else [])]
-    worlds = [Scored.from_environment(RetrainedRuns.open(place), material.artifact) for place in places]
+    worlds = [Scored.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
     share_BN /= share_BN.sum(axis=1, keepdims=True)

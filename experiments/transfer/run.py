@@ -64,7 +64,7 @@ def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resampl
         "shipped": ((), base),
     }
     for tasks in CALIBRATED_ON:
-        developments = [Development.from_environment(one, [artifact], targets=tasks) for one in environments]
+        developments = [Development.from_runs(one, [artifact], targets=tasks) for one in environments]
         best = choose_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
@@ -91,7 +91,7 @@ def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
 
 def tested(artifact: ArtifactReader, environment: RetrainedRuns, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
-    development = Development.from_environment(environment, [artifact])
+    development = Development.from_runs(environment, [artifact])
     predictions = development.variants[""].select_candidates({"protocol": candidate}, development.targets)
     report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")

@@ -84,7 +84,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.from_environment(RetrainedRuns.open(env), ArtifactReader.open(art))
+    return Scored.from_runs(RetrainedRuns.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:

@@ -19,7 +19,7 @@ from grasp.inspect.health import check
 from grasp.inspect.rescoring import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
 from tests.build.world import EVERY, SKETCHES, world
 from tests.cli.grasp_command import refused, succeed
@@ -358,7 +358,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([block.weights_BN.toarray() for block in Joined.from_environment(env, art).blocks])
+    masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(RunsError, match=r"of its subsets have rows among the 1 of the sample"):

@@ -20,11 +20,11 @@ from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import Match, ScoringProtocol, as_protocol, chosen_on, geometry
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import Joined, artifact_targets, runs_beside
+from grasp.runs.alignment import Alignment, artifact_targets, bind_runs
 from grasp.runs.evaluation import Evaluation, evaluation_of
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
-from grasp.runs.retrained import RetrainedRuns, Role
+from grasp.runs.retrained import Role, TrainingRuns
 from grasp.text import listed
 
 _EACH = ("gradient", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
@@ -87,7 +87,7 @@ def evaluate(
             the message), or files and utilities are incomplete.
         ProtocolLeakError: controls without a development environment on held-out runs.
     """
-    environment = runs_beside(art.files, runs)
+    environment = bind_runs(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: no meaning without controls; leave them out")
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
@@ -135,7 +135,7 @@ def evaluate(
 
 def compare(
     artifact: ArtifactReader,
-    environment: RetrainedRuns,
+    environment: TrainingRuns,
     protocols: Mapping[str, ScoringProtocol],
     *,
     controls: Mapping[str, Any] | None = None,
@@ -167,7 +167,7 @@ def compare(
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: a method lacks something.
     """
-    joined = Joined.from_environment(environment, artifact)
+    joined = Alignment.from_runs(environment, artifact)
     common = tuple(joined.renamed.values())
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
@@ -249,7 +249,7 @@ class Agreement:
 
 def agreement(
     artifact: ArtifactReader,
-    environment: RetrainedRuns,
+    environment: TrainingRuns,
     protocol: ScoringProtocol,
     *,
     targets: Sequence[str] | None = None,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from grasp.runs.calibration import OutcomePredictor, Outside
-    from grasp.runs.retrained import RetrainedRuns
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 SHOWN = 30  # lines of one target
@@ -90,7 +90,7 @@ def predict(
     weight: Mapping[str, float] | str | Sequence[str] = (),
     subsets: "Path | str | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
     target: str | Sequence[str] | None = None,
-    runs: "RetrainedRuns | RunTable | Path | str | None" = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     omitted: bool = False,

@@ -9,7 +9,7 @@ from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import RetrainedRuns, TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Place = Path | str
-Runs = RetrainedRuns | RunTable | Place
+Runs = TrainingRuns | RunTable | Place
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 
 

@@ -33,8 +33,8 @@ from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 from grasp.yaml_files import read_yaml
@@ -81,7 +81,7 @@ def score(
     method: str | None = None,
     method_settings: Path | str | None = None,
     checkpoints: Sequence[Path | str] = (),
-    runs: RetrainedRuns | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> RankedRows:
@@ -126,7 +126,7 @@ def score(
         for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
             if name in named and needed not in published.method.requires:
                 raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
-    beside = None if runs is None else runs_beside(artifact, runs)
+    beside = None if runs is None else bind_runs(artifact, runs)
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is

@@ -21,9 +21,9 @@ from grasp.geometry.calibration_result import (
 from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
 from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
+from grasp.runs.alignment import bind_runs
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 from grasp.text import listed
 
 SHOWN = 10  # protocols of a calibration
@@ -101,10 +101,10 @@ def calibrate(
     )
 
 
-def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[RetrainedRuns]:
+def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[TrainingRuns]:
     """One environment or several, as people give them."""
     return [
-        runs_beside(artifact, one)
+        bind_runs(artifact, one)
         for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     ]
 

@@ -39,7 +39,7 @@ from grasp.predict.scoring_rule import Requirements, ScoringProtocol
 from grasp.runs.alignment import artifact_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 TIE = 1e-9
@@ -54,7 +54,7 @@ class Development:
     Only `of` makes one, and it refuses held-out environments: so what was held out cannot be chosen on by mistake.
     """
 
-    environment: RetrainedRuns
+    environment: TrainingRuns
     targets: tuple[str, ...]
     variants: Mapping[str, Scored]  # by the feature settings in which the artifacts differ
 
@@ -73,9 +73,9 @@ class Development:
         return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
 
     @classmethod
-    def from_environment(
+    def from_runs(
         cls,
-        environment: RetrainedRuns,
+        environment: TrainingRuns,
         artifacts: Sequence[ArtifactReader],
         *,
         targets: Sequence[str] | None = None,
@@ -95,8 +95,7 @@ class Development:
                 f"{environment.path}: selection was given a held-out environment; pass development environments only"
             )
         scored = [
-            Scored.from_environment(environment, artifact, calibration_subsets=calibration_subsets)
-            for artifact in artifacts
+            Scored.from_runs(environment, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts
         ]
         common = [name for name in environment.targets if all(name in one.renamed.values() for one in scored)]
         chosen = tuple(targets) if targets is not None else tuple(n for n in common if environment.role_of(n) == "dev")
@@ -121,7 +120,7 @@ def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def developments_of(
     artifacts: Sequence[ArtifactReader],
-    environments: Sequence[RetrainedRuns],
+    environments: Sequence[TrainingRuns],
     *,
     targets: Sequence[str] | None = None,
     calibration_subsets: int = 256,
@@ -143,7 +142,7 @@ def developments_of(
         used |= {one.path for one in same}
         # without one of its corpus, the first artifact's mismatch is told
         bound += [
-            Development.from_environment(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
+            Development.from_runs(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
             for group, wanted in _shared_out(environment, same or artifacts[:1], targets)
         ]
     idle = [str(one.path) for one in artifacts if one.path not in used]
@@ -155,7 +154,7 @@ def developments_of(
 
 
 def _shared_out(
-    environment: RetrainedRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+    environment: TrainingRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
 ) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
     """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
 

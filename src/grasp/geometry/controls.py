@@ -10,14 +10,14 @@ from grasp.geometry.calibration_result import Development, choose_protocol, deve
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
 from grasp.predict.weights import Side
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 
 
 def controls(
     artifact: ArtifactReader,
-    runs: RetrainedRuns,
+    runs: TrainingRuns,
     development: Sequence[Runs],
     *,
     family: ProtocolFamily | Place | None = None,

@@ -23,9 +23,9 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
 from grasp.predict.predictor import Predictor, RowMoments
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
-from grasp.runs.alignment import Joined, cost_of
+from grasp.runs.alignment import Alignment, cost_of
 from grasp.runs.predictions import Predictions, Weighting
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
@@ -74,15 +74,13 @@ def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candi
 
 
 @dataclass(frozen=True)
-class Scored(Joined):
+class Scored(Alignment):
     """An artifact beside an environment, with a calibration family: gives predictions, whatever the role."""
 
     calibration: CalibrationSettings  # by which geometry is standardised here
 
     @classmethod
-    def from_environment(
-        cls, environment: RetrainedRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256
-    ) -> Self:
+    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
         """Check that both belong together, and draw a calibration family like the environment's own.
 
         Its stream is another than that of the subsets that were retrained, so no intervention that is scored
@@ -93,7 +91,7 @@ class Scored(Joined):
         """
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
-        plain = Joined.from_environment(environment, artifact)
+        plain = Alignment.from_runs(environment, artifact)
         return cls(plain.environment, plain.source, plain.renamed, plain.blocks, calibration)
 
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
@@ -240,7 +238,7 @@ class Scored(Joined):
 
 
 def predictions(
-    joined: Joined, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
+    joined: Alignment, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
 ) -> list[Predictions]:
     """Predictions of units and tasks by protocols and candidates, standardised by a family like the environment's.
 
@@ -251,7 +249,7 @@ def predictions(
     candidates = {
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
-    found = Scored.from_environment(joined.environment, source).select_candidates(candidates, targets)
+    found = Scored.from_runs(joined.environment, source).select_candidates(candidates, targets)
     return [replace(one, cost=cost_of(needed_arrays(candidates[one.method]), source)) for one in found]
 
 

@@ -33,8 +33,8 @@ from grasp.inspect.rescoring import (
 )
 from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 from grasp.text import json_text, plain
@@ -84,7 +84,7 @@ TOLD = {"look": "need a look", "not measured": "were not measured"}
 def check(
     artifact: ArtifactReader,
     *,
-    runs: RetrainedRuns | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     rows: int = 256,
     subsets: int = 64,
@@ -109,7 +109,7 @@ def check(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     if environment is None:
         generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
         weight_BN = np.zeros((subsets, len(index)))

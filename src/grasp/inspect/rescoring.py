@@ -28,9 +28,9 @@ from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import UnitSelection, counted
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
@@ -132,10 +132,10 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 
 
 def environment_subsets(
-    artifact: ArtifactReader, environment: RetrainedRuns, row_index: NDArray[np.int64], subsets: int
+    artifact: ArtifactReader, environment: TrainingRuns, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
     """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N)."""
-    blocks = Joined.from_environment(environment, artifact).blocks
+    blocks = Alignment.from_runs(environment, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:

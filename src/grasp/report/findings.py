@@ -36,7 +36,7 @@ from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
 from grasp.yaml_files import read_yaml, yaml_text
@@ -107,7 +107,7 @@ class Worth:
 class Findings:
     """All of it."""
 
-    environment: RetrainedRuns | None = field(repr=False)
+    environment: TrainingRuns | None = field(repr=False)
     flags: Mapping[str, Any]  # that make the command line say what the page says
     command: str  # that makes the report again
     artifact_path: str
@@ -147,7 +147,7 @@ def findings(
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
     previous: Sequence[ArtifactReader] = (),
-    environment: RetrainedRuns | None = None,
+    environment: TrainingRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,

@@ -25,7 +25,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
-from grasp.runs.retrained import ALL_SUFFIX, RetrainedRuns, RetrainedRunsInfo, Run, TargetInfo
+from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
 from grasp.runs.table import NAMED, RunTable, open_runs
 from grasp.targets.units import LossOn, Unit, UnitSet
 
@@ -42,7 +42,7 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
     }
 
 
-def artifact_targets(environment: RetrainedRuns, artifact: ArtifactReader) -> dict[str, str]:
+def artifact_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
     """Targets of the environment that the artifact has: environment's name -> artifact's name.
 
     An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
@@ -79,16 +79,16 @@ def artifact_targets(environment: RetrainedRuns, artifact: ArtifactReader) -> di
 
 
 @dataclass(frozen=True)
-class Joined:
+class Alignment:
     """Both, known to belong together."""
 
-    environment: RetrainedRuns
+    environment: TrainingRuns
     source: ArtifactReader
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_environment(cls, environment: RetrainedRuns, artifact: ArtifactReader) -> Self:
+    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader) -> Self:
         """Check that both belong together.
 
         Raises:
@@ -102,7 +102,7 @@ class Joined:
 
     @property
     def runs_fingerprint(self) -> str:
-        """See `RetrainedRuns.fingerprint`."""
+        """See `TrainingRuns.fingerprint`."""
         return self.environment.fingerprint(self.blocks[0])
 
     def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
@@ -163,8 +163,8 @@ def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
 # ------------------------------------------------------------------------------------------------- imported runs
 
 
-class ImportedRuns(RetrainedRuns):
-    """An environment in memory, all of its runs there."""
+class ImportedRuns(TrainingRuns):
+    """Imported runs whose subsets are expressed in the rows of an artifact."""
 
     def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
         """Bind runs to an artifact.
@@ -217,8 +217,16 @@ class ImportedRuns(RetrainedRuns):
             units.add("nats" if re.search(NATS, short) else less + (re.sub(r"\W+", "_", short) or "metric"))
         self.unit = units.pop() if len(units) == 1 else "metric"
         metrics = ", ".join(metric_of.values())
-        self.described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
-        self.label = table.info.label
+        self._described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+        self._label = table.info.label
+
+    @property
+    def described(self) -> tuple[str, str]:
+        return self._described
+
+    @property
+    def label(self) -> str | None:
+        return self._label
 
     def pending(self) -> tuple[Run, ...]:
         return ()
@@ -238,12 +246,16 @@ class ImportedRuns(RetrainedRuns):
         return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
-def runs_beside(artifact: ArtifactReader, runs: RetrainedRuns | RunTable | Path | str) -> RetrainedRuns:
-    """Retrained or imported runs, or the directory that holds them, as an environment beside an artifact."""
-    found = open_runs(runs)
-    if isinstance(found, RetrainedRuns):
-        return found
-    return ImportedRuns(found, artifact, Path(runs) if isinstance(runs, Path | str) else Path(found.name))
+def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
+    """Return retrained runs as they are, and imported ones with their subsets in the rows of the artifact.
+
+    Args:
+        runs: opened runs, or the directory that holds them.
+    """
+    opened = runs if isinstance(runs, TrainingRuns) else open_runs(runs)
+    if isinstance(opened, TrainingRuns):
+        return opened
+    return ImportedRuns(opened, artifact, Path(runs) if isinstance(runs, Path | str) else Path(opened.name))
 
 
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:

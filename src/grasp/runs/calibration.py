@@ -18,10 +18,10 @@ from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, sensible_labels
 from grasp.predict.weights import RowSums, Weights
-from grasp.runs.alignment import Joined, runs_beside
+from grasp.runs.alignment import Alignment, bind_runs
 from grasp.runs.gaussian_process import WITHIN, Learned, SubsetFeatures
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
@@ -255,7 +255,7 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
 
 
 def learn(
-    predictor: Predictor, artifact: ArtifactReader, runs: RetrainedRuns | RunTable | Path | str
+    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
 ) -> OutcomePredictor:
     """Learn from runs what a predictor's changes are in the runs' own unit.
 
@@ -263,13 +263,13 @@ def learn(
         ProtocolLeakError: the environment is held out, or all of the targets are.
         RunsError: runs and artifact have no target or no label in common, or there are too few runs.
     """
-    environment = runs_beside(artifact, runs)
+    environment = bind_runs(artifact, runs)
     if environment.role != "dev":
         raise ProtocolLeakError(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    joined = Joined.from_environment(environment, artifact)
+    joined = Alignment.from_runs(environment, artifact)
     common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.units.targets}
     if not common:
         raise RunsError(

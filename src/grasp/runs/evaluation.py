@@ -21,7 +21,7 @@ from grasp.runs.metrics import (
     target_metrics,
 )
 from grasp.runs.predictions import Cost, MethodRole, Predictions
-from grasp.runs.retrained import RetrainedRuns, Role, Utilities
+from grasp.runs.retrained import Role, TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.text import json_text, number, plain, text_table
 
@@ -164,7 +164,7 @@ def _cell(metric: str, estimate: Estimate) -> str:
 
 
 def evaluation_of(
-    environment: RetrainedRuns,
+    environment: TrainingRuns,
     predictions: Sequence[Predictions],
     *,
     targets: Sequence[str] | None = None,

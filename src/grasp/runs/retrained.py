@@ -17,6 +17,7 @@ whole corpus is called `full`. Tables may have their lines in any order, and are
 import hashlib
 import json
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -187,8 +188,8 @@ class Utilities:
         )
 
 
-class RetrainedRuns:
-    """An environment directory, being filled or complete."""
+class TrainingRuns(ABC):
+    """Runs on subsets of a corpus, with the utilities that training gave; either retrained or imported."""
 
     unit = "nats"  # what columns of realized utilities are called
     notes: Sequence[str] = ()  # what should be known of the runs
@@ -196,6 +197,153 @@ class RetrainedRuns:
     def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
         self.path = path
         self.info = info
+
+    # --------------------------------------------------------------------------- supplied by each kind of runs
+
+    @property
+    @abstractmethod
+    def described(self) -> tuple[str, str]:
+        """What was measured, and of which models, in words."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str | None:
+        """The label that the subsets were drawn by."""
+
+    @abstractmethod
+    def pending(self) -> tuple[Run, ...]:
+        """Runs without a result."""
+
+    @abstractmethod
+    def subset_blocks(
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
+    ) -> Iterator[SubsetBlock]:
+        """The subsets in blocks, in the order of `subset_ids`."""
+
+    @abstractmethod
+    def _values(self) -> F64:
+        """Utilities of all runs, (R, E): seed after seed, the whole corpus first; nan where there is none yet."""
+
+    # --------------------------------------------------------------------------------------- what it is
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def role(self) -> Role:
+        return self.info.role
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(self.info.targets)
+
+    @property
+    def subset_ids(self) -> tuple[str, ...]:
+        return self.info.subset_ids
+
+    @property
+    def units(self) -> tuple[tuple[str, str], ...]:
+        """(target, unit_id) of every unit, target after target: the order of the last axis."""
+        return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
+
+    def role_of(self, target: str) -> Role:
+        """Role of one target; a held-out environment holds out all of its targets.
+
+        A task is held out with all of its losses: holding out `sciq` holds out `sciq@all` as well.
+        """
+        self._check_target(target)
+        held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
+        return "held-out" if held_out else self.info.role
+
+    def fingerprint(self, first: SubsetBlock) -> str:
+        """What these runs are known by in any directory: corpus, recipe and draw; more subsets or seeds keep it.
+
+        Args:
+            first: the first block of the subsets; the first of them stands for the draw where a table gave them.
+        """
+        info = self.info
+        drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
+        known = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
+        return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def check_corpus(self, fingerprint: str, where: str) -> None:
+        """Refuse a corpus other than the one trained on.
+
+        Raises:
+            RunsError: fingerprints differ; the message has both.
+        """
+        if fingerprint != self.info.corpus_fingerprint:
+            raise RunsError(
+                f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
+                f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
+            )
+
+    # ---------------------------------------------------------------------------------------- utilities
+
+    def utilities(
+        self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
+    ) -> Utilities:
+        """Realized utilities, (B, S, E), -loss in nats a token; higher is better.
+
+        Args:
+            target: None: all of them, target after target.
+            seeds: None: all of them.
+            partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
+        Raises:
+            RunsError: a run is missing (unless `partial`), repeated or not a number; an unknown
+                subset, seed, target or unit. The message names it.
+        """
+        if target is not None:
+            self._check_target(target)
+        chosen = self.info.seeds if seeds is None else tuple(seeds)
+        unknown = [seed for seed in chosen if seed not in self.info.seeds]
+        if unknown or not chosen:
+            raise RunsError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
+        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
+        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
+        lacks_BS = np.isnan(values_BSE[:, :, 0])
+        if lacks_BS.any() and not partial:
+            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
+            raise RunsError(
+                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
+                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
+            )
+        kept = np.flatnonzero(~lacks_BS.any(axis=1))
+        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
+        ids = tuple(self.subset_ids[b] for b in kept)
+        utilities = Utilities(values_BSE[kept], ids, chosen, targets, unit_ids)
+        return utilities if target is None else utilities.select(target)
+
+    def task_utilities(self, targets: Sequence[str]) -> F64:
+        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
+        utilities = self.utilities()
+        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
+
+    def reference_utilities(self) -> F64:
+        """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
+        if not self.info.reference:
+            return np.empty((0, len(self.units)))
+        whole_SE = self._values_by_subset()[0]
+        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
+
+    def task_reference(self, targets: Sequence[str]) -> F64:
+        """The same by target, (S, T)."""
+        reference_SE = self.reference_utilities()
+        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
+        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
+
+    def _check_target(self, target: str) -> None:
+        if target not in self.info.targets:
+            raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
+
+    def _values_by_subset(self) -> F64:
+        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
+        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
+
+
+class RetrainedRuns(TrainingRuns):
+    """A directory of runs, being filled or complete."""
 
     # ------------------------------------------------------------------------------------- open, create
 
@@ -298,22 +446,6 @@ class RetrainedRuns:
             f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
         )
 
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def role(self) -> Role:
-        return self.info.role
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return tuple(self.info.targets)
-
-    @property
-    def subset_ids(self) -> tuple[str, ...]:
-        return self.info.subset_ids
-
     @cached_property
     def described(self) -> tuple[str, str]:
         """What was measured, and of which models, in words."""
@@ -324,43 +456,6 @@ class RetrainedRuns:
     def label(self) -> str | None:
         """The label that the subsets were drawn by."""
         return None if self.info.family is None else parse_family(self.info.family.spec).label
-
-    @property
-    def units(self) -> tuple[tuple[str, str], ...]:
-        """(target, unit_id) of every unit, target after target: the order of the last axis."""
-        return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
-
-    def role_of(self, target: str) -> Role:
-        """Role of one target; a held-out environment holds out all of its targets.
-
-        A task is held out with all of its losses: holding out `sciq` holds out `sciq@all` as well.
-        """
-        self._check_target(target)
-        held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
-        return "held-out" if held_out else self.info.role
-
-    def fingerprint(self, first: SubsetBlock) -> str:
-        """What these runs are known by in any directory: corpus, recipe and draw; more subsets or seeds keep it.
-
-        Args:
-            first: the first block of the subsets; the first of them stands for the draw where a table gave them.
-        """
-        info = self.info
-        drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
-        known = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
-        return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    def check_corpus(self, fingerprint: str, where: str) -> None:
-        """Refuse a corpus other than the one trained on.
-
-        Raises:
-            RunsError: fingerprints differ; the message has both.
-        """
-        if fingerprint != self.info.corpus_fingerprint:
-            raise RunsError(
-                f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
-                f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
-            )
 
     # --------------------------------------------------------------------------------------- filling it
 
@@ -491,60 +586,6 @@ class RetrainedRuns:
         again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
         return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {again}"
 
-    # --------------------------------------------------------------------------------------- reading it
-
-    def utilities(
-        self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
-    ) -> Utilities:
-        """Realized utilities, (B, S, E), -loss in nats a token; higher is better.
-
-        Args:
-            target: None: all of them, target after target.
-            seeds: None: all of them.
-            partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
-        Raises:
-            RunsError: a run is missing (unless `partial`), repeated or not a number; an unknown
-                subset, seed, target or unit. The message names it.
-        """
-        if target is not None:
-            self._check_target(target)
-        chosen = self.info.seeds if seeds is None else tuple(seeds)
-        unknown = [seed for seed in chosen if seed not in self.info.seeds]
-        if unknown or not chosen:
-            raise RunsError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
-        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
-        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
-        lacks_BS = np.isnan(values_BSE[:, :, 0])
-        if lacks_BS.any() and not partial:
-            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
-            raise RunsError(
-                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
-                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
-            )
-        kept = np.flatnonzero(~lacks_BS.any(axis=1))
-        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
-        ids = tuple(self.subset_ids[b] for b in kept)
-        utilities = Utilities(values_BSE[kept], ids, chosen, targets, unit_ids)
-        return utilities if target is None else utilities.select(target)
-
-    def task_utilities(self, targets: Sequence[str]) -> F64:
-        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
-        utilities = self.utilities()
-        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
-
-    def reference_utilities(self) -> F64:
-        """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
-        if not self.info.reference:
-            return np.empty((0, len(self.units)))
-        whole_SE = self._values_by_subset()[0]
-        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
-
-    def task_reference(self, targets: Sequence[str]) -> F64:
-        """The same by target, (S, T)."""
-        reference_SE = self.reference_utilities()
-        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
-        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
-
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
     ) -> Iterator[SubsetBlock]:
@@ -585,10 +626,6 @@ class RetrainedRuns:
     def _run_path(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.stem}.parquet"
 
-    def _check_target(self, target: str) -> None:
-        if target not in self.info.targets:
-            raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
-
     def _single(self) -> list[Run]:
         """Runs whose result has a file of its own."""
         directory = self.path / "runs"
@@ -616,10 +653,6 @@ class RetrainedRuns:
                 merged_RE = read_runs(path, runs, self.units)
                 values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
         return values_RE
-
-    def _values_by_subset(self) -> F64:
-        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
-        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
 
 
 def _check_names(ids: Sequence[str], where: Path) -> None:

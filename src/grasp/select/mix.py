@@ -34,7 +34,7 @@ from grasp.select.quadratic_program import Programme, Segments, climb, solve
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import RetrainedRuns
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 SHOWN = 5
@@ -87,7 +87,7 @@ def mix(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
-    runs: "RetrainedRuns | RunTable | Path | str | None" = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,

@@ -29,7 +29,7 @@ from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
     from grasp.runs.calibration import OutcomePredictor
-    from grasp.runs.retrained import RetrainedRuns
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 GROUP_ROWS = 65_536
@@ -150,7 +150,7 @@ class SelectionObjective:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         train_tokens: float | None,
-        runs: "RetrainedRuns | RunTable | Path | str | None",
+        runs: "TrainingRuns | RunTable | Path | str | None",
         *,
         cautious: bool,
     ) -> Self:

@@ -54,7 +54,7 @@ from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import RetrainedRuns
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 SUBSET = "selection"
@@ -81,7 +81,7 @@ def select(
     by: str | None = None,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
-    runs: "RetrainedRuns | RunTable | Path | str | None" = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     drop_leaks: bool = False,
