@@ -21,7 +21,7 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
-from grasp.predict.predictor import ANY_TEXT, Predictor
+from grasp.predict.predictor import NEW_ROW_VALUE, Predictor
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -65,7 +65,7 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     kept_B1 = (weights_BN > 0).sum(axis=1, keepdims=True)
     times_BN = weights_BN * kept_B1 / weights_BN.sum(axis=1, keepdims=True)
     unit_NE = np.concatenate([block for _, block in predictor.unit_level.effects.blocks()])
-    unit_base_E = predictor.unit_level.base_C / ANY_TEXT
+    unit_base_E = predictor.unit_level.new_row_value_C / NEW_ROW_VALUE
     real_BT = np.stack(
         [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )

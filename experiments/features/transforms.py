@@ -22,15 +22,15 @@ from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import RunsError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import Development
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 
 TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
     "as it is": lambda x: x,
-    "negative x 0.5": lambda x: counted(x, 0.5),
-    "negative x 0.25": lambda x: counted(x, 0.25),
-    "negative x 0": lambda x: counted(x, 0.0),
+    "negative x 0.5": lambda x: downweight_negative(x, 0.5),
+    "negative x 0.25": lambda x: downweight_negative(x, 0.25),
+    "negative x 0": lambda x: downweight_negative(x, 0.0),
     "negative alone": lambda x: np.minimum(x, 0.0),
     "power 0.5": lambda x: np.sign(x) * np.sqrt(np.abs(x)),
     "power 1.2": lambda x: np.sign(x) * np.abs(x) ** 1.2,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
@@ -45,7 +45,7 @@ class Method:
         negatives = self.negative if isinstance(self.negative, tuple) else (self.negative,) * n
         parts = zip(self.kernels, self.weights or (1.0,) * n, negatives, strict=True)
         for k, (kernel_NE, weight, negative) in enumerate(parts):
-            score_NE = counted(kernel_NE, negative)
+            score_NE = downweight_negative(kernel_NE, negative)
             task_NT = _scaled(score_NE @ (member_ET / member_ET.sum(axis=0)))
             tasks_BT += weight * (share_BN @ task_NT)
             units_BE += weight * (share_BN @ (task_NT @ member_ET.T if self.of_task and k else _scaled(score_NE)))

@@ -23,7 +23,7 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -445,7 +445,7 @@ def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path)
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
     assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
-    assert not load_protocol(out).interacts
+    assert load_protocol(out).interaction is Interaction.NONE
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

@@ -18,7 +18,7 @@ from grasp.predict.slices import (
     sensible_labels,
     slice_effects,
 )
-from tests.predict.source import FakeSource, counted
+from tests.predict.source import FakeSource, downweight_negative
 from tests.rules import rule
 
 TOPICS = [["games", "law", None, "art", "games"][i * 7 % 13 % 5] for i in range(40)]
@@ -65,7 +65,7 @@ def test_intervals_are_as_wide_as_the_units_differ(seed):
     source = FakeSource(arrays={"relevance_output_layer": relevance_NE}, unit_targets=("sciq",) * 40)
     chosen = protocol(match={"output_layer": 1.0}, components={})
     _, effects, low_GT, high_GT = worth(source, chosen)
-    relevance_NE = counted(relevance_NE, chosen)
+    relevance_NE = downweight_negative(relevance_NE, chosen)
     spread = relevance_NE.mean(axis=1).std()
     for g in range(len(SLICES.names)):
         kept_N = SLICES.codes_N != g

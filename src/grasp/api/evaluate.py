@@ -187,7 +187,7 @@ def compare(
         one.method.check(material)
     renamed = {own: name for own, name in joined.renamed.items() if name in chosen}
     published = [method_predictions(one, material, joined.blocks, cache, renamed=renamed) for one in methods]
-    additive = {name: one for name, one in ours.items() if isinstance(one, ScoringProtocol) and not one.beside}
+    additive = {name: one for name, one in ours.items() if isinstance(one, ScoringProtocol) and not one.needs_geometry}
     found = {one.method: one for one in joined.additive(additive, chosen)}
     if beside := {name: one for name, one in ours.items() if name not in additive}:
         found |= {one.method: one for one in geometry().predictions(joined, beside, chosen)}

@@ -29,7 +29,7 @@ from grasp.predict.predictor import (
     assembled,
     sketch_of,
 )
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Weights
 
 
@@ -80,7 +80,7 @@ class InteractionPredictor(Predictor):
     sketches: Mapping[str, NormedSketch]
     terms: GeometryTerms
 
-    def counted(self, weights: Weights) -> Weights:
+    def effective_weights(self, weights: Weights) -> Weights:
         """What every row counts: its weight."""
         return weights
 
@@ -209,7 +209,7 @@ def bind(
         family=None if family is None else over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
-    if not protocol.interacts:
+    if protocol.interaction is Interaction.NONE:
         return replace(plain, sketches={half: sketch_of(artifact, half) for half in wanted})
     held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)

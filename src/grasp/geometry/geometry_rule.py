@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from grasp.errors import SubsetError
 from grasp.geometry.subset_sums import Half, Kind, halves_needed
 from grasp.predict.families import Family, parse_family
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
@@ -54,7 +54,7 @@ class InteractionProtocol(ScoringProtocol):
     Source: eq:component-predictor; omega carries the sign, a penalty is negative.
     """
 
-    beside: ClassVar[bool] = True
+    needs_geometry: ClassVar[bool] = True
 
     side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
@@ -78,14 +78,12 @@ class InteractionProtocol(ScoringProtocol):
         return components
 
     @property
-    def interacts(self) -> bool:  # type: ignore[override]
-        """Whether what a row is worth is not its effect, averaged over the rows that are kept."""
-        return bool(self.components) or (self.side, self.weighting) != ("retained", "mean")
-
-    @property
-    def searches(self) -> bool:  # type: ignore[override]
-        """Whether the worth of a row depends on the rows beside it."""
-        return bool(self.components)
+    def interaction(self) -> Interaction:  # type: ignore[override]
+        """How the predicted change departs from the mean effect of the retained rows."""
+        if self.components:
+            return Interaction.PAIRS
+        mean_of_retained = (self.side, self.weighting) == ("retained", "mean")
+        return Interaction.NONE if mean_of_retained else Interaction.WEIGHTING
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -94,7 +92,7 @@ class InteractionProtocol(ScoringProtocol):
         return (*kernels, *(f"{half}_sketch" for half in halves_needed(self.components)))
 
     @property
-    def beside_kernels(self) -> str:  # type: ignore[override]
+    def geometry_terms(self) -> str:  # type: ignore[override]
         """What it adds to its kernels, in words."""
         return "".join(f", {omega:+g} {name}" for name, omega in self.components.items())
 

@@ -31,7 +31,7 @@ from grasp.inspect.rescoring import (
     sample_features,
     sample_rows,
 )
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, as_protocol, geometry, kernel_weights
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
@@ -174,7 +174,7 @@ def check(
                     asdict(found),
                 )
             )
-    if chosen.interacts or "pooled" in weighed:
+    if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
         checks += geometry().checks(subject, chosen)
 
     counts = Counter(one.verdict for one in checks)

@@ -26,7 +26,7 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
-from grasp.predict.predictor import UnitSelection, counted
+from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
@@ -185,7 +185,7 @@ def redrawn(
             blocks = range(0, every.n_rows, BATCH_ROWS)
             parts = [kernel.score(every.rows(at, min(at + BATCH_ROWS, every.n_rows))).cpu().numpy() for at in blocks]
             relevance_NE = np.concatenate(parts)[:, columns.columns_E]
-            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel.name)))
+            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, fitted.negative_of(kernel.name)))
             weight = kernels[kernel.name]
             total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)

@@ -7,14 +7,14 @@ is all of it where all rows that are kept have one weight. The change is against
 positive is better. Its unit, *effect size*, does not depend on the question, and a slice's mean effect explains its
 rank: dropping a share p of the rows with the mean effect m changes -p / (1 - p) m.
 
-Repetition takes a part. Rows count by the law of exposure (`Exposure`), x_i in place of w_i, and together less than as
+Repetition takes a part. Rows count by the law of exposure (`RepetitionLaw`), x_i in place of w_i, and together less than as
 many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is worth b effects, so
 
     change(S) = worth(S) (sum_i x_i effect_i / sum_i x_i + b) - b
 
 b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
 
-Top to bottom: what a row counts (`Exposure`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
+Top to bottom: what a row counts (`RepetitionLaw`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
 (`Predictor`). Sums over the rows of subsets are in `grasp.predict.weights`. Where rows bear on one another, or are not
 averaged, `grasp.geometry` has a predictor that is this and more.
 Source: eq:method-additive, eq:component-predictor.
@@ -49,7 +49,7 @@ EFFECT_SIZE = "effect size"
 SIMILAR = ("hidden", "residual")  # sketches that tell how alike rows are
 REPETITION = "repetition"  # beside the kernels, as a part of a change
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
-ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
+NEW_ROW_VALUE = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
 # A spread this small against the size of the numbers is rounding, not variance.
 RELATIVE_ZERO = 1e-9
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -59,7 +59,7 @@ Floats = TypeVar("Floats", bound=np.floating[Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Exposure:
+class RepetitionLaw:
     """The law of diminishing returns: what a row counts that is seen more often than another.
 
     Seen for the first time a row counts whole, and less and less each time after that: x times do as much as
@@ -149,7 +149,7 @@ class RowMoments:
         return ColumnSpread(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
 
 
-def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
+def downweight_negative(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
     """Let negative relevance count less: it is multiplied by `negative`, between 0 and 1, since it predicts little.
 
     Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
@@ -165,7 +165,7 @@ def relevance_blocks(artifact: ArtifactReader, kernel: str, columns: I64, negati
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
     rows = block_rows(len(columns))
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns, block_rows=rows):
-        yield start, counted(block, negative)
+        yield start, downweight_negative(block, negative)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Level:
     scales: Mapping[str, ColumnSpread]  # by kernel: what brought it to one scale
     shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
     whole_C: F64  # of the corpus: what its own prediction is, before a change is taken
-    base_C: F64  # what any new row is worth, in effects of the column
+    new_row_value_C: F64  # what any new row is worth, in effects of the column
 
     @classmethod
     def from_kernels(
@@ -280,7 +280,7 @@ class Level:
             for _, block in effects.blocks():
                 block[:] = (block - before.mean_E) * inverse_C
         shares = {name: slope_C * inverse_C for name, slope_C in slopes.items()}
-        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), ANY_TEXT))
+        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), NEW_ROW_VALUE))
 
 
 # ------------------------------------------------------------------------------------------- what a subset is worth
@@ -297,7 +297,7 @@ class SubsetSums:
     effect_BT: F64  # sum of x_i effect_i
     sketch: Mapping[str, F64]  # sum of x_i phi_i, (B, D)
 
-    def worth(self, exposure: Exposure) -> F64:
+    def worth(self, exposure: RepetitionLaw) -> F64:
         """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
         base_B = exposure.base(self.kept_B, self.n_rows)
         return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.counted_B * ratio(1.0, base_B))
@@ -326,7 +326,7 @@ class Predictor:
     dropped: tuple[str, ...]  # what does not vary, and hence contributes nothing
     unit_shares: Mapping[str, F64]  # by kernel: what a unit's relevance adds to the effect of its task, times its units
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless asked for
-    exposure: Exposure  # how weights count
+    exposure: RepetitionLaw  # how weights count
     unit: str  # what a change is measured in
 
     @staticmethod
@@ -339,7 +339,7 @@ class Predictor:
         sketches: Sequence[str] = (),
         components: bool = False,
         units: UnitSelection | None = None,
-        exposure: Exposure | None = None,
+        exposure: RepetitionLaw | None = None,
     ) -> "Predictor":
         """Bind a protocol to an artifact.
 
@@ -356,9 +356,9 @@ class Predictor:
         """
         fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
-        law = exposure or Exposure()
+        law = exposure or RepetitionLaw()
         sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
-        if fitted.beside:
+        if fitted.needs_geometry:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
@@ -385,7 +385,7 @@ class Predictor:
         """What a change is, in words."""
         return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better"
 
-    def counted(self, weights: Weights) -> Weights:
+    def effective_weights(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1."""
         return self.exposure.weigh(weights)
 
@@ -395,14 +395,18 @@ class Predictor:
         Args:
             halves: sketches that are summed; None: all that the predictor was made with.
         """
-        counted, weight_B = self.counted(weights), weights.sums
+        effective, weight_B = self.effective_weights(weights), weights.sums
         return SubsetSums(
             self.n_rows,
             weight_B,
             weights.sizes.astype(np.float64),
-            weight_B if counted is weights else counted.sums,
-            self.task.effects.sums(counted),
-            {half: one.sums(counted) for half, one in self.sketches.items() if halves is None or half in halves},
+            weight_B if effective is weights else effective.sums,
+            self.task.effects.sums(effective),
+            {
+                half: sketch.sums(effective)
+                for half, sketch in self.sketches.items()
+                if halves is None or half in halves
+            },
         )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> SubsetSums:
@@ -422,7 +426,7 @@ class Predictor:
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
-        return self._mean(sums.effect_BT, sums, self.task.base_C)
+        return self._mean(sums.effect_BT, sums, self.task.new_row_value_C)
 
     def change(self, weights: Weights) -> F64:
         """The same for subsets given by their weights."""
@@ -435,7 +439,9 @@ class Predictor:
             sums: of the same subsets.
         """
         assert self.unit_level is not None
-        return self._mean(self.unit_level.effects.sums(self.counted(weights)), sums, self.unit_level.base_C)
+        return self._mean(
+            self.unit_level.effects.sums(self.effective_weights(weights)), sums, self.unit_level.new_row_value_C
+        )
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """The change of its task by each unit alone, (B, E), whose mean over the units is the change of the task.
@@ -446,19 +452,19 @@ class Predictor:
             sums: of the same subsets.
         """
         del mean_E  # the corpus itself is 0
-        return self._mean(sum_BE, sums, ANY_TEXT)
+        return self._mean(sum_BE, sums, NEW_ROW_VALUE)
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
         """Columns of `part_names`: what each kernel adds to a change, and what repetition takes of any row's worth.
 
         (B, T) each, or (B,) where it is the same for every target and unit.
         """
-        parts, counted = dict[str, F64](), self.counted(weights)
+        parts, effective = dict[str, F64](), self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
-            sum_BT = kernel.held.sums(counted) - np.outer(sums.counted_B, kernel.rows.mean_E)
+            sum_BT = kernel.held.sums(effective) - np.outer(sums.counted_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.base_C)
+        parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.new_row_value_C)
         return parts
 
     @property
@@ -471,11 +477,11 @@ class Predictor:
         del weights_T, tokens_N
         return effect_N
 
-    def _mean(self, sum_BC: F64, sums: SubsetSums, base_C: F64 | float) -> F64:
+    def _mean(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
         """worth (mean + b) - b of values that add up to 0 over the corpus."""
         mean_BC = ratio(1.0, sums.counted_B)[:, None] * sum_BC
         worth_B1 = sums.worth(self.exposure)[:, None]
-        return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * base_C)
+        return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * new_row_value_C)
 
 
 def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
@@ -526,7 +532,9 @@ def assembled(
     if unit_level is not None:  # a task's effect in those of each of its units: its standard deviation over them
         blocks = unit_level.effects.blocks()
         of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
-        unit_level = replace(unit_level, base_C=unit_level.base_C * np.repeat(of_tasks.spread.std_E, units.counts_T))
+        unit_level = replace(
+            unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(of_tasks.spread.std_E, units.counts_T)
+        )
     return Predictor(
         protocol=protocol,
         units=units,
@@ -537,7 +545,7 @@ def assembled(
         dropped=tuple(name for name, one in scales.items() if not one.inverse_E.any()),
         unit_shares={name: np.repeat(part_T, units.counts_T) * before[name] for name, part_T in task.shares.items()},
         task_kernels=kernels if components else {},
-        exposure=Exposure(),
+        exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,
     )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,14 @@ BESIDE_GRADIENT = 0.25  # weight of output_layer and of embedding beside `gradie
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
 CALIBRATION = "calibration"  # what it says is of interactions alone
+
+
+class Interaction(Enum):
+    """How the predicted change of a subset departs from the mean effect of its retained rows."""
+
+    NONE = "none"  # it is this mean
+    WEIGHTING = "weighting"  # rows are summed instead of averaged, or the omitted rows are scored
+    PAIRS = "pairs"  # pairs of rows contribute as well, so the best subset has to be searched for
 
 
 class Requirements(Settings):
@@ -43,10 +52,9 @@ class ScoringProtocol(Settings):
     A protocol in which rows bear on one another is read as one of `grasp.geometry`, which is this and more.
     """
 
-    beside: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
-    interacts: ClassVar[bool] = False  # whether a subset is worth more, or less, than the mean of its rows
-    searches: ClassVar[bool] = False  # whether the worth of a row depends on the rows beside it: choosing is a search
-    beside_kernels: ClassVar[str] = ""  # what it adds to its kernels, in words
+    needs_geometry: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
+    interaction: ClassVar[Interaction] = Interaction.NONE
+    geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `in_words`
 
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[Match, float] | Literal["auto"] = Field(
@@ -88,7 +96,9 @@ class ScoringProtocol(Settings):
         """How the protocol was chosen, in words: the development results it was selected on, or that it was not."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
-        return "not selected on development environments" + (": additive core" if not self.searches else "")
+        return "not selected on development environments" + (
+            ": additive core" if self.interaction is not Interaction.PAIRS else ""
+        )
 
     def chosen_on(self, fingerprint: str) -> set[str]:
         """Targets of the runs with this fingerprint by which the protocol was selected."""
@@ -108,7 +118,7 @@ class ScoringProtocol(Settings):
         negative = f", negative relevance times {self.negative:g}" if less else ""
         results = len(self.selected_on or ())
         chosen = f"selected on {results} development results" if results else "not selected on development results"
-        return f"protocol {self.name} ({kernels}{negative}{self.beside_kernels}; {chosen})"
+        return f"protocol {self.name} ({kernels}{negative}{self.geometry_terms}; {chosen})"
 
     @property
     def additive(self) -> "ScoringProtocol":

@@ -19,7 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
-from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
@@ -231,4 +231,4 @@ class SliceFormula:
 
     rows_G: F64
     effect_GT: F64
-    exposure: Exposure
+    exposure: RepetitionLaw

@@ -22,7 +22,7 @@ from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
     SliceFormula,
@@ -331,7 +331,7 @@ def _label(
         learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
     price: SliceFormula | Predictor = predictor
-    if not predictor.protocol.interacts:  # what rows do to one another is no sum over slices
+    if predictor.protocol.interaction is Interaction.NONE:  # what rows do to one another is no sum over slices
         price = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)

@@ -113,7 +113,7 @@ class SubsetFeaturizer:
     def features(self, weights: Weights) -> SubsetFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1, counted = weights.sums[:, None], self.predictor.counted(weights)
+        mass_B1, counted = weights.sums[:, None], self.predictor.effective_weights(weights)
         counted_B1 = counted.sums[:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
         sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from grasp.arrays import F64, I64, ratio
 from grasp.errors import RunsError
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, sums_over
 from grasp.store.checksummed_parquet import read_sealed
@@ -142,7 +142,7 @@ class RowScores:
                         f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
                         f"most {LARGEST:g}"
                     )
-                yield start, counted(own_NE, negative)
+                yield start, downweight_negative(own_NE, negative)
 
         sum_BE = sums_over(counted_blocks(), [block.weights for block in held], len(self.columns))
         if weighting == "mean":

@@ -19,7 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums
+from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums
 from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, protocol_from, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
@@ -221,9 +221,9 @@ def rule_of(
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
-def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
+def exposure_of(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
     """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
-    return Exposure(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
+    return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
 def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:

@@ -32,7 +32,7 @@ from grasp.artifact.rows import (
 )
 from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError
-from grasp.predict.scoring_rule import ScoringProtocol, geometry
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import sensible_labels
 from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.progress import Progress
@@ -125,7 +125,7 @@ def select(
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
     rule = rule_of(artifact, protocol, diversity)
-    if documents == "all" and rule.searches:
+    if documents == "all" and rule.interaction is Interaction.PAIRS:
         raise SettingsError(
             "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
             "any or half, or diversity 0"
@@ -220,7 +220,7 @@ def _refuse_no_budget(rule: ScoringProtocol, tokens: float | None, allowed_N: Bo
     """Refuse a question without a budget if none can be proposed."""
     if tokens is None:
         raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
-    if rule.searches:
+    if rule.interaction is Interaction.PAIRS:
         raise SettingsError(
             "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
             "20%, or take the geometry away with diversity 0"
@@ -275,7 +275,7 @@ def _choose(
     """
     rule = aim.predictor.protocol
     # what runs lead to expect is of means over the retained rows
-    by_runs = aim.intervals is not None and aim.train_tokens is None and not rule.interacts
+    by_runs = aim.intervals is not None and aim.train_tokens is None and rule.interaction is Interaction.NONE
     if aim.cautious and not by_runs:
         raise SettingsError(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
@@ -284,7 +284,7 @@ def _choose(
     effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
     tokens_M, rows_M = aim.tokens_N, None
     if amount is not None and (amount.unit == "documents" or whole):
-        if rule.searches:
+        if rule.interaction is Interaction.PAIRS:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(aim.artifact)
         effect_M = _mean_by(document_N, aim.effect_N)
@@ -308,7 +308,7 @@ def _choose(
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         notes = (f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget",)
     limits = limits_of(amount)
-    if rule.searches:
+    if rule.interaction is Interaction.PAIRS:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
         best = geometry().choose_rows(aim.predictor, aim.weights_T, limits, progress)
