@@ -96,7 +96,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     found = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
     if protocol.interaction is not Interaction.NONE:  # what rows do to one another is no sum over slices
         return found
-    formula = SliceFormula(sums.kept_B, sums.effect_BT, predictor.exposure)
+    formula = SliceFormula(sums.n_retained_B, sums.effect_BT, predictor.exposure)
     return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 

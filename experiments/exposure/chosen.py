@@ -71,7 +71,7 @@ def judge(asked: argparse.Namespace) -> None:
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
     )
-    targets = [scored.renamed[name] for name in predictor.units.targets]
+    targets = [scored.run_targets[name] for name in predictor.units.targets]
     came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
     pairs = [
         {

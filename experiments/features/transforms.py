@@ -105,7 +105,7 @@ def main() -> None:
     (scored,) = own.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
-    mine = {name: known for known, name in scored.renamed.items()}
+    mine = {name: known for known, name in scored.run_targets.items()}
     scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
     beside = [ArtifactReader.open(path) for path in asked.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}

@@ -116,7 +116,7 @@ def compared(
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
     scored = Scored.from_runs(environment, artifact)
-    names = list(targets or scored.renamed.values())
+    names = list(targets or scored.run_targets.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
     for name in names:

@@ -27,7 +27,7 @@ from experiments.exposure.repeated import STRENGTH
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.predict.families import dirichlet_shares, parse_family
+from grasp.predict.families import draw_dirichlet_shares, parse_family
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
@@ -75,7 +75,7 @@ def simulated(runs: RetrainedRuns, rows_G: NDArray[np.int64]) -> F64:
     if runs.info.family is None:
         return rng.dirichlet(np.full(len(rows_G), STRENGTH), size=SIMULATED)
     assert parse_family(runs.info.family.spec).kind == "dirichlet"
-    return np.stack([dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
+    return np.stack([draw_dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
 
 
 def proposed(artifact: ArtifactReader, runs: RetrainedRuns, label: str) -> Iterator[WeightedRows]:

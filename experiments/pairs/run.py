@@ -196,7 +196,7 @@ def _environment(scored: Scored, found: dict[str, F64], targets: list[str]) -> t
     own = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}
     ships_BE = ships.values_BE[:, [place[unit] for unit in own]]
-    theirs = {name: mine for mine, name in scored.renamed.items()}
+    theirs = {name: mine for mine, name in scored.run_targets.items()}
     table = scored.source.units.select(["target", "unit_id"]).to_pylist()
     column = {(line["target"], line["unit_id"]): e for e, line in enumerate(table)}
     columns = [column[theirs[target], unit] for target, unit in own]
@@ -231,8 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
         first += len(own)
         found = predictions(side, part, gradient_BVH[-1])
         info = world.environment.info
-        development = [t for t in world.renamed.values() if info.role == "dev" and t not in info.held_out_targets]
-        rest = [t for t in world.renamed.values() if t not in development]
+        development = [t for t in world.run_targets.values() if info.role == "dev" and t not in info.held_out_targets]
+        rest = [t for t in world.run_targets.values() if t not in development]
         for kind, targets in (("development", development), ("held out", rest)):
             if targets:
                 name = f"{world.environment.path.name}, {kind}: {', '.join(targets)}"

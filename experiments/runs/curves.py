@@ -22,7 +22,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import LabelTable
 from grasp.baselines.oracles import ridge_out
 from grasp.predict.predictor import Predictor
-from grasp.predict.slices import sensible_labels
+from grasp.predict.slices import suggest_labels
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
@@ -67,7 +67,7 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     label = None if family is None else family.spec.partition(":")[2]
     column = None if label is None else LabelTable(artifact.rows_path).column(label)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    labels = {*([label] if label else []), *sensible_labels(artifact)}
+    labels = {*([label] if label else []), *suggest_labels(artifact)}
     known = SubsetFeaturizer.from_predictor(predictor, artifact, sorted(labels))
     utilities = environment.utilities()
     assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids

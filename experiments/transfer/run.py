@@ -19,7 +19,7 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
-from grasp.geometry.calibration_result import Development, choose_protocol
+from grasp.geometry.calibration_result import Development, select_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluation_of
@@ -65,7 +65,7 @@ def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resampl
     }
     for tasks in CALIBRATED_ON:
         developments = [Development.from_runs(one, [artifact], targets=tasks) for one in environments]
-        best = choose_protocol(family, developments, resamples=resamples).best.candidate
+        best = select_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
         name: {one.name: tested(artifact, one, candidate) for one in environments}

@@ -22,7 +22,7 @@ from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import artifact_targets
+from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
@@ -105,7 +105,7 @@ def retrained(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
     if not own.exists() and not SHIPPED.exists():
         raise RunsError("no retrained subsets ship with this version")
     environment = RetrainedRuns.open(own if own.exists() else SHIPPED)
-    artifact_targets(environment, artifact)
+    match_targets(environment, artifact)
     if environment.pending():
         raise RunsError(
             f"{environment.path}: is unfinished; grasp retrain --out {shlex.quote(str(own))} --resume goes on"

@@ -98,8 +98,8 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
     drawn = parse_family("mixture:topic").draw(12, n_rows=40, labels=labels, seed=0, purpose="calibration")
     family_BN = np.concatenate([block.weights_BN.toarray() for block in drawn])
     sums = predictor.sums(weights)
-    task_BT = predictor.task.whole_C + predictor.change_of(sums)
-    unit_BE = predictor.unit_level.whole_C + predictor.unit_change(weights, sums)
+    task_BT = predictor.task.corpus_C + predictor.change_of(sums)
+    unit_BE = predictor.unit_level.corpus_C + predictor.unit_change(weights, sums)
     first = 0
     for t, target in enumerate(source.targets):
         want_B, want_BE = slow_levels(source, chosen, weights.csr().toarray(), family_BN, target)

@@ -15,8 +15,8 @@ from grasp.predict.slices import (
     cosines,
     dropped_intervals,
     label_slices,
-    sensible_labels,
     slice_effects,
+    suggest_labels,
 )
 from tests.predict.source import FakeSource, downweight_negative
 from tests.rules import rule
@@ -146,9 +146,9 @@ def test_labels_are_chosen_by_their_number_of_values(art_of):
         "score": [0.1, 0.2] * 6,
         "flag": [True, False] * 6,
     }
-    assert sensible_labels(art_of(columns), most=5) == ("topic",)
-    assert sensible_labels(art_of({"flag": columns["flag"], "score": columns["score"]})) == ("flag",)
-    assert sensible_labels(art_of({"url": columns["url"], "one": columns["one"]}), most=5) == ()
+    assert suggest_labels(art_of(columns), most=5) == ("topic",)
+    assert suggest_labels(art_of({"flag": columns["flag"], "score": columns["score"]})) == ("flag",)
+    assert suggest_labels(art_of({"url": columns["url"], "one": columns["one"]}), most=5) == ()
 
 
 @pytest.fixture

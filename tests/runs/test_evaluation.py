@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from grasp.errors import RunsError
-from grasp.runs.alignment import artifact_targets
+from grasp.runs.alignment import match_targets
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
 from grasp.runs.retrained import RetrainedRuns
@@ -248,7 +248,7 @@ def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_nev
 
 
 class FakeArtifact:
-    """What `artifact_targets` reads of an artifact."""
+    """What `match_targets` reads of an artifact."""
 
     path = "art"
 
@@ -272,12 +272,12 @@ def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
         ),
     }
     env = create(tmp_path / "env", targets=targets)
-    assert artifact_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
-    assert artifact_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
+    assert match_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
+    assert match_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
     with pytest.raises(RunsError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
-        artifact_targets(env, FakeArtifact(units, corpus="beef"))
+        match_targets(env, FakeArtifact(units, corpus="beef"))
     with pytest.raises(RunsError, match="art: units of sciq have fingerprint"):
-        artifact_targets(env, FakeArtifact(units[::-1]))
+        match_targets(env, FakeArtifact(units[::-1]))
     with pytest.raises(RunsError, match="none is common to both"):
-        artifact_targets(env, FakeArtifact(units[2:]))
+        match_targets(env, FakeArtifact(units[2:]))
     assert RetrainedRuns.open(tmp_path / "env").role_of("sciq@all") == "dev"

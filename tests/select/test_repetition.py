@@ -74,9 +74,9 @@ def test_what_is_left_of_rows_that_are_repeated():
     """Under a budget a fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
     kept_B = np.array([20.0, 100.0])
     sums = SubsetSums(100, kept_B, kept_B, kept_B, np.zeros((2, 1)), {})
-    np.testing.assert_allclose(sums.worth(RepetitionLaw(1.0)), [float(RepetitionLaw(1.0)(5.0)) / 5, 1.0])
+    np.testing.assert_allclose(sums.repetition_factor(RepetitionLaw(1.0)), [float(RepetitionLaw(1.0)(5.0)) / 5, 1.0])
     for law in (RepetitionLaw(), RepetitionLaw(0.2)):  # no budget, or nothing is seen twice
-        np.testing.assert_allclose(sums.worth(law), 1.0)
+        np.testing.assert_allclose(sums.repetition_factor(law), 1.0)
 
 
 def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():

@@ -17,10 +17,10 @@ from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import Match, ScoringProtocol, as_protocol, chosen_on, geometry
+from grasp.predict.scoring_rule import Match, ScoringProtocol, chosen_on, geometry, resolve_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import Alignment, artifact_targets, bind_runs
+from grasp.runs.alignment import Alignment, bind_runs, match_targets
 from grasp.runs.evaluation import Evaluation, evaluation_of
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
@@ -107,10 +107,10 @@ def evaluate(
         chosen, controls_on, why = geometry().controls(
             art.files, environment, development, family=family, resamples=resamples
         )
-    shipped = as_protocol(None, art.files)
+    shipped = resolve_protocol(None, art.files)
     protocols = {shipped.name: shipped}
     if protocol is not None:  # beside the one that ships; where its name is taken, it has the file's as well
-        given = as_protocol(protocol, art.files)
+        given = resolve_protocol(protocol, art.files)
         also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
         taken = {shipped.name, *ADDITIVE, *chosen}
         protocols[f"{given.name} ({also})" if given.name in taken else given.name] = given
@@ -168,7 +168,7 @@ def compare(
         SettingsError: a method lacks something.
     """
     joined = Alignment.from_runs(environment, artifact)
-    common = tuple(joined.renamed.values())
+    common = tuple(joined.run_targets.values())
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
     chosen = common if targets is None else tuple(targets)
@@ -185,8 +185,8 @@ def compare(
         if one.label in {*ADDITIVE, *ours}:
             raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
         one.method.check(material)
-    renamed = {own: name for own, name in joined.renamed.items() if name in chosen}
-    published = [method_predictions(one, material, joined.blocks, cache, renamed=renamed) for one in methods]
+    renamed = {own: name for own, name in joined.run_targets.items() if name in chosen}
+    published = [method_predictions(one, material, joined.blocks, cache, run_targets=renamed) for one in methods]
     additive = {name: one for name, one in ours.items() if isinstance(one, ScoringProtocol) and not one.needs_geometry}
     found = {one.method: one for one in joined.additive(additive, chosen)}
     if beside := {name: one for name, one in ours.items() if name not in additive}:
@@ -265,7 +265,7 @@ def agreement(
         RunsError: artifact and environment do not belong together, or results are missing.
         ProtocolError: the artifact does not fit the protocol.
     """
-    renamed = artifact_targets(environment, artifact)
+    renamed = match_targets(environment, artifact)
     chosen = [theirs for theirs, own in renamed.items() if targets is None or own in targets]
     if not chosen:
         raise RunsError(

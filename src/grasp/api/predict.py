@@ -19,10 +19,10 @@ from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.predict.slices import dropped_intervals, label_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.weights import SubsetBlock, one_subset
+from grasp.predict.weights import SubsetBlock, single_subset
 from grasp.results import Result, write_tables
 from grasp.text import plain, several, signed, text_table
 
@@ -144,7 +144,7 @@ def predict(
         useless = ", ".join(name for name, value in idle.items() if value)
         raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
-    chosen = as_protocol(protocol, artifact)
+    chosen = resolve_protocol(protocol, artifact)
     blocks: Iterable[SubsetBlock] = ()
     if by is not None:
         column = label_column(artifact, by, "by")  # or it says what there is
@@ -162,7 +162,7 @@ def predict(
         assert expression is not None
         selection = labels.matching(expression)
         verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
-        blocks = [one_subset(f"{verb} {expression}", mask_N)]
+        blocks = [single_subset(f"{verb} {expression}", mask_N)]
         headline = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
         if selection.n_null:
             headline += f"; {selection.n_null:,} rows have no label there and count as not selected"
@@ -242,7 +242,7 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
     dropped = int((~kept_N).sum())
     said = f"gives {share(int(changed_N.sum()), labels.n_rows)} another weight"
     said += f", drops {dropped:,} of them" if dropped else ""
-    return [one_subset("weighted", kept_N, weight_N[kept_N])], said
+    return [single_subset("weighted", kept_N, weight_N[kept_N])], said
 
 
 def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
@@ -377,7 +377,7 @@ def prediction_table(
             change_BT = predictor.change_of(sums)
             parts = predictor.parts(block.weights, sums) if components else {}
             shared = {name: part_B[:, None] for name, part_B in parts.items() if part_B.ndim == 1}
-            numbers = parts | shared | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
+            numbers = parts | shared | {"change": change_BT, "level": predictor.task.corpus_C + change_BT}
             if intervals is not None:
                 nats = intervals.predict(block.weights)
                 numbers |= nats.columns
@@ -391,7 +391,7 @@ def prediction_table(
                     "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
                     "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
                 }
-                numbers = shared | {"change": change_BE, "level": predictor.unit_level.whole_C + change_BE}
+                numbers = shared | {"change": change_BE, "level": predictor.unit_level.corpus_C + change_BE}
                 yield _lines(schema, block.subset_ids, names, numbers)
 
     return pa.RecordBatchReader.from_batches(schema, batches())
@@ -399,7 +399,7 @@ def prediction_table(
 
 def _metadata(predictor: Predictor) -> dict[str, str]:
     """What a file of predictions says of itself."""
-    provenance = f"{predictor.scale}; {predictor.protocol.in_words}"
+    provenance = f"{predictor.scale}; {predictor.protocol.description}"
     return {"grasp.protocol": predictor.protocol.name, "grasp.provenance": provenance}
 
 

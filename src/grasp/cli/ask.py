@@ -114,13 +114,13 @@ def report(
         raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
     check_outputs({"--out": out}, artifact=artifact.files, asked=asked)
     if atlas is not None:
-        from grasp.predict.scoring_rule import as_protocol
+        from grasp.predict.scoring_rule import resolve_protocol
         from grasp.report.atlas import write_atlas
 
         opens = write_atlas(
             artifact.files,
             atlas,
-            protocol=as_protocol(asked["protocol"], artifact.files),
+            protocol=resolve_protocol(asked["protocol"], artifact.files),
             targets=names(asked["target"]),
         )
         print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")

@@ -10,12 +10,12 @@ import pyarrow as pa
 from grasp.api.retrain import Opened, Place, Runs
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.calibration_result import (
-    ProtocolChoice,
-    choice_provenance,
-    choose_protocol,
-    developments_of,
+    ProtocolSelection,
+    bind_developments,
     freeze,
     provenance_path,
+    select_protocol,
+    selection_provenance,
     write_provenance,
 )
 from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
@@ -34,7 +34,7 @@ class Calibration(Result):
     """The protocol that was chosen, and what it was chosen from."""
 
     protocol: ScoringProtocol
-    selection: ProtocolChoice
+    selection: ProtocolSelection
     record: Mapping[str, Any]
 
     def save(self, path: Place) -> Path:
@@ -68,19 +68,19 @@ def calibrate(
         RunsError: runs without an artifact of their corpus.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
-    environments = environments_of(runs, artifacts[0])
+    environments = bind_all_runs(runs, artifacts[0])
     if family is None:
         n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
         chosen_from, why = family_for(n_subsets)
     else:
         chosen_from, why = load_family(family), []
-    developments = developments_of(
+    developments = bind_developments(
         artifacts,
         environments,
         targets=None if target is None else listed(target, artifacts[0].targets),
         calibration_subsets=chosen_from.calibration_subsets,
     )
-    selection = choose_protocol(chosen_from, developments, delta=delta, resamples=resamples)
+    selection = select_protocol(chosen_from, developments, delta=delta, resamples=resamples)
     protocol = freeze(selection, developments, chosen_from, name)
     mean = f"mean {selection.criterion}"
     bounds = [
@@ -97,11 +97,11 @@ def calibrate(
         ),
         protocol=protocol,
         selection=selection,
-        record=choice_provenance(selection, developments, chosen_from),
+        record=selection_provenance(selection, developments, chosen_from),
     )
 
 
-def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[TrainingRuns]:
+def bind_all_runs(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[TrainingRuns]:
     """One environment or several, as people give them."""
     return [
         bind_runs(artifact, one)
@@ -109,7 +109,7 @@ def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> li
     ]
 
 
-def _tried(selection: ProtocolChoice) -> str:
+def _tried(selection: ProtocolSelection) -> str:
     tried = len(selection.scores) + sum(selection.undefined.values())
     left_out = [f"{n:,} have no rho: {why}" for why, n in selection.undefined.items()]
     left_out += [f"{selection.not_served:,} more need arrays that are not there"] if selection.not_served else []

@@ -36,7 +36,7 @@ from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamil
 from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.predict.scoring_rule import Requirements, ScoringProtocol
-from grasp.runs.alignment import artifact_targets
+from grasp.runs.alignment import match_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.retrained import TrainingRuns, Utilities
@@ -97,7 +97,7 @@ class Development:
         scored = [
             Scored.from_runs(environment, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts
         ]
-        common = [name for name in environment.targets if all(name in one.renamed.values() for one in scored)]
+        common = [name for name in environment.targets if all(name in one.run_targets.values() for one in scored)]
         chosen = tuple(targets) if targets is not None else tuple(n for n in common if environment.role_of(n) == "dev")
         missing = [name for name in chosen if name not in common]
         if missing or not chosen or not scored:
@@ -118,7 +118,7 @@ def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [", ".join(f"{name}={own.get(name)}" for name in differing) for own in settings]
 
 
-def developments_of(
+def bind_developments(
     artifacts: Sequence[ArtifactReader],
     environments: Sequence[TrainingRuns],
     *,
@@ -162,7 +162,7 @@ def _shared_out(
     """
     groups: list[tuple[set[str], list[ArtifactReader]]] = []
     for one in artifacts:
-        names = set(artifact_targets(environment, one))
+        names = set(match_targets(environment, one))
         joined = [group for group in groups if group[0] & names]
         groups = [group for group in groups if not group[0] & names]
         groups.append((names.union(*(own for own, _ in joined)), [a for _, some in joined for a in some] + [one]))
@@ -190,7 +190,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class ProtocolChoice:
+class ProtocolSelection:
     """The result: the winner first, every other candidate after it, and what it was chosen from."""
 
     scores: tuple[Score, ...]  # by LCB, ties as the rule breaks them
@@ -207,13 +207,13 @@ class ProtocolChoice:
         return self.scores[0]
 
 
-def choose_protocol(
+def select_protocol(
     family: ProtocolFamily,
     developments: Sequence[Development],
     *,
     delta: float = DELTA,
     resamples: int = RESAMPLES,
-) -> ProtocolChoice:
+) -> ProtocolSelection:
     """Choose the member of the family with the highest lower confidence bound of mean agreement.
 
     Feature settings are part of the family over the artifacts that were given, where every environment has one.
@@ -250,7 +250,7 @@ def choose_protocol(
         )
         if defined
     ]
-    return ProtocolChoice(
+    return ProtocolSelection(
         scores=tuple(_ranked(scores)),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
@@ -283,7 +283,7 @@ def _by_environment(
 
 
 def freeze(
-    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily, name: str
+    selection: ProtocolSelection, developments: Sequence[Development], family: ProtocolFamily, name: str
 ) -> ScoringProtocol:
     """The selected protocol, with where it comes from.
 
@@ -311,8 +311,8 @@ def freeze(
     )
 
 
-def choice_provenance(
-    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily
+def selection_provenance(
+    selection: ProtocolSelection, developments: Sequence[Development], family: ProtocolFamily
 ) -> dict[str, Any]:
     """All that is needed to see how a protocol was chosen, as plain JSON; of the candidates the best ones."""
     text = json.dumps(family.model_dump(mode="json"), sort_keys=True)

@@ -282,7 +282,7 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
 # ------------------------------------------------------------------------- how many subsets choose among how many
 
 
-def evidence(n_subsets: int) -> str:
+def calibration_evidence(n_subsets: int) -> str:
     """What `calibrate` can choose from with so many subsets, and what it takes to choose from more."""
     lists = {"short list": short_family().size, "whole list": default_family().size}
     for name, size in reversed(lists.items()):

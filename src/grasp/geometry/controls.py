@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.geometry.calibrate import environments_of
-from grasp.geometry.calibration_result import Development, choose_protocol, developments_of
+from grasp.geometry.calibrate import bind_all_runs
+from grasp.geometry.calibration_result import Development, bind_developments, select_protocol
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
 from grasp.predict.weights import Side
 from grasp.runs.metrics import RESAMPLES
@@ -30,8 +30,8 @@ def controls(
             "(--development)"
         )
     full = default_family() if family is None else load_family(family)
-    chosen_on = environments_of(development, artifact) or [runs]
-    developments = developments_of([artifact], chosen_on, calibration_subsets=full.calibration_subsets)
+    chosen_on = bind_all_runs(development, artifact) or [runs]
+    developments = bind_developments([artifact], chosen_on, calibration_subsets=full.calibration_subsets)
     chosen, notes = control_methods(full, developments, resamples=resamples)
     return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes
 
@@ -56,6 +56,6 @@ def control_methods(
         if not all(restricted.members(array_names)[0] for array_names in served):
             notes.append(f"control {name}: left out, nothing of the family remains")
             continue
-        chosen[name] = choose_protocol(restricted, developments, resamples=resamples).best.candidate
+        chosen[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
         notes.append(f"control {name}: {chosen[name].name}")
     return chosen, notes

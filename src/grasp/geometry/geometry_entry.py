@@ -6,11 +6,11 @@ from typing import Any
 HOMES = {
     "PAPER": "geometry_rule",
     "bind": "geometry_predictor",
-    "checks": "sketch_checks",
-    "choose_rows": "greedy",
+    "check_sketches": "sketch_checks",
+    "select_rows": "greedy",
     "controls": "controls",
-    "evidence": "candidates",
-    "mixed": "mixture_search",
+    "calibration_evidence": "candidates",
+    "optimize_mixture": "mixture_search",
     "predictions": "scored",
     "protocol_type": "geometry_rule",
 }

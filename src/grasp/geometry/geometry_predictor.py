@@ -26,8 +26,8 @@ from grasp.predict.predictor import (
     Predictor,
     SubsetSums,
     UnitSelection,
-    assembled,
-    sketch_of,
+    assemble_predictor,
+    load_sketch,
 )
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Weights
@@ -43,11 +43,11 @@ class InteractionSums(SubsetSums):
     @property
     def mass(self) -> SubsetMass:
         """What `mean` divides by."""
-        return SubsetMass(self.counted_B, self.omitted_B, self.n_rows)
+        return SubsetMass(self.effective_B, self.omitted_B, self.n_rows)
 
-    def cumulated(self) -> "InteractionSums":
+    def cumulative(self) -> "InteractionSums":
         """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
-        kept_B = np.cumsum(self.counted_B)
+        kept_B = np.cumsum(self.effective_B)
         normed = {
             half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
             for half, part in self.normed.items()
@@ -98,7 +98,7 @@ class InteractionPredictor(Predictor):
         Weights are 1 + step there, so squared norms change by (1 + step)^2 - 1.
         """
         assert isinstance(sums, InteractionSums)
-        size_B, n_rows, step, square = sums.counted_B, self.n_rows, weight - 1.0, weight**2 - 1.0
+        size_B, n_rows, step, square = sums.effective_B, self.n_rows, weight - 1.0, weight**2 - 1.0
         totals = {half: sketch.totals for half, sketch in self.sketches.items()}
         normed = {
             half: SketchSums(
@@ -117,7 +117,7 @@ class InteractionPredictor(Predictor):
         change_BT = change_BT + self.geometry_change(sums)[:, None]
         if self.exposure.epochs is None:
             return change_BT
-        return change_BT * sums.worth(self.exposure)[:, None]  # repetition takes a part of every change
+        return change_BT * sums.repetition_factor(self.exposure)[:, None]  # repetition takes a part of every change
 
     def change(self, weights: Weights) -> F64:
         """The same for subsets given by their weights."""
@@ -142,7 +142,7 @@ class InteractionPredictor(Predictor):
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
-            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.counted_B, mean_T))
+            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.effective_B, mean_T))
             offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
         parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}
@@ -155,7 +155,7 @@ class InteractionPredictor(Predictor):
         parts = tuple(f"part_{name}" for name in (*self.task_kernels, *names))
         return (*parts, *(f"value_{name}" for name in names))
 
-    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
+    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
         """What rows are ranked by where tokens are spent; where rows add up, that of a token."""
         if self.protocol.weighting == "mean":
             return effect_N
@@ -164,7 +164,7 @@ class InteractionPredictor(Predictor):
     def geometry_change(self, sums: SubsetSums) -> F64:
         """What geometry adds to a change, the same for every target, (B,)."""
         assert isinstance(sums, InteractionSums)
-        nothing_B = np.zeros(len(sums.counted_B))
+        nothing_B = np.zeros(len(sums.effective_B))
         return np.asarray(sum(self.terms.parts(sums.normed, sums.mass).values(), nothing_B))
 
     def _relative(self, sum_BC: F64, offset_C: F64, sums: SubsetSums) -> F64:
@@ -176,7 +176,7 @@ class InteractionPredictor(Predictor):
         """
         assert isinstance(sums, InteractionSums)
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
-        sum_BC = sum_BC + np.outer(sums.counted_B, offset_C)
+        sum_BC = sum_BC + np.outer(sums.effective_B, offset_C)
         whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
         return subset_relevance(sum_BC, total_C, sums.mass, side, weighting) - whole_1C
 
@@ -200,7 +200,7 @@ def bind(
         assert family is not None
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
-    plain = assembled(
+    plain = assemble_predictor(
         artifact,
         protocol,
         units,
@@ -210,7 +210,7 @@ def bind(
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
     if protocol.interaction is Interaction.NONE:
-        return replace(plain, sketches={half: sketch_of(artifact, half) for half in wanted})
+        return replace(plain, sketches={half: load_sketch(artifact, half) for half in wanted})
     held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
     own = {
@@ -226,7 +226,7 @@ def bind(
 
 def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
     protocol, n_rows, before = terms.protocol, terms.n_rows, level.spread
-    counts, zero_C = protocol.weighting == "count", level.whole_C
+    counts, zero_C = protocol.weighting == "count", level.corpus_C
     # A of the corpus is that of its mean row, N times under `count`. On the omitted side `mean` has no value for
     # nothing: that of a random part stands in, which changes nothing.
     sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0

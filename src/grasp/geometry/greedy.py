@@ -236,7 +236,7 @@ def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
     return float(key_P[where_P].max(initial=DEAD))
 
 
-def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> BestRows:
+def select_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> BestRows:
     """Rows of high predicted change, redundancy and all.
 
     Args:

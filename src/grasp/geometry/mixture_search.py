@@ -36,7 +36,7 @@ RANDOM_STARTS = 32
 STILL = 1e-9
 
 
-def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+def optimize_mixture(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture within the bounds of a programme, or the best that was found.
 
     Raises:

@@ -23,7 +23,7 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
 from grasp.predict.predictor import Predictor, RowMoments
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
-from grasp.runs.alignment import Alignment, cost_of
+from grasp.runs.alignment import Alignment, read_cost
 from grasp.runs.predictions import Predictions, Weighting
 from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
@@ -92,7 +92,7 @@ class Scored(Alignment):
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
         plain = Alignment.from_runs(environment, artifact)
-        return cls(plain.environment, plain.source, plain.renamed, plain.blocks, calibration)
+        return cls(plain.environment, plain.source, plain.run_targets, plain.blocks, calibration)
 
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
@@ -122,7 +122,7 @@ class Scored(Alignment):
         groups: dict[Binding, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.binding, []).append(candidate)
-        own = self.own_names(targets)
+        own = self.artifact_targets_of(targets)
         return {binding: self._parts(binding, group, own, per_unit=per_unit) for binding, group in groups.items()}
 
     def _parts(
@@ -250,7 +250,7 @@ def predictions(
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
     found = Scored.from_runs(joined.environment, source).select_candidates(candidates, targets)
-    return [replace(one, cost=cost_of(needed_arrays(candidates[one.method]), source)) for one in found]
+    return [replace(one, cost=read_cost(needed_arrays(candidates[one.method]), source)) for one in found]
 
 
 # ------------------------------------------------------------------------ pairs shuffled, for the paper's control

@@ -24,7 +24,7 @@ MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
 ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
-def checks(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
+def check_sketches(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
     """Of the pooled kernel where a protocol counts it, and of sketches where it has components."""
     artifact, features = subject.artifact, subject.features
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)

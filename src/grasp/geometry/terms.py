@@ -98,7 +98,7 @@ class NormedSketch(RowSums):
     def normed_sums(self, weights: Weights) -> SketchSums:
         """Sums over B subsets."""
         both_BC = self.normed.sums(weights)
-        square_B = both_BC[:, -1] if weights.is_plain else self.normed.sums(weights.mapped(np.square))[:, -1]
+        square_B = both_BC[:, -1] if weights.is_binary else self.normed.sums(weights.mapped(np.square))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 

@@ -31,7 +31,7 @@ from grasp.inspect.rescoring import (
     sample_features,
     sample_rows,
 )
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, as_protocol, geometry, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
@@ -121,7 +121,7 @@ def check(
     origin = _or_error(lambda: reopened(artifact, own))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
-    chosen = as_protocol(protocol, artifact)
+    chosen = resolve_protocol(protocol, artifact)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
 
     checks = []
@@ -175,7 +175,7 @@ def check(
                 )
             )
     if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
-        checks += geometry().checks(subject, chosen)
+        checks += geometry().check_sketches(subject, chosen)
 
     counts = Counter(one.verdict for one in checks)
     table = pa.table(

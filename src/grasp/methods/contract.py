@@ -53,7 +53,7 @@ class Retrained:
     @classmethod
     def from_alignment(cls, alignment: Alignment, utilities: Utilities) -> "Retrained":
         """Rename the targets of `utilities` from the names in the runs to the artifact's names."""
-        renamed = replace(utilities, targets=alignment.own_names(utilities.targets))
+        renamed = replace(utilities, targets=alignment.artifact_targets_of(utilities.targets))
         return cls(alignment.environment, renamed, alignment.blocks)
 
 

@@ -410,7 +410,7 @@ def method_rows(
     retrained = None
     if environment is not None:
         alignment = Alignment.from_runs(environment, artifact)
-        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.renamed.values()))
+        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
     inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, inputs, cache_path))

@@ -96,7 +96,7 @@ class Family:
             for b in range(first, min(first + block, n_subsets)):
                 rng = stream(seed, "family", purpose, b)
                 if self.kind == "dirichlet":
-                    weight_G = dirichlet_shares(rng, even_G) / even_G  # of mean 1 over the corpus
+                    weight_G = draw_dirichlet_shares(rng, even_G) / even_G  # of mean 1 over the corpus
                 else:
                     while (keep_G := rng.random(len(even_G)) < 0.5).all() or not keep_G.any():
                         pass
@@ -149,7 +149,7 @@ def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: 
     return np.sort(np.concatenate(picks))
 
 
-def dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
+def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """(G,) shares over decades, some of them 0, around those given."""
     strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(around_G)
     share_G = rng.dirichlet(np.maximum(strength * around_G / around_G.sum(), 1e-3))

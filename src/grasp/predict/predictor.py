@@ -38,10 +38,10 @@ from grasp.artifact.rows import cached, checked_targets
 from grasp.errors import ProtocolError
 from grasp.predict.scoring_rule import (
     ScoringProtocol,
-    as_protocol,
     geometry,
     kernel_weights,
-    protocol_from,
+    parse_protocol,
+    resolve_protocol,
 )
 from grasp.predict.weights import RowSums, Weights, block_rows
 
@@ -89,7 +89,7 @@ class RepetitionLaw:
 
     def weigh(self, weights: Weights) -> Weights:
         """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
-        if weights.is_plain:
+        if weights.is_binary:
             return weights
         times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # a row of the weight 1 is seen
         return weights.mapped(lambda weight, times: self(weight * times) / self(times), times_B)
@@ -237,7 +237,7 @@ class Level:
     spread: ColumnSpread  # what both were before
     scales: Mapping[str, ColumnSpread]  # by kernel: what brought it to one scale
     shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
-    whole_C: F64  # of the corpus: what its own prediction is, before a change is taken
+    corpus_C: F64  # of the corpus: what its own prediction is, before a change is taken
     new_row_value_C: F64  # what any new row is worth, in effects of the column
 
     @classmethod
@@ -292,19 +292,19 @@ class SubsetSums:
 
     n_rows: int  # of the corpus
     weight_B: F64  # sum of w_i
-    kept_B: F64  # rows with a weight above 0
-    counted_B: F64  # sum of x_i, what each row counts
+    n_retained_B: F64  # rows with a weight above 0
+    effective_B: F64  # sum of x_i, what each row counts
     effect_BT: F64  # sum of x_i effect_i
     sketch: Mapping[str, F64]  # sum of x_i phi_i, (B, D)
 
-    def worth(self, exposure: RepetitionLaw) -> F64:
+    def repetition_factor(self, exposure: RepetitionLaw) -> F64:
         """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
-        base_B = exposure.base(self.kept_B, self.n_rows)
-        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.counted_B * ratio(1.0, base_B))
+        base_B = exposure.base(self.n_retained_B, self.n_rows)
+        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.effective_B * ratio(1.0, base_B))
 
-    def cumulated(self) -> "SubsetSums":
+    def cumulative(self) -> "SubsetSums":
         """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
-        kept_B = np.cumsum(self.counted_B)
+        kept_B = np.cumsum(self.effective_B)
         sketch = {half: np.cumsum(total_BD, axis=0) for half, total_BD in self.sketch.items()}
         return SubsetSums(self.n_rows, kept_B, kept_B, kept_B, np.cumsum(self.effect_BT, axis=0), sketch)
 
@@ -354,7 +354,7 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
+        fitted = resolve_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         law = exposure or RepetitionLaw()
         sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
@@ -363,13 +363,13 @@ class Predictor:
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
             return replace(bound, exposure=law)
-        held = {half: sketch_of(artifact, half) for half in sorted(sketches)}
+        held = {half: load_sketch(artifact, half) for half in sorted(sketches)}
         if per_unit or components or units is not None:
-            bound = assembled(artifact, fitted, selected, per_unit=per_unit, components=components)
+            bound = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
             return replace(bound, sketches=held, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected))
+        bound = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
         return replace(bound, task=own, sketches=held, exposure=law)
 
@@ -415,7 +415,7 @@ class Predictor:
         Args:
             sums: of subsets with weights 0 and 1.
         """
-        size_B, n_rows = sums.counted_B, self.n_rows
+        size_B, n_rows = sums.effective_B, self.n_rows
         weight_B, kept_B = n_rows + (weight - 1.0) * size_B, n_rows - (weight == 0.0) * size_B
         counted_B = np.full(len(size_B), weight)
         if weight > 0.0:
@@ -461,10 +461,10 @@ class Predictor:
         """
         parts, effective = dict[str, F64](), self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
-            sum_BT = kernel.held.sums(effective) - np.outer(sums.counted_B, kernel.rows.mean_E)
+            sum_BT = kernel.held.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.new_row_value_C)
+        parts[f"part_{REPETITION}"] = np.outer(sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C)
         return parts
 
     @property
@@ -472,26 +472,26 @@ class Predictor:
         """What `parts` has."""
         return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION))
 
-    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
+    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
         """What rows are ranked by where tokens are spent: their effect, for all rows count alike."""
         del weights_T, tokens_N
         return effect_N
 
     def _mean(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
         """worth (mean + b) - b of values that add up to 0 over the corpus."""
-        mean_BC = ratio(1.0, sums.counted_B)[:, None] * sum_BC
-        worth_B1 = sums.worth(self.exposure)[:, None]
+        mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
+        worth_B1 = sums.repetition_factor(self.exposure)[:, None]
         return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * new_row_value_C)
 
 
-def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
+def load_sketch(artifact: ArtifactReader, half: str) -> RowSums:
     """One sketch of every row."""
     name = f"{half}_sketch"
     width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
     return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
-def assembled(
+def assemble_predictor(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
     units: UnitSelection,
@@ -564,10 +564,10 @@ def additive_predictor(
         match: one kernel in the place of the protocol's.
         unit: one unit in the place of all those of the target.
     """
-    chosen, units = as_protocol(protocol, artifact), None
+    chosen, units = resolve_protocol(protocol, artifact), None
     if match is not None:
         alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
-        chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")
+        chosen = parse_protocol(chosen.model_dump() | alone, f"match {match}")
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
         column = next((e for e in columns if names[e] == unit), None)

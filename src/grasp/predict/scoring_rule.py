@@ -17,7 +17,7 @@ from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
 Match = str  # a kernel by its name
-BESIDE_GRADIENT = 0.25  # weight of output_layer and of embedding beside `gradient`
+GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and of embedding beside `gradient`
 # What protocol files may say of interactions where there are none: `grasp.geometry` has these settings.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
@@ -54,13 +54,13 @@ class ScoringProtocol(Settings):
 
     needs_geometry: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
     interaction: ClassVar[Interaction] = Interaction.NONE
-    geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `in_words`
+    geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `description`
 
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
-        f"is trained further gradient and {BESIDE_GRADIENT:g} each of output_layer and embedding; without it "
+        f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
         "output_layer, embedding, hidden_bias and hidden_linear; else pooled.",
     )
     negative: float = Field(
@@ -110,7 +110,7 @@ class ScoringProtocol(Settings):
         return tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """A fitted protocol in one line: what it adds up, and what it was selected on."""
         weights = kernel_weights(self)
         kernels = " + ".join(kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in weights.items())
@@ -138,7 +138,7 @@ class ScoringProtocol(Settings):
             beside = ("knn",) if "knn" in there else ("hidden_bias", "hidden_linear")  # by what is trained
             match = dict.fromkeys((*first, *(kernel for kernel in beside if kernel in there)), 1.0)
             if "gradient" in there:
-                match = dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
+                match = dict.fromkeys(first, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
             if "output_layer" not in there:
                 match = {"pooled": 1.0}
         else:
@@ -196,7 +196,7 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 )
 
 
-def as_protocol(protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader) -> ScoringProtocol:
+def resolve_protocol(protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader) -> ScoringProtocol:
     """Return a protocol as it is, or read its file; for None return the built-in rule that fits the artifact.
 
     That is the paper's where `rule: paper` built what it reads, else the default.
@@ -215,12 +215,12 @@ def as_protocol(protocol: ScoringProtocol | Path | str | None, artifact: Artifac
 def load_protocol(path: Path | str) -> ScoringProtocol:
     """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
     try:
-        return protocol_from(read_yaml(Path(path)), f"protocol {path}")
+        return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
     except SettingsError as err:
         raise ProtocolError(str(err)) from err
 
 
-def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
+def parse_protocol(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
     """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read.
 
     Kernels and settings may have the names of version 0.2.

@@ -105,7 +105,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
 
 
-def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
+def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
     """Label columns that cut the corpus into 2 to `most` slices: text if there is any, else whole numbers and flags.
 
     A column with another value in every row tells none apart. Reads each no further than it takes to see that it has
@@ -145,7 +145,7 @@ class SliceEffects:
 def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
     sums = predictor.sums(slices.each)
-    rows_G = sums.kept_B
+    rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
     halves, redundancy_G = [half for half in SIMILAR if half in sums.sketch], None
@@ -176,7 +176,7 @@ def dropped_intervals(
 
     Cost: one more pass over the relevance of every kernel; memory: slices x units.
     """
-    n_slices, rows_G = len(slices.slices), effects.sums.kept_B
+    n_slices, rows_G = len(slices.slices), effects.sums.n_retained_B
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
     part_GE = np.zeros((n_slices, len(columns_E)))  # what each unit adds to the effect of its task, times its units
     for kernel, share_E in predictor.unit_shares.items():
@@ -204,7 +204,7 @@ def cosines(slices: SubsetSums) -> F64 | None:
     halves = [half for half in SIMILAR if half in slices.sketch]
     if not halves:
         return None
-    rows_G = slices.kept_B
+    rows_G = slices.n_retained_B
     grams = (slices.sketch[half] @ slices.sketch[half].T for half in halves)
     gram_GG = functools.reduce(operator.add, grams)
     shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()

@@ -143,7 +143,7 @@ class Weights:
         return self.total(np.sign).astype(np.int64)
 
     @property
-    def is_plain(self) -> bool:
+    def is_binary(self) -> bool:
         """Whether all weights are 0 or 1, so that they are their own squares."""
         if isinstance(self.rows, PackedMasks):
             return True
@@ -250,7 +250,7 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
         yield stacked()
 
 
-def one_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
+def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
     """A block of the one subset that `mask_N` retains; an empty mask is refused."""
     kept = WeightedRows(subset_id, np.flatnonzero(mask_N), weights)
     return next(in_blocks([kept], len(mask_N), 1))

@@ -8,7 +8,7 @@ from typing import Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.runs.alignment import bind_runs
@@ -90,7 +90,7 @@ def report(
     command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
     found = findings(
         artifact,
-        as_protocol(protocol, artifact),
+        resolve_protocol(protocol, artifact),
         target=targets,
         by=by,
         previous=earlier,

@@ -29,8 +29,8 @@ from grasp.predict.slices import (
     cosines,
     dropped_intervals,
     label_slices,
-    sensible_labels,
     slice_effects,
+    suggest_labels,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
@@ -172,7 +172,7 @@ def findings(
     tokens_N = row_tokens(artifact)
     # nobody having asked by name, that of the mixture comes first, for the page opens on the first
     first = () if isinstance(mixed, Missing) else (mixed.label,)
-    names = tuple(by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
+    names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
     # how far predictions agree with retraining, and what runs say of changes: finished development ones, enough of them
     agreed: Agreement | Missing = NO_RUNS
@@ -243,7 +243,7 @@ def findings(
         settings=yaml_text(manifest.settings),
         unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
         plain_unit=predictor.unit,
-        scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
+        scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
         parts=parts,
         best_share=n_best / artifact.n_rows,
@@ -332,6 +332,6 @@ def _label(
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
     price: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # what rows do to one another is no sum over slices
-        price = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
+        price = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)

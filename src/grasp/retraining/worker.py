@@ -155,7 +155,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         said = (
             f"{left:,} runs of {steps:,} steps; by its first steps {duration_text(of_run)} a run, "
             f"{duration_text(left * of_run / workers)} for all{together}; stop at any time, the same command goes on\n"
-            f"{geometry().evidence(len(environment.subset_ids))}"
+            f"{geometry().calibration_evidence(len(environment.subset_ids))}"
         )
         progress(RetrainStatus("cost", cost=said))
         is_told = True

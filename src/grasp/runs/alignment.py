@@ -42,7 +42,7 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
     }
 
 
-def artifact_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
+def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
     """Targets of the environment that the artifact has: environment's name -> artifact's name.
 
     An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
@@ -84,7 +84,7 @@ class Alignment:
 
     environment: TrainingRuns
     source: ArtifactReader
-    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
+    run_targets: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
@@ -94,7 +94,7 @@ class Alignment:
         Raises:
             RunsError: corpora or targets differ, the masks are not those trained on.
         """
-        common = artifact_targets(environment, artifact)
+        common = match_targets(environment, artifact)
         label = environment.label
         labels = None if label is None else label_column(artifact, label)
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
@@ -105,9 +105,9 @@ class Alignment:
         """See `TrainingRuns.fingerprint`."""
         return self.environment.fingerprint(self.blocks[0])
 
-    def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
+    def artifact_targets_of(self, targets: Sequence[str]) -> tuple[str, ...]:
         """The artifact's names of targets of the environment."""
-        theirs = {name: own for own, name in self.renamed.items()}
+        theirs = {name: own for own, name in self.run_targets.items()}
         return tuple(theirs[name] for name in targets)
 
     def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -134,22 +134,24 @@ class Alignment:
         return Predictions(
             method=method,
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            units=tuple((self.renamed[target], unit) for target, unit in self.units(own)) if unit_BE.shape[1] else (),
+            units=tuple((self.run_targets[target], unit) for target, unit in self.units(own))
+            if unit_BE.shape[1]
+            else (),
             values_BE=unit_BE,
-            task_B={self.renamed[target]: task_BT[:, t] for t, target in enumerate(own)},
+            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(own)},
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predictions by additive protocols, as `grasp predict` has them."""
-        own, found = self.own_names(targets), []
+        own, found = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
             predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
             predictions = self.predictions(name, own, *self.changes(predictor))
-            found.append(replace(predictions, cost=cost_of(protocol.arrays, self.source)))
+            found.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
         return found
 
 
-def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
+def read_cost(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
     """What a predictor of ours reads of every row: its relevance matrices and its sketches.
 
     Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
@@ -221,7 +223,7 @@ class ImportedRuns(TrainingRuns):
         self._label = table.info.label
 
     @property
-    def described(self) -> tuple[str, str]:
+    def measurement(self) -> tuple[str, str]:
         return self._described
 
     @property

@@ -16,7 +16,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
-from grasp.predict.slices import label_slices, sensible_labels
+from grasp.predict.slices import label_slices, suggest_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment, bind_runs
 from grasp.runs.gaussian_process import WITHIN, Learned, SubsetFeatures
@@ -270,13 +270,13 @@ def learn(
             "left to test them on"
         )
     joined = Alignment.from_runs(environment, artifact)
-    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.units.targets}
+    common = {own: theirs for own, theirs in joined.run_targets.items() if own in predictor.units.targets}
     if not common:
         raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are "
             f"{list(predictor.units.targets)}; none is common to both"
         )
-    targets = {own: theirs for own, theirs in joined.renamed.items() if environment.role_of(theirs) == "dev"}
+    targets = {own: theirs for own, theirs in joined.run_targets.items() if environment.role_of(theirs) == "dev"}
     asked = {own: theirs for own, theirs in common.items() if own in targets}
     if not asked:
         raise ProtocolLeakError(
@@ -290,7 +290,7 @@ def learn(
     targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
     utility_RST = utility_RST[:, :, teaches_T]
     teacher = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
-    labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
+    labels = dict.fromkeys([*([environment.label] if environment.label else []), *suggest_labels(artifact)])
     known = SubsetFeaturizer.from_predictor(teacher, artifact, tuple(labels))
     parts = [known.features(block.weights) for block in joined.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
@@ -310,7 +310,7 @@ def learn(
     ]
     if missing := [target for target in predictor.units.targets if target not in asked]:
         notes.append(f"no runs for {', '.join(missing)}: no expected change")
-    unit, (measured, models) = environment.unit, environment.described
+    unit, (measured, models) = environment.unit, environment.measurement
     return OutcomePredictor(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",

@@ -202,7 +202,7 @@ class TrainingRuns(ABC):
 
     @property
     @abstractmethod
-    def described(self) -> tuple[str, str]:
+    def measurement(self) -> tuple[str, str]:
         """What was measured, and of which models, in words."""
 
     @property
@@ -425,7 +425,7 @@ class RetrainedRuns(TrainingRuns):
         build = self.info.build_command(self.path)
         steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         failed = self._failed_line()
-        notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
+        notes = (*([failed] if failed else []), *steps, geometry().calibration_evidence(len(self.subset_ids)))
         return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
     def __repr__(self) -> str:
@@ -447,7 +447,7 @@ class RetrainedRuns(TrainingRuns):
         )
 
     @cached_property
-    def described(self) -> tuple[str, str]:
+    def measurement(self) -> tuple[str, str]:
         """What was measured, and of which models, in words."""
         seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
         return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"

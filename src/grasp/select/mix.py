@@ -136,7 +136,9 @@ def mix(
     aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
     rule = aim.predictor.protocol  # as it fits the artifact
-    mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().mixed)(aim, slices, programme)
+    mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
+        aim, slices, programme
+    )
     by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])

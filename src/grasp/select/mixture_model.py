@@ -24,7 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import RunsError, SettingsError
-from grasp.predict.families import dirichlet_shares
+from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
@@ -242,7 +242,7 @@ def propose_runs(
     taught = Taught.from_runs(found, metric)
     rng = stream(seed, "propose", len(taught.table))
     even_G = taught.share_RG.mean(axis=0)
-    share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
+    share_BG = np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
     picked, settles = most_telling(taught.learned, taught.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     table = taught.table

@@ -20,7 +20,7 @@ from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, protocol_from, save_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
@@ -217,7 +217,7 @@ def rule_of(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
-    rule = as_protocol(protocol, artifact)
+    rule = resolve_protocol(protocol, artifact)
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
@@ -247,7 +247,7 @@ def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[
         "components": {f"{half}.raw": -weight} if weight else {},
         "selected_on": None,
     }
-    return protocol_from(given.model_dump() | changed, "diversity")
+    return parse_protocol(given.model_dump() | changed, "diversity")
 
 
 def weighted_targets(
