@@ -84,7 +84,7 @@ def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     weights = Weights(csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]])))
     exposure, kept_B = RepetitionLaw(), np.array([2.0, 4.0, 3.0])
     counted_B = exposure.weigh(weights).sums
-    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
+    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).repetition_factor(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])
     assert 0.98 < want < 1

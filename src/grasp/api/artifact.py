@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class _Verb:
     """A function of a room as a method with its documentation; the room is loaded when the method is looked at."""
 
-    def __init__(self, room: str) -> None:
-        self._room = room
+    def __init__(self, module: str) -> None:
+        self._room = module
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

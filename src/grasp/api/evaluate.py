@@ -110,11 +110,11 @@ def evaluate(
     shipped = resolve_protocol(None, art.files)
     protocols = {shipped.name: shipped}
     if protocol is not None:  # beside the one that ships; where its name is taken, it has the file's as well
-        given = resolve_protocol(protocol, art.files)
+        requested = resolve_protocol(protocol, art.files)
         also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
-        taken = {shipped.name, *ADDITIVE, *chosen}
-        protocols[f"{given.name} ({also})" if given.name in taken else given.name] = given
-    notes = [*(f"protocol {name}: {one.provenance}" for name, one in protocols.items()), *why]
+        used_names = {shipped.name, *ADDITIVE, *chosen}
+        protocols[f"{requested.name} ({also})" if requested.name in used_names else requested.name] = requested
+    notes = [*(f"protocol {name}: {rule.provenance}" for name, rule in protocols.items()), *why]
     return compare(
         art.files,
         environment,
@@ -167,8 +167,8 @@ def compare(
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: a method lacks something.
     """
-    joined = Alignment.from_runs(environment, artifact)
-    common = tuple(joined.run_targets.values())
+    alignment = Alignment.from_runs(environment, artifact)
+    common = tuple(alignment.run_targets.values())
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
     chosen = common if targets is None else tuple(targets)
@@ -176,27 +176,35 @@ def compare(
     material = MethodInputs(
         artifact,
         checkpoint_paths=tuple(checkpoints),
-        retrained=Retrained.from_alignment(joined, utilities),
+        retrained=Retrained.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
-    fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
+    fitted = {
+        name: method.fitted(artifact.array_names, artifact.feature_settings) for name, method in protocols.items()
+    }
     ours = additive_methods(artifact.array_names) | fitted | dict(controls or {})
-    for one in methods:
-        if one.label in {*ADDITIVE, *ours}:
-            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
-        one.method.check(material)
-    renamed = {own: name for own, name in joined.run_targets.items() if name in chosen}
-    published = [method_predictions(one, material, joined.blocks, cache, run_targets=renamed) for one in methods]
-    additive = {name: one for name, one in ours.items() if isinstance(one, ScoringProtocol) and not one.needs_geometry}
-    found = {one.method: one for one in joined.additive(additive, chosen)}
-    if beside := {name: one for name, one in ours.items() if name not in additive}:
-        found |= {one.method: one for one in geometry().predictions(joined, beside, chosen)}
-    predictions = [*(found[name] for name in ours), *published]
+    for method in methods:
+        if method.label in {*ADDITIVE, *ours}:
+            raise SettingsError(f"methods: {method.label!r} is a predictor of ours; choose another label")
+        method.method.check(material)
+    renamed = {name_in_artifact: name for name_in_artifact, name in alignment.run_targets.items() if name in chosen}
+    published = [
+        method_predictions(method, material, alignment.blocks, cache, run_targets=renamed) for method in methods
+    ]
+    additive = {
+        name: method
+        for name, method in ours.items()
+        if isinstance(method, ScoringProtocol) and not method.needs_geometry
+    }
+    predicted = {method.method: method for method in alignment.additive(additive, chosen)}
+    if others := {name: method for name, method in ours.items() if name not in additive}:
+        predicted |= {method.method: method for method in geometry().predictions(alignment, others, chosen)}
+    predictions = [*(predicted[name] for name in ours), *published]
     for path in files:
         name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
-        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), joined.blocks, name))
+        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), alignment.blocks, name))
     judged = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
-    notes = [*notes, *(note for one in published for note in one.notes)]
+    notes = [*notes, *(note for method in published for note in method.notes)]
     if targets is None and (left_out := [name for name in environment.targets if name not in judged]):
         notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
     return evaluation_of(
@@ -207,8 +215,8 @@ def compare(
         partial=partial,
         resamples=resamples,
         notes=notes,
-        chosen_on={name: one.chosen_on(joined.runs_fingerprint) for name, one in protocols.items()}
-        | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, joined.runs_fingerprint)),
+        chosen_on={name: method.chosen_on(alignment.runs_fingerprint) for name, method in protocols.items()}
+        | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, alignment.runs_fingerprint)),
     )
 
 
@@ -266,7 +274,11 @@ def agreement(
         ProtocolError: the artifact does not fit the protocol.
     """
     renamed = match_targets(environment, artifact)
-    chosen = [theirs for theirs, own in renamed.items() if targets is None or own in targets]
+    chosen = [
+        name_in_runs
+        for name_in_runs, name_in_artifact in renamed.items()
+        if targets is None or name_in_artifact in targets
+    ]
     if not chosen:
         raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are {list(targets or ())}; none is "
@@ -276,18 +288,25 @@ def agreement(
     if partial:  # as many as leave enough subsets: seeds are trained one after the other
         counts = range(len(environment.info.seeds), 0, -1)
         there = (environment.utilities(seeds=environment.info.seeds[:count], partial=True) for count in counts)
-        seeds = next((one.seeds for one in there if len(one.subset_ids) >= MIN_SUBSETS), None)
+        seeds = next(
+            (
+                partial_utilities.seeds
+                for partial_utilities in there
+                if len(partial_utilities.subset_ids) >= MIN_SUBSETS
+            ),
+            None,
+        )
         if seeds is None:
             raise RunsError(
                 f"{environment.path}: fewer than {MIN_SUBSETS} subsets have a result yet; wait for some, or leave it "
                 "out"
             )
     report = compare(artifact, environment, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
-    (own,) = [result.predictions for result in report.methods if result.method == protocol.name]
+    (name_in_artifact,) = [result.predictions for result in report.methods if result.method == protocol.name]
     points = []
     for target in chosen:
         utilities = report.utilities.select(target)
-        _, predicted_B = own.aligned(utilities.subset_ids, target, utilities.unit_ids)
+        _, predicted_B = name_in_artifact.aligned(utilities.subset_ids, target, utilities.unit_ids)
         assert predicted_B is not None
         realized_BS = utilities.values_BSE.mean(axis=2)
         spread_B = realized_BS.std(axis=1, ddof=1) if realized_BS.shape[1] > 1 else np.full(len(realized_BS), np.nan)

@@ -133,16 +133,16 @@ def predict(
         check_outputs({"out": out}, artifact.reads, tables=["out"])
     if not isinstance(weight, Mapping):
         weight = parse_weights(several(weight), "weight") if weight else {}
-    asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) != 1:
-        got = ", ".join(given) or "nothing to predict"
-        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
+    questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
+    requested = [name for name, value in questions.items() if value is not None]
+    if len(requested) != 1:
+        got = ", ".join(requested) or "nothing to predict"
+        raise SettingsError(f"predict: got {got}, expected one of {', '.join(questions)}")
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
     idle |= {"components": components and by is not None}
     if any(idle.values()):
         useless = ", ".join(name for name, value in idle.items() if value)
-        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
+        raise SettingsError(f"predict: got {useless} with {requested[0]}, where it has no meaning; leave it out")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
     chosen = resolve_protocol(protocol, artifact)
     blocks: Iterable[SubsetBlock] = ()
@@ -177,24 +177,24 @@ def predict(
         intervals, outside = learn(predictor, artifact, runs), Outside()
     if by is not None:
         return _by(artifact, predictor, column, intervals, outside, out)
-    made = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
+    reader = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
     if out is None:
-        held = made.read_all()
+        held = reader.read_all()
         lines = len(held)
     else:
-        held = made.schema.empty_table()
-        lines = write_tables(made.schema, (pa.Table.from_batches([batch]) for batch in made), out)
+        held = reader.schema.empty_table()
+        lines = write_tables(reader.schema, (pa.Table.from_batches([batch]) for batch in reader), out)
     beyond = () if outside is None else outside.notes
-    said = (*beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals))
-    return Prediction(held, headline, said, unit=predictor.unit, lines=lines)
+    messages = (*beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals))
+    return Prediction(held, headline, messages, unit=predictor.unit, lines=lines)
 
 
 def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
-    found = [] if intervals is None else [*intervals.notes, intervals.title]
+    messages = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
-        found.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
-    return (*found, f"{predictor.scale}; protocol {predictor.protocol.name}")
+        messages.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
+    return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 
 def few_units(counts: Mapping[str, int]) -> list[str]:
@@ -236,13 +236,13 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
         mask_N = labels.matching(expression).mask_N
         weight_N[mask_N] *= value
         changed_N |= mask_N
-    kept_N = weight_N > 0
-    if not kept_N.any():
+    retained_N = weight_N > 0
+    if not retained_N.any():
         raise SettingsError(f"weight: leaves none of {labels.n_rows:,} rows, expected at least one above 0")
-    dropped = int((~kept_N).sum())
-    said = f"gives {share(int(changed_N.sum()), labels.n_rows)} another weight"
-    said += f", drops {dropped:,} of them" if dropped else ""
-    return [single_subset("weighted", kept_N, weight_N[kept_N])], said
+    dropped = int((~retained_N).sum())
+    headline = f"gives {share(int(changed_N.sum()), labels.n_rows)} another weight"
+    headline += f", drops {dropped:,} of them" if dropped else ""
+    return [single_subset("weighted", retained_N, weight_N[retained_N])], headline
 
 
 def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
@@ -299,26 +299,26 @@ def _by(
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # the most useful first for each target
     columns: dict[str, pa.Array] = {
-        "value": pa.array([one.name for one in slices.slices], pa.string()).take(pa.array(g[order])),
+        "value": pa.array([part.name for part in slices.slices], pa.string()).take(pa.array(g[order])),
         "target": pa.array(predictor.units.targets, pa.string()).take(pa.array(t[order])),
-        "rows": pa.array([one.rows for one in slices.slices], pa.int64()).take(pa.array(g[order])),
-        "tokens": pa.array([one.tokens for one in slices.slices], pa.int64()).take(pa.array(g[order])),
+        "rows": pa.array([part.rows for part in slices.slices], pa.int64()).take(pa.array(g[order])),
+        "tokens": pa.array([part.tokens for part in slices.slices], pa.int64()).take(pa.array(g[order])),
     }
     for name, value_GT in numbers.items():
         columns[name] = pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
     table = pa.table(columns, metadata=_metadata(predictor))
-    said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
-    said.append("effect: mean of the rows, above 0 they help more than the corpus does on average")
+    messages = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
+    messages.append("effect: mean of the rows, above 0 they help more than the corpus does on average")
     if bounds is not None:
-        said.append("low, high: 95 % interval of if dropped over other units of the target")
-        said += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
+        messages.append("low, high: 95 % interval of if dropped over other units of the target")
+        messages += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
     if effects.redundancy_G is not None:
         alike = "how alike the slice is to all other rows; near 1 they can stand in for it, below 0 they cannot"
-        said.append(f"redundancy: {alike}")
+        messages.append(f"redundancy: {alike}")
     result = SlicePrediction(
         table,
         f"what dropping, or doubling, each {column.name} does",
-        (*said, *beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals)),
+        (*messages, *beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,

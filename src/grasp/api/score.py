@@ -114,7 +114,7 @@ def score(
     if top == bottom == 0:
         raise SettingsError("top: got 0 and no bottom; ask for one row or more")
     of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
-    named, published = [name for name, given in of_method.items() if given not in (None, (), [])], None
+    named, published = [name for name, value in of_method.items() if value not in (None, (), [])], None
     if method is None and named:
         raise SettingsError(f"{', '.join(named)}: no meaning without method; name one, or leave it out")
     if method == GRASP:
@@ -126,11 +126,11 @@ def score(
         for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
             if name in named and needed not in published.method.requires:
                 raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
-    beside = None if runs is None else bind_runs(artifact, runs)
+    bound_runs = None if runs is None else bind_runs(artifact, runs)
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
-    if idle := [name for name, given in (("match", match), ("unit", unit)) if given is not None and published]:
+    if idle := [name for name, value in (("match", match), ("unit", unit)) if value is not None and published]:
         raise SettingsError(f"{idle[0]}: no meaning with method; leave one of them out")
     known = LabelTable(artifact.rows_path)
     if labels is None:
@@ -148,14 +148,14 @@ def score(
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(
-            artifact, published, environment=beside, checkpoints=checkpoints, cache=cache, progress=progress
+            artifact, published, environment=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
-        by, values_N, said = published.label, rows.means(target), "score of the method, in its own unit"
+        by, values_N, provenance = published.label, rows.means(target), "score of the method, in its own unit"
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         by, values_N = "effect", predictor.effect_NT[:, 0]
-        said = "relevance in standard deviations over the rows, 0 = the corpus average; "
-        said += f"protocol {predictor.protocol.name}"
+        provenance = "relevance in standard deviations over the rows, 0 = the corpus average; "
+        provenance += f"protocol {predictor.protocol.name}"
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
     count = (0 if bottom else n_ranked) if top is None else top
     best, worst = ranked(values_N, among_N=among_N, count=count), ranked(-values_N, among_N=among_N, count=bottom)
@@ -163,15 +163,15 @@ def score(
     if out is not None:
         write_ranked(artifact, values_N, chosen, Path(out), by)
     kinds = [(len(best), "helpful"), (len(worst), "harmful")]
-    asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
-    notes, first = [f"{by}: {said}"], min(PRINTED, len(chosen))
+    requested = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
+    notes, first = [f"{by}: {provenance}"], min(PRINTED, len(chosen))
     if short := short_rows(artifact, chosen[:first]):
         these = "these" if first == len(chosen) else f"the first {first:,}"
         noisy = f"{short_of(length_column(artifact))}, and their relevance is noisy: --min-tokens {SHORT} passes over"
         notes.insert(0, f"{short:,} of {these} rows have fewer than {SHORT} {noisy} them")
     return RankedRows(
         ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
-        f"{asked} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
+        f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         tuple(notes),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),

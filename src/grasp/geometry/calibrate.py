@@ -70,7 +70,9 @@ def calibrate(
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
     environments = bind_all_runs(runs, artifacts[0])
     if family is None:
-        n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
+        n_subsets = len(
+            {(environment.path, name) for environment in environments for name in environment.info.subset_ids}
+        )
         chosen_from, why = family_for(n_subsets)
     else:
         chosen_from, why = load_family(family), []
@@ -104,8 +106,8 @@ def calibrate(
 def bind_all_runs(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[TrainingRuns]:
     """One environment or several, as people give them."""
     return [
-        bind_runs(artifact, one)
-        for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
+        bind_runs(artifact, source)
+        for source in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     ]
 
 

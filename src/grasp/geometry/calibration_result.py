@@ -114,8 +114,8 @@ class Development:
 def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """A name for each of several feature settings, out of the required fields in which they differ."""
     fields = list(Requirements.model_fields)
-    differing = [name for name in fields if len({json.dumps(own.get(name)) for own in settings}) > 1]
-    return [", ".join(f"{name}={own.get(name)}" for name in differing) for own in settings]
+    differing = [name for name in fields if len({json.dumps(features.get(name)) for features in settings}) > 1]
+    return [", ".join(f"{name}={features.get(name)}" for name in differing) for features in settings]
 
 
 def bind_developments(

@@ -130,8 +130,8 @@ class Control:
 
     def components(self, full: Sequence[str]) -> tuple[str, ...]:
         """Components of the full predictor that stay, renamed where only a half of one stays."""
-        kept = [left for name in full if (left := self._left(name)) is not None]
-        return tuple(dict.fromkeys(kept))
+        retained = [remaining for name in full if (remaining := self._left(name)) is not None]
+        return tuple(dict.fromkeys(retained))
 
     def _left(self, name: str) -> str | None:
         half, kind = name.split(".")

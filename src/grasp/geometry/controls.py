@@ -33,7 +33,11 @@ def controls(
     chosen_on = bind_all_runs(development, artifact) or [runs]
     developments = bind_developments([artifact], chosen_on, calibration_subsets=full.calibration_subsets)
     chosen, notes = control_methods(full, developments, resamples=resamples)
-    return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes
+    return (
+        chosen,
+        {name: runs for development_runs in developments for name, runs in development_runs.results.items()},
+        notes,
+    )
 
 
 def control_methods(
@@ -48,7 +52,7 @@ def control_methods(
     """
     families = {control.name: family.restricted(control) for control in CONTROLS}
     families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
-    served = [one.source.array_names for dev in developments for one in dev.variants.values()]
+    served = [scored.source.array_names for dev in developments for scored in dev.variants.values()]
     results = ", ".join(name for dev in developments for name in dev.results)
     chosen: dict[str, Candidate] = {}
     notes = [f"weights of every control were selected on {results}"]

@@ -47,19 +47,19 @@ class InteractionSums(SubsetSums):
 
     def cumulative(self) -> "InteractionSums":
         """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
-        kept_B = np.cumsum(self.effective_B)
+        size_B = np.cumsum(self.effective_B)
         normed = {
             half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
             for half, part in self.normed.items()
         }
-        return _sums(self.n_rows, kept_B, kept_B, self.n_rows - kept_B, np.cumsum(self.effect_BT, axis=0), normed)
+        return _sums(self.n_rows, size_B, size_B, self.n_rows - size_B, np.cumsum(self.effect_BT, axis=0), normed)
 
 
 def _sums(
-    n_rows: int, weight_B: F64, kept_B: F64, omitted_B: F64, effect_BT: F64, normed: Mapping[str, SketchSums]
+    n_rows: int, weight_B: F64, n_retained_B: F64, omitted_B: F64, effect_BT: F64, normed: Mapping[str, SketchSums]
 ) -> InteractionSums:
     totals = {half: part.total_BD for half, part in normed.items()}
-    return InteractionSums(n_rows, weight_B, kept_B, weight_B, effect_BT, totals, omitted_B, normed)
+    return InteractionSums(n_rows, weight_B, n_retained_B, weight_B, effect_BT, totals, omitted_B, normed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class InteractionPredictor(Predictor):
             )
             for half, part in sums.normed.items()
         }
-        kept_B = n_rows - (weight == 0.0) * size_B
-        return _sums(n_rows, n_rows + step * size_B, kept_B, np.abs(step) * size_B, step * sums.effect_BT, normed)
+        n_retained_B = n_rows - (weight == 0.0) * size_B
+        return _sums(n_rows, n_rows + step * size_B, n_retained_B, np.abs(step) * size_B, step * sums.effect_BT, normed)
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
@@ -213,15 +213,15 @@ def bind(
         return replace(plain, sketches={half: load_sketch(artifact, half) for half in wanted})
     held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
-    own = {
+    overrides = {
         "task": _level(plain.task, terms),
         "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms),
         "sketches": held,
         "dropped": (*plain.dropped, *terms.dropped),
         "unit": plain.unit if family is None else f"standard deviations over {family}",
     }
-    shared = {one.name: getattr(plain, one.name) for one in fields(Predictor)}
-    return InteractionPredictor(**shared | own, terms=terms)
+    shared = {item.name: getattr(plain, item.name) for item in fields(Predictor)}
+    return InteractionPredictor(**shared | overrides, terms=terms)
 
 
 def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
@@ -237,6 +237,6 @@ def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
         whole_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
-    shared = {one.name: getattr(level, one.name) for one in fields(Level)}
-    own = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
-    return InteractionLevel(**shared | own)
+    shared = {item.name: getattr(level, item.name) for item in fields(Level)}
+    overrides = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
+    return InteractionLevel(**shared | overrides)

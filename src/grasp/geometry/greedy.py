@@ -67,13 +67,13 @@ class _Pool:
 class _Greedy:
     """A selection while it is made: what was taken, what is left of the limits, and the gains of the other rows."""
 
-    def __init__(self, objective: Objective, limits: Limits, progress: Progress | None) -> None:
+    def __init__(self, objective: Objective, constraints: Limits, progress: Progress | None) -> None:
         self.objective = objective
-        self.limits = limits
-        self.ledger = Ledger(limits)
+        self.limits = constraints
+        self.ledger = Ledger(constraints)
         self.bends_D = objective.bends_D
         self.vector_D = np.zeros(len(self.bends_D))  # 2 C s: what a gain's product is taken with
-        self.alive_N = limits.allowed_N.copy()
+        self.alive_N = constraints.allowed_N.copy()
         self.base_N = objective.linear_N.copy()
         for half, sketch in objective.sketches.items():
             self.base_N += objective.curvature[half] * sketch.norms_of_rows()
@@ -96,18 +96,18 @@ class _Greedy:
 
     def by_rounds(self) -> None:
         """The way for a large corpus: a block of rows at a time, out of a pool of the few thousand best."""
-        limits = self.limits
-        expected = int(limits.budget / max(float(limits.cost_N[limits.allowed_N].mean()), 1.0))
+        constraints = self.limits
+        expected = int(constraints.budget / max(float(constraints.cost_N[constraints.allowed_N].mean()), 1.0))
         block = max(1, -(-expected // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
         while self.alive_N.any():
             pool = self._pool(size)
             self.rounds += 1
-            taken = self._in_pool(pool, block)
+            n_taken = self._in_pool(pool, block)
             if self._progress is not None:
-                self._progress.advance(taken, 0)
+                self._progress.advance(n_taken, 0)
             self._close()
-            if not taken:
+            if not n_taken:
                 self.alive_N[pool.row_P[~pool.sentinel_P]] = False  # none of them fits any more
             if not self.alive_N.any():
                 self._revive()
@@ -116,21 +116,21 @@ class _Greedy:
         """Take up to `quota` rows of a pool that may be too large to search row by row."""
         if len(pool.row_P) <= INNER_ROWS + 2 * SENTINELS:
             return self._from(pool, quota)
-        taken = 0
+        n_taken = 0
         alive_P = np.ones(len(pool.row_P), dtype=np.bool_)
-        while taken < quota:
+        while n_taken < quota:
             key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D))
             watched = pool.sentinel_P
             open_P = alive_P & ~watched & self.alive_N[pool.row_P]
-            if not open_P.any() or (taken and _top(key_P, watched) > _top(key_P, open_P)):
+            if not open_P.any() or (n_taken and _top(key_P, watched) > _top(key_P, open_P)):
                 break
             best, beyond = _ranked(np.where(open_P, key_P, DEAD), pool.row_P, INNER_ROWS)
             watch = np.concatenate([beyond, np.flatnonzero(watched)])
-            got = self._from(pool.part(best, watch), min(INNER_BLOCK, quota - taken))
-            taken += got
+            got = self._from(pool.part(best, watch), min(INNER_BLOCK, quota - n_taken))
+            n_taken += got
             if not got:
                 alive_P[best] = False
-        return taken
+        return n_taken
 
     def _from(self, pool: _Pool, quota: int) -> int:
         """Take up to `quota` rows, always the best of the pool, until a sentinel beats it. Returns how many."""
@@ -138,11 +138,11 @@ class _Greedy:
         rate_P = self._keys(pool.row_P, np.ones(len(gain_P)))
         dead_P = pool.sentinel_P.copy()
         watched = np.flatnonzero(pool.sentinel_P)
-        taken = 0
-        while taken < quota:
+        n_taken = 0
+        while n_taken < quota:
             key_P = np.where(dead_P, DEAD, gain_P * rate_P)
             j = int(key_P.argmax())
-            if key_P[j] == DEAD or (taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
+            if key_P[j] == DEAD or (n_taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
                 break
             row = int(pool.row_P[j])
             code, cost = int(self.limits.codes_N[row]), int(self.limits.cost_N[row])
@@ -154,11 +154,11 @@ class _Greedy:
             self.rows.append(row)
             self.gains.append(float(gain_P[j]))
             dead_P[j] = True
-            taken += 1
+            n_taken += 1
             step_D = 2.0 * self.bends_D * pool.sketch_PD[j]
             self.vector_D += step_D
             gain_P += pool.sketch_PD @ step_D
-        return taken
+        return n_taken
 
     # ------------------------------------------------------------------------------------------ accounting
 
@@ -194,7 +194,7 @@ class _Greedy:
         return _Pool(rows, self.base_N[rows], self.objective.rows(rows), watched)
 
 
-def choose(objective: Objective, limits: Limits, progress: Progress | None = None) -> Picks:
+def choose(objective: Objective, constraints: Limits, progress: Progress | None = None) -> Picks:
     """Take rows until the budget is used up, best exact marginal gain first; ties go to the earlier row.
 
     Under a budget in tokens, rows are ranked by gain where the weighting is `mean` (every row then counts alike), and
@@ -205,8 +205,8 @@ def choose(objective: Objective, limits: Limits, progress: Progress | None = Non
     Source: prop:aligned-submodularity (the marginal gain). Cost: near-linear in the rows; memory: some 60 bytes a row,
         and a pool.
     """
-    state = _Greedy(objective, limits, progress)
-    searched = int(limits.allowed_N.sum()) <= SEARCHED_ROWS
+    state = _Greedy(objective, constraints, progress)
+    searched = int(constraints.allowed_N.sum()) <= SEARCHED_ROWS
     if searched:
         state.search()
     else:
@@ -236,7 +236,9 @@ def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
     return float(key_P[where_P].max(initial=DEAD))
 
 
-def select_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> BestRows:
+def select_rows(
+    predictor: Predictor, weights_T: F64, constraints: Limits, progress: Progress | None = None
+) -> BestRows:
     """Rows of high predicted change, redundancy and all.
 
     Args:
@@ -244,37 +246,41 @@ def select_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
         progress: told of the rows taken.
     """
     assert isinstance(predictor, InteractionPredictor)
-    objective, picks = _sized(predictor, weights_T, limits, progress)
+    objective, picks = _sized(predictor, weights_T, constraints, progress)
     if picks is None:
-        said = OPTIMAL if limits.unit != "tokens" else "rows by their worth, until no row fits the tokens that are left"
-        return BestRows(best_rows(objective.linear_N, limits), said)
-    bound, reason = upper_bound(objective, limits, picks.row_index)
+        guarantee = (
+            OPTIMAL
+            if constraints.unit != "tokens"
+            else "rows by their worth, until no row fits the tokens that are left"
+        )
+        return BestRows(best_rows(objective.linear_N, constraints), guarantee)
+    bound, reason = upper_bound(objective, constraints, picks.row_index)
     rewards = any(bend > 0 for bend in objective.curvature.values())
     note = "the protocol rewards a part of the geometry: rows that resemble one another attract one another"
-    proven = f"no upper bound: {reason}" if bound is None else _guarantee(objective, limits, picks)
+    proven = f"no upper bound: {reason}" if bound is None else _guarantee(objective, constraints, picks)
     return BestRows(picks.row_index, proven, picks.gain, bound, (note,) if rewards else ())
 
 
 def _sized(
-    predictor: InteractionPredictor, weights_T: F64, limits: Limits, progress: Progress | None
+    predictor: InteractionPredictor, weights_T: F64, constraints: Limits, progress: Progress | None
 ) -> tuple[Objective, Picks | None]:
     """Choose; under a budget in tokens, until the number of rows is the one that was assumed."""
-    size = max(1, round(limits.budget / float(limits.cost_N[limits.allowed_N].mean())))
+    size = max(1, round(constraints.budget / float(constraints.cost_N[constraints.allowed_N].mean())))
     for _ in range(SIZES_TRIED):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:
             return objective, None
-        picks = choose(objective, limits, progress)
-        found = len(picks.row_index)
-        if abs(found - size) <= SIZE_SHARE * size:
+        picks = choose(objective, constraints, progress)
+        n_selected = len(picks.row_index)
+        if abs(n_selected - size) <= SIZE_SHARE * size:
             break
-        size = found
-    return (objective if found == size else Objective.from_predictor(predictor, weights_T, found)), picks
+        size = n_selected
+    return (objective if n_selected == size else Objective.from_predictor(predictor, weights_T, n_selected)), picks
 
 
-def _guarantee(objective: Objective, limits: Limits, picks: Picks) -> str:
+def _guarantee(objective: Objective, constraints: Limits, picks: Picks) -> str:
     """What is proven, in words."""
-    searched = picks.searched and limits.unit == "rows" and bool(np.all(picks.gain >= 0))
-    if searched and is_aligned(objective, limits):
+    searched = picks.searched and constraints.unit == "rows" and bool(np.all(picks.gain >= 0))
+    if searched and is_aligned(objective, constraints):
         return "at least 1 - 1/e of the best gain: the pool is aligned, hence V submodular, and no gain is negative"
     return "no selection of as many rows exceeds the bound: every geometry is a penalty, hence the relaxation concave"

@@ -36,13 +36,13 @@ RANDOM_STARTS = 32
 STILL = 1e-9
 
 
-def optimize_mixture(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture within the bounds of a programme, or the best that was found.
 
     Raises:
         ProtocolError: a protocol of the omitted side with weighting `mean`.
     """
-    predictor = aim.predictor
+    predictor = objective.predictor
     assert isinstance(predictor, InteractionPredictor)
     protocol, current_G = predictor.protocol, programme.current_G
     if (protocol.side, protocol.weighting) == ("omitted", "mean"):
@@ -51,15 +51,15 @@ def optimize_mixture(aim: SelectionObjective, slices: LabelSlices, programme: Pr
             "one that scores the retained side, or counts"
         )
     sums = predictor.sums(slices.each)
-    effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, sums, slices.rows_G.astype(np.float64))
+    effect_G, quadratic_GG = coefficients(predictor, objective.weights_T, sums, slices.rows_G.astype(np.float64))
     # a training budget bends what each slice is worth
-    curves = None if aim.train_tokens is None else ExposureCurves(aim.trained.exposure, effect_G, current_G)
+    curves = None if objective.train_tokens is None else ExposureCurves(objective.trained.exposure, effect_G, current_G)
     segments = None if curves is None else curves.segments(programme.low_G, programme.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     solution = solve(replace(programme, linear_G=linear_G, segments=segments), quadratic_GG)
 
     def value(p_G: F64) -> float:
-        change = float(predictor.change(slices.weights((p_G / current_G)[None]))[0] @ aim.weights_T)
+        change = float(predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T)
         return change if curves is None else change + curves.value(p_G) - float(effect_G @ p_G)
 
     def short(p_G: F64) -> float:

@@ -97,11 +97,11 @@ class Scored(Alignment):
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
         bound = self.parts(tuple(candidates.values()), targets, per_unit=True)
-        found = []
+        results = []
         for name, candidate in candidates.items():
             parts = bound[candidate.binding]
-            found.append(self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate)))
-        return found
+            results.append(self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate)))
+        return results
 
     def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
@@ -122,8 +122,11 @@ class Scored(Alignment):
         groups: dict[Binding, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.binding, []).append(candidate)
-        own = self.artifact_targets_of(targets)
-        return {binding: self._parts(binding, group, own, per_unit=per_unit) for binding, group in groups.items()}
+        artifact_targets = self.artifact_targets_of(targets)
+        return {
+            binding: self._parts(binding, group, artifact_targets, per_unit=per_unit)
+            for binding, group in groups.items()
+        }
 
     def _parts(
         self, binding: Binding, candidates: Sequence[Candidate], targets: tuple[str, ...], *, per_unit: bool
@@ -157,7 +160,7 @@ class Scored(Alignment):
         if has_closed_form(self._family.family):
             protocol = predictor.protocol
             assert isinstance(protocol, InteractionProtocol)
-            found = []
+            std_of_level = []
             for level in levels:
                 scatter_C = np.where(level.spread.std_E > 0, float(predictor.n_rows), 0.0)
                 gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
@@ -165,13 +168,13 @@ class Scored(Alignment):
                     gain_C, offset_C = level.gain_C, level.offset_C
                 rows = RowMoments(predictor.n_rows, offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
-                found.append(gain_C * known.std_E * (known.inverse_E > 0))
+                std_of_level.append(gain_C * known.std_E * (known.inverse_E > 0))
         else:
             blocks = self._family.blocks(self.source.n_rows)
-            drawn = (replace(self, blocks=(one,)).changes(predictor) for one in blocks)
+            drawn = (replace(self, blocks=(block,)).changes(predictor) for block in blocks)
             sampled = sampled_moments(dict(zip("tu", changes, strict=True)) for changes in drawn)
-            found = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
-        return found[0], found[-1]
+            std_of_level = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
+        return std_of_level[0], std_of_level[-1]
 
     def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:
         """z-scores of geometric components over the family, (B, 1)."""
@@ -200,22 +203,24 @@ class Scored(Alignment):
             self._shuffled_block(block.weights, halves, binding.side, binding.weighting)
             for block in self._family.blocks(self.source.n_rows)
         )
-        own = [self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks]
-        values = {name: np.concatenate([part[name] for part in own]) for name in own[0]}
+        shuffled = [
+            self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks
+        ]
+        values = {name: np.concatenate([part[name] for part in shuffled]) for name in shuffled[0]}
         return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
 
     def _shuffled_block(
         self, weights: Weights, halves: Sequence[str], side: Side, weighting: Weighting
     ) -> dict[str, F64]:
-        own_BN = weights.csr().toarray()
+        weight_BN = weights.csr().toarray()
         if side == "omitted":
-            own_BN = 1.0 - own_BN
-        own_BN = own_BN * SubsetMass.from_weights(weights).factor(side, weighting)[:, None]
+            weight_BN = 1.0 - weight_BN
+        weight_BN = weight_BN * SubsetMass.from_weights(weights).factor(side, weighting)[:, None]
         out: dict[str, F64] = {}
         for half in halves:
             sketch_ND, pairs = self._sketch(half)
-            out[f"{half}.pair"] = pair_B = pairs.pair(own_BN)
-            out[f"{half}.raw"] = pair_B + own_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
+            out[f"{half}.pair"] = pair_B = pairs.pair(weight_BN)
+            out[f"{half}.raw"] = pair_B + weight_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return out
 
     @cached_property
@@ -238,19 +243,19 @@ class Scored(Alignment):
 
 
 def predictions(
-    joined: Alignment, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
+    alignment: Alignment, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
 ) -> list[Predictions]:
     """Predictions of units and tasks by protocols and candidates, standardised by a family like the environment's.
 
     Raises:
         ProtocolError: the artifact does not fit a protocol.
     """
-    source = joined.source
+    source = alignment.source
     candidates = {
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
-    found = Scored.from_runs(joined.environment, source).select_candidates(candidates, targets)
-    return [replace(one, cost=read_cost(needed_arrays(candidates[one.method]), source)) for one in found]
+    results = Scored.from_runs(alignment.environment, source).select_candidates(candidates, targets)
+    return [replace(result, cost=read_cost(needed_arrays(candidates[result.method]), source)) for result in results]
 
 
 # ------------------------------------------------------------------------ pairs shuffled, for the paper's control

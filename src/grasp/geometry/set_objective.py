@@ -131,9 +131,9 @@ def _half_constant(predictor: InteractionPredictor, half: str, weights: Quadrati
     return constant
 
 
-def best_rows(worth_N: F64, limits: Limits) -> I64:
+def best_rows(value_N: F64, constraints: Limits) -> I64:
     """The rows with the highest worth that the limits allow, best first; ties go to the earlier row."""
-    return within(ranked(worth_N, among_N=limits.allowed_N), limits)
+    return within(ranked(value_N, among_N=constraints.allowed_N), constraints)
 
 
 STEPS = 8
@@ -141,18 +141,20 @@ ENOUGH = 1e-3  # of the distance to the value of taking rows at random: closer i
 ALIGNED_ROWS = 8_192  # pairs of a larger pool are not looked at
 
 
-def upper_bound(objective: Objective, limits: Limits, row_index: I64, steps: int = STEPS) -> tuple[float | None, str]:
+def upper_bound(
+    objective: Objective, constraints: Limits, row_index: I64, steps: int = STEPS
+) -> tuple[float | None, str]:
     """The bound of the module's docstring, or None and why there is none.
 
     Floors and caps in tokens are left out of it, which can only raise the bound.
     """
     if not objective.is_concave:
         return None, "a part of the geometry is rewarded: V is not concave"
-    choice = limits.in_rows(len(row_index))
+    in_rows = constraints.in_rows(len(row_index))
     start = x = _Point.from_rows(objective, row_index)
     bound = np.inf
     for _ in range(steps):
-        at, best = _tangent(objective, choice, x)
+        at, best = _tangent(objective, in_rows, x)
         bound = min(bound, at)
         if bound - start.value <= ENOUGH * abs(start.value - objective.constant):
             break
@@ -160,14 +162,14 @@ def upper_bound(objective: Objective, limits: Limits, row_index: I64, steps: int
     return float(max(bound, start.value)), ""
 
 
-def is_aligned(objective: Objective, limits: Limits) -> bool | None:
+def is_aligned(objective: Objective, constraints: Limits) -> bool | None:
     """Whether the pool is aligned, so that V is submodular on it. Source: prop:aligned-submodularity.
 
     None where the pool is larger than ALIGNED_ROWS. Without curvature every pool is.
     """
     if not objective.curvature:
         return True
-    rows = np.flatnonzero(limits.allowed_N)
+    rows = np.flatnonzero(constraints.allowed_N)
     if len(rows) > ALIGNED_ROWS:
         return None
     sketch_PD = objective.rows(rows) * np.sqrt(np.abs(objective.bends_D))
@@ -191,10 +193,10 @@ class _Point:
         return cls(linear, sketch_D, objective.value(linear, sketch_D))
 
 
-def _tangent(objective: Objective, choice: Limits, x: _Point) -> tuple[float, I64]:
+def _tangent(objective: Objective, constraints: Limits, x: _Point) -> tuple[float, I64]:
     """The tangent's largest value over subsets, and where it is reached."""
     gradient_N = objective.linear_N + objective.dot(2.0 * objective.bends_D * x.sketch_D)
-    best = best_rows(gradient_N, choice)
+    best = best_rows(gradient_N, constraints)
     at_x = x.linear + 2.0 * float(objective.bends_D @ x.sketch_D**2)
     return x.value + float(gradient_N[best].sum()) - at_x, best
 

@@ -116,21 +116,21 @@ def _opposed(pairs: float, mass: float) -> Check:
     )
 
 
-def _bound(found: measures.DirectSumBound) -> Check:
-    tight = found.largest / found.bound if found.bound else 1.0
-    right = found.off <= IDENTITY
+def _bound(bound: measures.DirectSumBound) -> Check:
+    tight = bound.largest / bound.bound if bound.bound else 1.0
+    right = bound.off <= IDENTITY
     advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
     if not right:
         advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
     return judged(
         "direct-sum bound",
-        f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
-        f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
+        f"{'met' if right else 'BROKEN'} (an identity, to {bound.off:.0e}: it checks the code); gap "
+        f"{bound.mean:.2f} in the mean, {bound.largest:.2f} at most, {tight:.0%} of the bound of {bound.bound:.2f}",
         "a mean gap of 0.1 or less, between kernels that lie in -1 to 1: rows are near enough to each other that the "
         "direct sum stands for the product",
-        right and found.mean <= 0.1,
+        right and bound.mean <= 0.1,
         advice,
-        asdict(found) | {"tight": tight},
+        asdict(bound) | {"tight": tight},
     )
 
 

@@ -64,17 +64,17 @@ def subset_norms(weight_BN: F64, gram_NN: F64) -> F64:
     return np.asarray(np.einsum("bn,nm,bm->b", weight_BN, gram_NN, weight_BN))
 
 
-def relative_error(found_B: F64, true_B: F64) -> float:
+def relative_error(estimate_B: F64, true_B: F64) -> float:
     """Median of |found - true| / true over subsets whose K is not zero."""
     there = true_B > 0
-    return float(np.median(np.abs(found_B - true_B)[there] / true_B[there])) if there.any() else 0.0
+    return float(np.median(np.abs(estimate_B - true_B)[there] / true_B[there])) if there.any() else 0.0
 
 
-def scaled_error(found_B: F64, true_B: F64) -> float:
+def scaled_error(estimate_B: F64, true_B: F64) -> float:
     """Relative error after the best common factor was taken out: the weight in a protocol takes up any factor."""
-    there = (found_B > 0) & (true_B > 0)
-    scale = float(np.median(true_B[there] / found_B[there])) if there.any() else 1.0
-    return relative_error(scale * found_B, true_B)
+    there = (estimate_B > 0) & (true_B > 0)
+    scale = float(np.median(true_B[there] / estimate_B[there])) if there.any() else 1.0
+    return relative_error(scale * estimate_B, true_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ def rank_one_share(
             continue
         h_TT, r_TT = gram(hidden_PH[start:stop], residual_PV[start:stop])
         whole = float((h_TT * r_TT).mean())
-        own_H, own_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
-        match_T = (residual_PV[start:stop] @ own_V.T).toarray().ravel()
-        cross = float(((hidden_PH[start:stop] @ own_H) * match_T).mean())
-        pooled = float(own_H @ own_H) * float(own_V.power(2).sum())
+        summary_H, summary_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
+        match_T = (residual_PV[start:stop] @ summary_V.T).toarray().ravel()
+        cross = float(((hidden_PH[start:stop] @ summary_H) * match_T).mean())
+        pooled = float(summary_H @ summary_H) * float(summary_V.power(2).sum())
         if whole > 0 and pooled > 0:
             shares.append(cross**2 / (whole * pooled))
     return float(np.mean(shares)) if shares else float("nan")

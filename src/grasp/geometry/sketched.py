@@ -113,12 +113,12 @@ def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProdu
     product_NN = measures.position_gram(hidden_PH, residual_PV, row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
     mean_NP = measures.row_means(row_P, n_rows)
-    kept = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
+    stored = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
     return PositionProducts(
         product_NN=product_NN,
         gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, row_P),
-        kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *kept),
+        kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *stored),
         same_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *same),
     )
 
@@ -174,8 +174,8 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
 
 def fit(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Fit:
     """Compare K of a sketch with K of the kernel that it stands for."""
-    found_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
-    error, ranks = measures.relative_error(found_B, true_B), rank_agreement(found_B, true_B)
+    estimate_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
+    error, ranks = measures.relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B)
     return Fit(error, ranks, sketch_ND.shape[1])
 
 
@@ -184,11 +184,11 @@ def _norms(sketch_ND: F64, weight_BN: F64) -> F64:
 
 
 def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Check:
-    found = fit(sketch_ND, full_NN, weight_BN)
+    measured = fit(sketch_ND, full_NN, weight_BN)
     true_B = measures.subset_norms(weight_BN, full_NN)
     apart = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
-    numbers = {"error": found.error, "ranks": found.ranks, "width": float(found.width), "apart": apart}
-    value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of subsets differs by "
+    numbers = {"error": measured.error, "ranks": measured.ranks, "width": float(measured.width), "apart": apart}
+    value = f"K {measured.error:.1%} off, ranks agree {measured.ranks:+.2f} ({measured.width} wide; K of subsets differs by "
     value += f"{apart:.1%})"
     if half == "product":
         pooled = rank_agreement(
@@ -196,11 +196,11 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
         )
         value += f"; {pooled:+.2f} with the product of pooled rows, which it is not a sketch of"
         numbers["pooled_ranks"] = pooled
-    wide = None if found.good else healthy_width(kernels, half, full_NN, weight_BN, found.width)
+    wide = None if measured.good else healthy_width(kernels, half, full_NN, weight_BN, measured.width)
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
-    healthy = f"at most {found.allowed:.0%} off, twice what {found.width} numbers give, and ranks {RANKS} or more"
-    return judged(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
+    healthy = f"at most {measured.allowed:.0%} off, twice what {measured.width} numbers give, and ranks {RANKS} or more"
+    return judged(f"{half} sketch", value, healthy, measured.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
@@ -228,14 +228,14 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]
-    found_B = _norms(np.concatenate(parts, axis=1), weight_BN)
+    estimate_B = _norms(np.concatenate(parts, axis=1), weight_BN)
     full_NN = {"hidden": kernels.hidden_NN, "residual": kernels.residual_NN, "joint": kernels.joint_NN}[half]
     true_B = measures.subset_norms(weight_BN, kernels.positions.product_NN)
     pooled_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     numbers = {
-        "ranks": rank_agreement(found_B, true_B),
-        "pooled_ranks": rank_agreement(found_B, pooled_B),
-        "error": measures.scaled_error(found_B, true_B),
+        "ranks": rank_agreement(estimate_B, true_B),
+        "pooled_ranks": rank_agreement(estimate_B, pooled_B),
+        "error": measures.scaled_error(estimate_B, true_B),
         "full_ranks": rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
     }
     advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"

@@ -105,25 +105,25 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
     size_M, chance_M = _sizes(family, sums.n_rows, side)
     gain_M = np.ones_like(size_M) if weighting == "count" else np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
     mean_norm = float(sums.mean_D @ sums.mean_D)
-    one_M, zero_M = np.ones_like(size_M), np.zeros_like(size_M)
+    ones_M, zeros_M = np.ones_like(size_M), np.zeros_like(size_M)
     weights_3M, shift_M = {  # of X, Y and L, and what is added
-        "raw": (np.array([one_M, one_M, 2.0 * size_M]), size_M**2 * mean_norm),
-        "self": (np.array([zero_M, one_M, 2.0 * one_M]), size_M * mean_norm),
-        "pair": (np.array([one_M, zero_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
-        "cent": (np.array([one_M, one_M, zero_M]), zero_M),
+        "raw": (np.array([ones_M, ones_M, 2.0 * size_M]), size_M**2 * mean_norm),
+        "self": (np.array([zeros_M, ones_M, 2.0 * ones_M]), size_M * mean_norm),
+        "pair": (np.array([ones_M, zeros_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
+        "cent": (np.array([ones_M, ones_M, zeros_M]), zeros_M),
     }[kind]
     mean_3M, product_33M = _drawn_sums(sums, size_M)
     covariance_33M = product_33M - mean_3M[:, None] * mean_3M[None]
-    given_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
+    mean_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
     spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
-    mean = float(chance_M @ given_M)
-    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (given_M - mean) ** 2))
+    mean = float(chance_M @ mean_M)
+    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (mean_M - mean) ** 2))
     return ColumnSpread(np.array([mean]), np.array([np.sqrt(variance)]))
 
 
 def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
     """E of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows; the psi add up to 0."""
-    one, two, three, four = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
+    p1, p2, p3, p4 = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
     # A product of two sums over pairs is a sum over quadruples of rows. It is sorted by how many of the four differ,
     # since the chance that all are drawn depends on that number alone: `two` for squares (the same pair twice), `three`
     # for chains (pairs that share a row), `four` for disjoint pairs. As the psi add up to 0 over the corpus, every kind
@@ -134,12 +134,12 @@ def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
     squares = float((sums.gram_DD**2).sum()) - sums.square  # sum over pairs i != j of <psi_i, psi_j>^2
     chains = sums.square - squares  # sum over i, j, k all different of <psi_i, psi_j> <psi_i, psi_k>
     disjoint = norm**2 - 2.0 * squares - 4.0 * chains
-    xx = 2.0 * squares * two + 4.0 * chains * three + disjoint * four
-    xy = -2.0 * sums.square * two + (2.0 * sums.square - norm**2) * three
-    xl = 2.0 * skew * (three - two)
-    yy = sums.square * one + (norm**2 - sums.square) * two
-    yl, ll = skew * (one - two), along * (one - two)
-    mean_3M = np.array([-norm * two, norm * one, np.zeros_like(one)])
+    xx = 2.0 * squares * p2 + 4.0 * chains * p3 + disjoint * p4
+    xy = -2.0 * sums.square * p2 + (2.0 * sums.square - norm**2) * p3
+    xl = 2.0 * skew * (p3 - p2)
+    yy = sums.square * p1 + (norm**2 - sums.square) * p2
+    yl, ll = skew * (p1 - p2), along * (p1 - p2)
+    mean_3M = np.array([-norm * p2, norm * p1, np.zeros_like(p1)])
     return mean_3M, np.array([[xx, xy, xl], [xy, yy, yl], [xl, yl, ll]])
 
 

@@ -51,8 +51,8 @@ class QuadraticWeights:
 
     def plus(self, kind: str, weight: float) -> "QuadraticWeights":
         """These weights, and those of one more component added to them."""
-        raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
-        return QuadraticWeights(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
+        raw, self_part, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
+        return QuadraticWeights(self.raw + raw * weight, self.own + self_part * weight, self.cent + cent * weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,8 @@ class GeometryTerms:
         for name, omega in self.protocol.components.items():
             slope = omega * float(self.moments[name].inverse_E[0])
             half, kind = name.split(".")
-            for one in JOINT if half == "joint" else (half,):
-                halves[one] = halves.get(one, QuadraticWeights()).plus(kind, slope)
+            for part in JOINT if half == "joint" else (half,):
+                halves[part] = halves.get(part, QuadraticWeights()).plus(kind, slope)
         return {half: weights for half, weights in halves.items() if weights != QuadraticWeights()}
 
     @property
@@ -272,7 +272,7 @@ def _closed_forms(
             exact[name] = self_moments(sketches[half].norms, family, side, weighting)
         elif sketches:
             if half not in pairs:
-                pairs[half] = pair_sums([sketches[one] for one in halves_needed({name: 1.0})])
+                pairs[half] = pair_sums([sketches[part] for part in halves_needed({name: 1.0})])
             exact[name] = pair_moments(pairs[half], kind, family, side, weighting)
     return exact
 

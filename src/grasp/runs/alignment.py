@@ -61,15 +61,15 @@ def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[s
     known = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
     for name, info in environment.info.targets.items():
-        own = name.removesuffix(ALL_SUFFIX)
-        if own not in artifact.targets or info.loss_on != loss_on:
+        artifact_target = name.removesuffix(ALL_SUFFIX)
+        if artifact_target not in artifact.targets or info.loss_on != loss_on:
             continue
-        if known[own] != info.fingerprint:
+        if known[artifact_target] != info.fingerprint:
             raise RunsError(
-                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
+                f"{where}: units of {name} have fingerprint {known[artifact_target]}, but {environment.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
-        common[name] = own
+        common[name] = artifact_target
     if not common:
         raise RunsError(
             f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
@@ -98,7 +98,7 @@ class Alignment:
         label = environment.label
         labels = None if label is None else label_column(artifact, label)
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
-        return cls(environment, artifact, {own: name for name, own in common.items()}, blocks)
+        return cls(environment, artifact, {artifact_target: name for name, artifact_target in common.items()}, blocks)
 
     @property
     def runs_fingerprint(self) -> str:
@@ -107,8 +107,8 @@ class Alignment:
 
     def artifact_targets_of(self, targets: Sequence[str]) -> tuple[str, ...]:
         """The artifact's names of targets of the environment."""
-        theirs = {name: own for own, name in self.run_targets.items()}
-        return tuple(theirs[name] for name in targets)
+        name_in_artifact = {name: artifact_target for artifact_target, name in self.run_targets.items()}
+        return tuple(name_in_artifact[name] for name in targets)
 
     def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Units of targets by the artifact's names, in the order of a predictor of them."""
@@ -118,13 +118,15 @@ class Alignment:
     def changes(self, predictor: Predictor) -> tuple[F64, F64]:
         """Predicted changes of the subsets, (B, T), and, where the predictor has them, of units, (B, E)."""
         sums = [predictor.sums(block.weights) for block in self.blocks]
-        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
+        task_BT = np.concatenate([predictor.change_of(subset_sums) for subset_sums in sums])
         if predictor.unit_level is None:
             return task_BT, np.empty((len(task_BT), 0))
         pairs = zip(self.blocks, sums, strict=True)
-        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
+        return task_BT, np.concatenate(
+            [predictor.unit_change(block.weights, subset_sums) for block, subset_sums in pairs]
+        )
 
-    def predictions(self, method: str, own: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+    def predictions(self, method: str, artifact_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
         """Predictions of targets and units.
 
         Args:
@@ -134,21 +136,21 @@ class Alignment:
         return Predictions(
             method=method,
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            units=tuple((self.run_targets[target], unit) for target, unit in self.units(own))
+            units=tuple((self.run_targets[target], unit) for target, unit in self.units(artifact_targets))
             if unit_BE.shape[1]
             else (),
             values_BE=unit_BE,
-            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(own)},
+            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(artifact_targets)},
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predictions by additive protocols, as `grasp predict` has them."""
-        own, found = self.artifact_targets_of(targets), []
+        artifact_targets, results = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
-            predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
-            predictions = self.predictions(name, own, *self.changes(predictor))
-            found.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
-        return found
+            predictor = Predictor.from_artifact(self.source, protocol, artifact_targets, per_unit=True)
+            predictions = self.predictions(name, artifact_targets, *self.changes(predictor))
+            results.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
+        return results
 
 
 def read_cost(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
@@ -208,10 +210,10 @@ class ImportedRuns(TrainingRuns):
                 reference=False,
             ),
         )
-        self._subsets, said = row_weights(table, artifact)
+        self._subsets, notes = row_weights(table, artifact)
         same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
         self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
-        self.notes += [*said, "the runs have results of whole tasks, so what is made of single units is undefined"]
+        self.notes += [*notes, "the runs have results of whole tasks, so what is made of single units is undefined"]
         units = set()  # nats, or called by the metric; that of which less is better begins with `less_`
         for target, metric in metric_of.items():
             short = metric.removeprefix(target).strip("/").lower()
@@ -276,8 +278,8 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
         def added_up() -> Iterator[WeightedRows]:
             for run, weight_G in zip(runs.runs, weight_RG, strict=True):
                 weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
-                kept = np.flatnonzero(weight_N)
-                yield WeightedRows(run, kept, weight_N[kept])
+                retained = np.flatnonzero(weight_N)
+                yield WeightedRows(run, retained, weight_N[retained])
 
         return list(in_blocks(added_up(), artifact.n_rows, BLOCK)), []
     assert runs.info.label is not None
@@ -303,13 +305,13 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     if runs.info.kind == "shares":
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
     unseen = [name for name, code in code_of.items() if code not in place]
-    said = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
-    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], said
+    notes = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
+    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], notes
 
 
 def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
     """By row id, else by document."""
-    names = [str(one) for one in index.ids().to_pylist()]
+    names = [str(row_id) for row_id in index.ids().to_pylist()]
     place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
     if any(name not in place for name in runs.values) and "doc_id" in table.columns:
         column = table.column("doc_id")

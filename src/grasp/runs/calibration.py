@@ -136,7 +136,7 @@ class SubsetFeaturizer:
         Args:
             slope: of that function.
         """
-        worth = self.predictor.sums(weights, ()).worth(self.predictor.exposure)
+        worth = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
         relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             relevant_N += one.dot(slope_T)

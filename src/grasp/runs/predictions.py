@@ -85,15 +85,15 @@ class Predictions:
             RunsError: a subset or a unit lacks a prediction, or has one that is not finite.
         """
         b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
-        own = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
+        column_of = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
         task_B = self.task_B[target][b] if target in self.task_B else None
-        if not own and task_B is None:
+        if not column_of and task_B is None:
             raise RunsError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
-        if not own or list(unit_ids) == [WHOLE_TASK]:
-            task_B = self.values_BE[b][:, list(own.values())].mean(axis=1) if task_B is None else task_B
+        if not column_of or list(unit_ids) == [WHOLE_TASK]:
+            task_B = self.values_BE[b][:, list(column_of.values())].mean(axis=1) if task_B is None else task_B
             return None, _finite(task_B, f"{self.method}: {target}")
-        e = _positions(list(own), unit_ids, f"{self.method}: units of {target}")
-        values_BE = self.values_BE[b][:, np.array(list(own.values()), dtype=np.int64)[e]]
+        e = _positions(list(column_of), unit_ids, f"{self.method}: units of {target}")
+        values_BE = self.values_BE[b][:, np.array(list(column_of.values()), dtype=np.int64)[e]]
         return (
             _finite(values_BE, f"{self.method}: {target}"),
             None if task_B is None else _finite(task_B, f"{self.method}: {target}"),

@@ -117,8 +117,8 @@ class RetrainedRunsInfo(Settings):
             return None
         words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
         words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
-        for group, given, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
-            for name, value in given.items():
+        for group, group_settings, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
+            for name, value in group_settings.items():
                 if name in ("path", "names") or (field := kind.model_fields.get(name)) is None:
                     continue
                 if value != to_jsonable_python(field.get_default(call_default_factory=True)):
@@ -309,10 +309,10 @@ class TrainingRuns(ABC):
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
                 "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
             )
-        kept = np.flatnonzero(~lacks_BS.any(axis=1))
+        complete = np.flatnonzero(~lacks_BS.any(axis=1))
         targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
-        ids = tuple(self.subset_ids[b] for b in kept)
-        utilities = Utilities(values_BSE[kept], ids, chosen, targets, unit_ids)
+        ids = tuple(self.subset_ids[b] for b in complete)
+        utilities = Utilities(values_BSE[complete], ids, chosen, targets, unit_ids)
         return utilities if target is None else utilities.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
@@ -383,7 +383,7 @@ class RetrainedRuns(TrainingRuns):
             if (path / INFO).exists():
                 begun = SIGNED_INFO.read(path)
                 may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-                then, now = (one.model_dump(mode="json", exclude=may_change) for one in (begun, info))
+                then, now = (record.model_dump(mode="json", exclude=may_change) for record in (begun, info))
                 differs = list(differences(then, now))
                 if info.seeds[: len(begun.seeds)] != begun.seeds:
                     differs.append(f"seeds: was {begun.seeds}, is {info.seeds}")
@@ -483,10 +483,10 @@ class RetrainedRuns(TrainingRuns):
         claims = self.path / "claims"
         known = generations(claims)
         for run in self.untried():
-            alone = run.subset_id == FULL
+            whole_corpus = run.subset_id == FULL
             if len(claimed) == limit:
                 break
-            if claimed and (alone or run.seed != next(iter(claimed)).seed):
+            if claimed and (whole_corpus or run.seed != next(iter(claimed)).seed):
                 continue
             lease = acquire_lease(claims, run.stem, ttl=ttl, known=known)
             if lease is None:
@@ -495,7 +495,7 @@ class RetrainedRuns(TrainingRuns):
                 lease.release()
                 continue
             claimed[run] = lease
-            if alone:
+            if whole_corpus:
                 break
         return claimed
 
@@ -538,9 +538,9 @@ class RetrainedRuns(TrainingRuns):
         if self._single():
             values_RE = self._values()
             for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
-                own = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
-                if own:
-                    write_whole(self.path / name, run_bytes([all_runs[r] for r in own], self.units, values_RE[own]))
+                group = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
+                if group:
+                    write_whole(self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group]))
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         stems = {run.stem for run in all_runs}
@@ -583,8 +583,8 @@ class RetrainedRuns(TrainingRuns):
         if not failed:
             return None
         stem, why = next(iter(failed.items()))
-        again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
-        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {again}"
+        hint = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {hint}"
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -683,9 +683,9 @@ class MaskDigest:
         for block in blocks:
             matrix = block.weights_BN
             for b, subset_id in enumerate(block.subset_ids):
-                own = slice(matrix.indptr[b], matrix.indptr[b + 1])
-                order = np.argsort(matrix.indices[own])
-                rows, weights = matrix.indices[own][order], matrix.data[own][order]
+                entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
+                order = np.argsort(matrix.indices[entries])
+                rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
                 self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
                 if (weights != 1.0).any():
                     self._digest.update(weights.astype("<f8").tobytes())

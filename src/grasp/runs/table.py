@@ -218,7 +218,7 @@ class RunTable:
     @property
     def sizes(self) -> tuple[str, ...]:
         """Model sizes; none where none is told."""
-        return tuple(one for one in pc.unique(self.results["size"]).to_pylist() if one is not None)
+        return tuple(size for size in pc.unique(self.results["size"]).to_pylist() if size is not None)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -248,12 +248,12 @@ class RunTable:
         for line in self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist():
             values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
         found = []
-        for one, other in itertools.combinations(self.sizes, 2):
-            pairs = [(values.get((one, name), {}), values.get((other, name), {})) for name in self.metrics]
-            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in pairs]
+        for size, other in itertools.combinations(self.sizes, 2):
+            values_by_metric = [(values.get((size, name), {}), values.get((other, name), {})) for name in self.metrics]
+            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
             rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= FEWEST]
             rho = mean_defined(np.array(rhos), axis=0)
-            found.append((one, other, max(map(len, common)), float(rho)))
+            found.append((size, other, max(map(len, common)), float(rho)))
         return found
 
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
@@ -295,7 +295,7 @@ class RunTable:
             lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
         text = [plain(head), text_table("", ("metric", "direction", "least", "median", "most"), lines)]
         if len(self.sizes) > 1:
-            pairs = [(one, other, f"{n:,}", f"{rho:.3f}") for one, other, n, rho in self.agreement_of_sizes()]
+            pairs = [(size, other, f"{n:,}", f"{rho:.3f}") for size, other, n, rho in self.agreement_of_sizes()]
             text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
         return "\n".join([*text, *map(plain, self.notes)])
 
