@@ -111,7 +111,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     subsets = inputs.environment.subsets
     configured = configured_method(name, **SMALL.get(name, {}))
     cache = place
-    result = method_predictions(configured, inputs, subsets, cache, run_targets={"facts": "theirs"})
+    result = method_predictions(configured, inputs, subsets, cache, renamed={"facts": "theirs"})
     predictions = result
     assert predictions.method == name
     assert predictions.targets == ("theirs",)

@@ -142,7 +142,7 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     told = [float(cell) for cell in cells(line)[2:]]
     assert told == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
     assert evidence.startswith(
-        "for grasp calibrate: 8 subsets are too few to choose by; 21 carry its short list of 12, "
+        "for grasp calibrate: 8 subsets are too few to select a protocol; its short list of 12 requires 21, "
     )
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
@@ -444,7 +444,7 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
-    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
+    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be chance; " in text
     assert load_protocol(out).interaction is Interaction.NONE
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 

@@ -191,8 +191,8 @@ def test_what_is_proven_depends_on_the_pool():
     assert ": no selection of as many rows exceeds the bound" in selected(crossed, penalty, "3").guarantee
     reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
     assert reward.bound is None
-    assert reward.guarantee == "no upper bound: a part of the geometry is rewarded: V is not concave"
-    assert any("rewards a part of the geometry" in note for note in reward.notes)
+    assert reward.guarantee == "no upper bound: a geometry weight is positive: V is not concave"
+    assert any("positive geometry weight" in note for note in reward.notes)
 
 
 @pytest.mark.parametrize("seed", range(5))

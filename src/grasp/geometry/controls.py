@@ -1,4 +1,4 @@
-"""The paper's controls and ablations, with weights selected on development runs."""
+"""The controls and ablations of the paper, with weights selected on development runs. Start with `controls`."""
 
 from collections.abc import Sequence
 
@@ -23,15 +23,22 @@ def controls(
     family: ProtocolFamily | Place | None = None,
     resamples: int = RESAMPLES,
 ) -> tuple[dict[str, Candidate], dict[str, str], list[str]]:
-    """Controls with weights selected on development runs; none given: on the evaluated ones, if they are such."""
+    """Select the weights of every control on development runs (default: the evaluated runs, if they are development).
+
+    Returns:
+        The selected candidate of each control, the results that they were selected on with the fingerprints of their
+        runs, and notes.
+    Raises:
+        SettingsError: `development` is empty and the evaluated runs are held out.
+    """
     if not development and runs.role != "dev":
         raise SettingsError(
-            f"controls: {runs.path} is held out, so no weights may be selected on it; name a development environment "
+            f"controls: {runs.path} is held out, so weights must not be selected on it; pass development runs "
             "(--development)"
         )
     full = default_family() if family is None else load_family(family)
-    chosen_on = bind_all_runs(development, artifact) or [runs]
-    developments = bind_developments([artifact], chosen_on, calibration_subsets=full.calibration_subsets)
+    selection_runs = bind_all_runs(development, artifact) or [runs]
+    developments = bind_developments([artifact], selection_runs, calibration_subsets=full.calibration_subsets)
     chosen, notes = control_methods(full, developments, resamples=resamples)
     return (
         chosen,
@@ -43,10 +50,10 @@ def controls(
 def control_methods(
     family: ProtocolFamily, developments: Sequence[Development], *, resamples: int = RESAMPLES
 ) -> tuple[dict[str, Candidate], list[str]]:
-    """The paper's controls, and the full predictor by side, each with weights selected on development results.
+    """Select the controls of the paper, and the full predictor for each side, on development results.
 
     Returns:
-        The selected candidate of each, and a note a control: which it is, or why there is none.
+        The selected candidate of each control, and one note per control: the candidate, or why there is none.
     Raises:
         ProtocolError: fewer than two development results.
     """
@@ -58,7 +65,7 @@ def control_methods(
     notes = [f"weights of every control were selected on {results}"]
     for name, restricted in families.items():
         if not all(restricted.members(array_names)[0] for array_names in served):
-            notes.append(f"control {name}: left out, nothing of the family remains")
+            notes.append(f"control {name}: skipped; no protocol of the family remains")
             continue
         chosen[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
         notes.append(f"control {name}: {chosen[name].name}")

@@ -1,4 +1,4 @@
-"""What this room gives to the road, each loaded when it is asked for; see `grasp.predict.scoring_rule`."""
+"""Lazy entry points of the subpackage, used through `grasp.predict.scoring_rule.geometry`."""
 
 from importlib import import_module
 from typing import Any

@@ -219,7 +219,7 @@ class KernelRelevance:
 
     @classmethod
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
-        """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits in memory."""
+        """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
         return cls(RowMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
@@ -542,7 +542,9 @@ def assemble_predictor(
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
     task = Level.from_kernels(protocol, kernels, scales, np.empty_like(first_NT) if components else first_NT)
-    if unit_level is not None:  # b is in effect sizes of the task; the effects of its units average to a column with this sd
+    if (
+        unit_level is not None
+    ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
         blocks = unit_level.effects.blocks()
         of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
         unit_level = replace(

@@ -153,7 +153,7 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
     names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
     if corpus and made_from and made_from != corpus:
         raise SubsetError(
-            f"{where}: was made from corpus {made_from!r}, but the artifact has {corpus!r}; create it from this artifact"
+            f"{where}: was made from corpus {made_from!r}, the artifact has {corpus!r}; create it from this artifact"
         )
     if "row_id" not in names:
         raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")

@@ -1,8 +1,9 @@
-"""Runs beside an artifact: the subsets that were trained on, in its rows, and what it predicts of them.
+"""Match runs with an artifact: their subsets in its rows, and its predictions for them.
 
-Retrained runs are of the artifact's rows. Imported ones belong to documents: their weights become weights of the rows
-here, and their metrics results of the targets that they are called by. So whatever reads an environment reads imported
-runs. Shape letters: R runs, S seeds, T targets, B subsets, E units, G values of a label.
+Start with `bind_runs` and `Alignment.from_runs`. Retrained runs use the rows of the artifact. Imported runs refer to
+label values, documents or expressions: `ImportedRuns` converts their weights to row weights, and their metrics to
+utilities of the targets with the same name, so that all code that uses `TrainingRuns` accepts both.
+Shape letters: R runs, S seeds, T targets, B subsets, E units, G values of a label.
 """
 
 import hashlib
@@ -30,11 +31,11 @@ from grasp.runs.table import NAMED, RunTable, open_runs
 from grasp.targets.units import LossOn, Unit, UnitSet
 
 BLOCK = 256
-NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # metrics that are nats a token
+NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 
 def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
-    """Fingerprint of the units of every target of an artifact."""
+    """Return the fingerprint of the units of every target of an artifact."""
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
     return {
         target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
@@ -43,13 +44,13 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
 
 
 def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
-    """Targets of the environment that the artifact has: environment's name -> artifact's name.
+    """Return the common targets of runs and artifact, as a mapping from the name in the runs to that in the artifact.
 
-    An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
-    artifact has one of the two, under the name `sciq`.
+    Runs evaluate `sciq` with loss on the completion and `sciq@all` with loss on every token; an artifact has one of the
+    two, with the name `sciq`.
 
     Raises:
-        RunsError: corpora differ, units of a target differ, or no target is common to both.
+        RunsError: corpora differ, units of a target differ, or there is no common target.
     """
     where = str(artifact.path)
     try:
@@ -80,19 +81,19 @@ def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[s
 
 @dataclass(frozen=True)
 class Alignment:
-    """Both, known to belong together."""
+    """Runs and an artifact of the same corpus and targets, with the subsets of the runs."""
 
     environment: TrainingRuns
     source: ArtifactReader
-    run_targets: Mapping[str, str]  # the artifact's name of a target -> the environment's
+    run_targets: Mapping[str, str]  # target name in the artifact -> target name in the runs
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
     def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader) -> Self:
-        """Check that both belong together.
+        """Match runs with an artifact.
 
         Raises:
-            RunsError: corpora or targets differ, the masks are not those trained on.
+            RunsError: corpora or targets differ, or the subsets are not those trained on.
         """
         common = match_targets(environment, artifact)
         label = environment.label
@@ -102,21 +103,21 @@ class Alignment:
 
     @property
     def runs_fingerprint(self) -> str:
-        """See `TrainingRuns.fingerprint`."""
+        """Fingerprint of the runs; see `TrainingRuns.fingerprint`."""
         return self.environment.fingerprint(self.blocks[0])
 
     def artifact_targets_of(self, targets: Sequence[str]) -> tuple[str, ...]:
-        """The artifact's names of targets of the environment."""
+        """Return the names in the artifact of targets of the runs."""
         name_in_artifact = {name: artifact_target for artifact_target, name in self.run_targets.items()}
         return tuple(name_in_artifact[name] for name in targets)
 
     def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Units of targets by the artifact's names, in the order of a predictor of them."""
+        """Return (target, unit_id) of targets of the artifact, in the order of a predictor for them."""
         unit_ids = self.source.units.column("unit_id").to_pylist()
         return tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target))
 
     def changes(self, predictor: Predictor) -> tuple[F64, F64]:
-        """Predicted changes of the subsets, (B, T), and, where the predictor has them, of units, (B, E)."""
+        """Predict the changes of the subsets, (B, T), and of units, (B, E); without columns if there are no units."""
         sums = [predictor.sums(block.weights) for block in self.blocks]
         task_BT = np.concatenate([predictor.change_of(subset_sums) for subset_sums in sums])
         if predictor.unit_level is None:
@@ -127,11 +128,13 @@ class Alignment:
         )
 
     def predictions(self, method: str, artifact_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
-        """Predictions of targets and units.
+        """Return predictions of targets and units under the target names of the runs.
 
         Args:
-            own: the artifact's names of the targets.
-            unit_BE: without columns: of targets alone.
+            method: name of the method.
+            artifact_targets: names of the targets in the artifact.
+            task_BT: predictions of targets.
+            unit_BE: predictions of units; without columns if there are none.
         """
         return Predictions(
             method=method,
@@ -144,7 +147,7 @@ class Alignment:
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions by additive protocols, as `grasp predict` has them."""
+        """Predict targets and units with additive protocols, as `grasp predict` does."""
         artifact_targets, results = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
             predictor = Predictor.from_artifact(self.source, protocol, artifact_targets, per_unit=True)
@@ -154,9 +157,9 @@ class Alignment:
 
 
 def read_cost(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
-    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
+    """Return the number of floats per row that a predictor reads (relevance and sketches), and the build time.
 
-    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
+    The time is that of the whole build, including tokenization, which serves all predictors of the artifact.
     """
     width = {name: artifact.manifest.arrays[name].width for name in arrays if name in artifact.array_names}
     scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
@@ -171,20 +174,20 @@ class ImportedRuns(TrainingRuns):
     """Imported runs whose subsets are expressed in the rows of an artifact."""
 
     def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
-        """Bind runs to an artifact.
+        """Express imported runs in the rows and targets of an artifact.
 
         Raises:
-            RunsError: no metric is called by a target of the artifact; a value, row or document that the
-                artifact lacks; runs of several sizes.
+            RunsError: no metric is named after a target of the artifact; the artifact lacks a value, row or document;
+                or the runs have several model sizes.
         """
-        metric_of: dict[str, str] = {}  # of each target: one that is called by it, losses first
+        metric_of: dict[str, str] = {}  # by target: the metric with its name, preferably a loss
         for target in artifact.targets:
             if fitting := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
                 metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
         if not metric_of:
             raise RunsError(
-                f"{table.name}: has the metrics {', '.join(table.metrics[:NAMED])}, asked are "
-                f"{', '.join(artifact.targets)}; a metric belongs to the target it is called by, e.g. sciq or sciq/acc"
+                f"{table.name}: has metrics {', '.join(table.metrics[:NAMED])}, the artifact has targets "
+                f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
             )
         loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
         known = unit_fingerprints(artifact, loss_on)
@@ -213,8 +216,8 @@ class ImportedRuns(TrainingRuns):
         self._subsets, notes = row_weights(table, artifact)
         same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
         self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
-        self.notes += [*notes, "the runs have results of whole tasks, so what is made of single units is undefined"]
-        units = set()  # nats, or called by the metric; that of which less is better begins with `less_`
+        self.notes += [*notes, "the runs only have results of whole tasks, so metrics of single units are undefined"]
+        units = set()  # nats, or the name of the metric, with the prefix `less_` if lower is better
         for target, metric in metric_of.items():
             short = metric.removeprefix(target).strip("/").lower()
             less = "less_" if table.info.metrics[metric] == "lower" else ""
@@ -246,7 +249,9 @@ class ImportedRuns(TrainingRuns):
     def _values(self) -> F64:
         values_RST = self.values_RST
         if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
-            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)  # some runs lack some seeds
+            values_RST = np.nanmean(
+                values_RST, axis=1, keepdims=True
+            )  # some runs lack seeds: use the mean of the available ones
         return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
@@ -263,41 +268,43 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | s
 
 
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
-    """Weights of the artifact's rows in every run, in order; and what should be known of them.
+    """Convert the weights of runs to weights of the rows of an artifact.
 
+    Returns:
+        Subsets in the order of the runs, and notes.
     Raises:
-        RunsError: a value, row or document that the artifact lacks.
+        RunsError: the artifact lacks a value, row or document.
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
         return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path)), []
     weight_RG = runs.weights_RG()
-    if runs.info.kind == "expressions":  # they add up: a row that two of them match has both weights
+    if runs.info.kind == "expressions":  # weights are added up for rows that match several expressions
         masks_GN = [table.matching(expression).mask_N for expression in runs.values]
 
-        def added_up() -> Iterator[WeightedRows]:
+        def weighted_rows() -> Iterator[WeightedRows]:
             for run, weight_G in zip(runs.runs, weight_RG, strict=True):
                 weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
                 retained = np.flatnonzero(weight_N)
                 yield WeightedRows(run, retained, weight_N[retained])
 
-        return list(in_blocks(added_up(), artifact.n_rows, BLOCK)), []
+        return list(in_blocks(weighted_rows(), artifact.n_rows, BLOCK)), []
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)
     except SubsetError as err:
         raise RunsError(f"{runs.name}: {err}") from err
     code_of = {name: code for code, name in enumerate(column.names())}
-    # what all the names in the table begin with may be left off, as in train_arxiv, train_github
+    # a prefix that all names in the table share may be missing in the labels, e.g. train_arxiv, train_github
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
     common = "".join(letter for letter, _ in pairs)
     spellings = (list(runs.values), [name.removeprefix(common) for name in runs.values])
     names = next((names for names in spellings if all(name in code_of for name in names)), None)
     if names is None:
-        lacking = [name for name in runs.values if name not in code_of]
+        missing = [name for name in runs.values if name not in code_of]
         raise RunsError(
-            f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
-            f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
+            f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
+            f"{', '.join(missing[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
         )
     place = [code_of[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
@@ -305,12 +312,16 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     if runs.info.kind == "shares":
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
     unseen = [name for name, code in code_of.items() if code not in place]
-    notes = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
+    notes = (
+        [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:NAMED])}"]
+        if unseen
+        else []
+    )
     return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], notes
 
 
 def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
-    """By row id, else by document."""
+    """Convert weights by row id, or if a name is no row id, by document id."""
     names = [str(row_id) for row_id in index.ids().to_pylist()]
     place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
     if any(name not in place for name in runs.values) and "doc_id" in table.columns:
