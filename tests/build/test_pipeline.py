@@ -38,7 +38,7 @@ from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
-from grasp.predict.scoring_rule import BESIDE_GRADIENT, DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
@@ -867,7 +867,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
     assert artifact.manifest.settings["train"] == train
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
-        weights = dict.fromkeys(("output_layer", "embedding"), BESIDE_GRADIENT) | {"gradient": 1.0}
+        weights = dict.fromkeys(("output_layer", "embedding"), GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
     assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 

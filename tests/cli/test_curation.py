@@ -13,7 +13,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
@@ -25,7 +25,7 @@ from tests.says import says
 SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
 
 
-def environment(path, art, family="mixture:topic", role="dev") -> Environment:
+def environment(path, art, family="mixture:topic", role="dev") -> RetrainedRuns:
     """An environment over `art` in which what retraining gave is planted: three levels by the size of the subset."""
     artifact = ArtifactReader.open(art)
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()

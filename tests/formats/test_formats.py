@@ -10,9 +10,9 @@ import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.build.provenance import BuildSource
-from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
+from grasp.errors import ArtifactError, RunsError, SettingsError
 from grasp.predict.scoring_rule import load_protocol
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from tests.formats.make import numbers, unpacked
 
@@ -83,11 +83,11 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
     ("name", "opened", "error", "remedy"),
     [
         ("artifact", lambda at: grasp.open(at / "artifact"), ArtifactError, "format version 99, this program reads 2"),
-        ("retrained", lambda at: Environment.open(at / "retrained"), EnvironmentDataError, "format version 99"),
+        ("retrained", lambda at: RetrainedRuns.open(at / "retrained"), RunsError, "format version 99"),
         (
             "runs",
             lambda at: grasp.open_runs(at / "runs"),
-            EnvironmentDataError,
+            RunsError,
             "format version 99, this program reads 1",
         ),
         (

@@ -11,10 +11,10 @@ from scipy import stats
 from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.geometry.calibration_result import (
     Development,
-    choice_provenance,
-    choose_protocol,
     freeze,
     provenance_path,
+    select_protocol,
+    selection_provenance,
     standard_errors,
     variant_names,
     write_provenance,
@@ -35,7 +35,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import Environment, FamilyInfo, TargetInfo
+from grasp.runs.retrained import FamilyInfo, RetrainedRuns, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
 from tests.runs.worlds import info
@@ -55,7 +55,7 @@ def scored(environment, source):
     return Scored(
         environment=environment,
         source=source,
-        renamed={"sciq": "sciq", "boolq": "boolq"},
+        run_targets={"sciq": "sciq", "boolq": "boolq"},
         blocks=blocks(len(environment.subset_ids)),
         calibration=CalibrationSettings(family=str(FAMILY), n_subsets=64),
     )
@@ -71,7 +71,7 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
     }
     family = FamilyInfo(spec=str(FAMILY), seed=0, purpose="evaluation")
     fields = {"role": role, "held_out_targets": held_out, "n_rows": N_ROWS, "targets": targets, "family": family}
-    environment = Environment.create(path, info(**fields, reference=False), blocks(n_subsets), ROWS)
+    environment = RetrainedRuns.create(path, info(**fields, reference=False), blocks(n_subsets), ROWS)
     parts = scored(environment, source).parts([truth], ("sciq", "boolq"), per_unit=True)[truth.binding]
     task_BT = parts.tasks_of(truth)
     rng = np.random.default_rng(1)
@@ -97,7 +97,7 @@ def development(tmp_path, source):
 
 
 def test_the_planted_protocol_wins(development):
-    found = choose_protocol(SMALL, [development], resamples=100)
+    found = select_protocol(SMALL, [development], resamples=100)
     assert found.best.candidate == TRUE
     assert found.best.mean > 0.98
     additive = dataclasses.replace(TRUE, omega=())
@@ -106,7 +106,7 @@ def test_the_planted_protocol_wins(development):
 
 
 def test_every_score_is_rho_and_the_bound_is_the_formula(development):
-    found = choose_protocol(SMALL, [development], resamples=200)
+    found = select_protocol(SMALL, [development], resamples=200)
     members, skipped = SMALL.members(FakeSource().array_names)
     assert (len(found.scores), len(members), skipped) == (15, 15, 0)
     assert found.z == pytest.approx(stats.norm.ppf(1 - 0.05 / 15))
@@ -125,7 +125,7 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
 
 def test_the_criterion_may_be_the_mean_over_units(development):
     family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
-    found = choose_protocol(family, [development], resamples=50)
+    found = select_protocol(family, [development], resamples=50)
     assert found.best.candidate == TRUE
     realized = development.environment.utilities()
     for score in found.scores:
@@ -138,17 +138,17 @@ def test_the_criterion_may_be_the_mean_over_units(development):
             expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
             first += own_BE.shape[1]
-    single = choose_protocol(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
+    single = select_protocol(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
     assert (
-        choice_provenance(found, [development], family)["rule"]
-        != choice_provenance(single, [development], family)["rule"]
+        selection_provenance(found, [development], family)["rule"]
+        != selection_provenance(single, [development], family)["rule"]
     )
 
 
 def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_in(development):
-    together = choose_protocol(SMALL, [development], resamples=100)
+    together = select_protocol(SMALL, [development], resamples=100)
     apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
-    found = choose_protocol(SMALL, apart, resamples=100)
+    found = select_protocol(SMALL, apart, resamples=100)
     assert found.results == together.results
     assert [(s.candidate, s.lcb) for s in found.scores] == [(s.candidate, s.lcb) for s in together.scores]
 
@@ -170,7 +170,7 @@ def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
     family = ProtocolFamily(
         matches=({"output_layer": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
     )
-    found = choose_protocol(family, [development], resamples=50)
+    found = select_protocol(family, [development], resamples=50)
     assert [score.candidate.omega for score in found.scores] == [
         (),
         (("product.raw", -1.0),),
@@ -184,7 +184,7 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
     with pytest.raises(ProtocolLeakError, match=r"selection was given \['sciq'\]"):
         Development(held_out, ("sciq",), {"": scored(held_out, source)})
     with pytest.raises(ProtocolLeakError, match="selection was given a held-out environment"):
-        Development.from_environment(held_out, [])
+        Development.from_runs(held_out, [])
     mixed = make_environment(tmp_path / "mixed", source, held_out=("boolq",))
     with pytest.raises(ProtocolLeakError, match=r"\['boolq'\], which are held out"):
         Development(mixed, ("sciq", "boolq"), {"": scored(mixed, source)})
@@ -193,13 +193,13 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
 def test_fewer_than_two_results_are_refused(development):
     alone = dataclasses.replace(development, targets=("sciq",))
     with pytest.raises(ProtocolError, match="got 1 development results"):
-        choose_protocol(SMALL, [alone])
+        select_protocol(SMALL, [alone])
     with pytest.raises(ProtocolError, match="got 0 development results"):
-        choose_protocol(SMALL, [])
+        select_protocol(SMALL, [])
     with pytest.raises(ProtocolError, match="are not all different"):
-        choose_protocol(SMALL, [development, development])
+        select_protocol(SMALL, [development, development])
     with pytest.raises(ProtocolError, match=r"delta is 1\.5"):
-        choose_protocol(SMALL, [development], delta=1.5)
+        select_protocol(SMALL, [development], delta=1.5)
 
 
 def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, development):
@@ -213,7 +213,7 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
     def chosen(level_source):
         variants = {"": scored(development.environment, level_source)}
         additive = SMALL.model_copy(update={"components": ((),)})
-        return choose_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
+        return select_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
 
     found = chosen(level("pooled"))
     assert found.undefined == {"predictions are constant": 1}
@@ -224,7 +224,7 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
     flat = make_environment(tmp_path / "flat", nowhere, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
     nothing = Development(flat, ("sciq", "boolq"), {"": scored(flat, FakeSource(N_ROWS, seed=3))})
     with pytest.raises(ProtocolError, match=r"utilities of \['sciq', 'boolq'\] are constant"):
-        choose_protocol(SMALL, [nothing], resamples=20)
+        select_protocol(SMALL, [nothing], resamples=20)
 
 
 def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
@@ -234,26 +234,26 @@ def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
     assert names == ["top_k=64", "top_k=16"]
     variants = {name: scored(environment, one) for name, one in zip(names, (source, other), strict=True)}
     development = Development(environment, ("sciq", "boolq"), variants)
-    found = choose_protocol(SMALL, [development], resamples=50)
+    found = select_protocol(SMALL, [development], resamples=50)
     assert len(found.scores) == 30
     assert found.best.candidate.variant == "top_k=64"
     frozen = freeze(found, [development], SMALL, "chosen")
     assert frozen.requires.model_dump(exclude_none=True) == {"top_k": 64}
     elsewhere = Development(environment, ("sciq",), {"top_k=8": scored(environment, source)})
     with pytest.raises(ProtocolError, match="have none in common"):
-        choose_protocol(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
+        select_protocol(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
 
 
 def test_protocols_that_an_artifact_cannot_serve_are_counted(development, source):
     del source.arrays["relevance_output_layer"]
-    found = choose_protocol(SMALL, [development], resamples=20)
+    found = select_protocol(SMALL, [development], resamples=20)
     assert (len(found.scores), found.not_served) == (5, 10)
     with pytest.raises(ProtocolError, match="serve none of the 1 protocols"):
-        choose_protocol(ProtocolFamily(matches=({"output_layer": 1.0},)), [development])
+        select_protocol(ProtocolFamily(matches=({"output_layer": 1.0},)), [development])
 
 
 def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp_path):
-    found = choose_protocol(SMALL, [development], resamples=50)
+    found = select_protocol(SMALL, [development], resamples=50)
     frozen = freeze(found, [development], SMALL, "chosen")
     assert (frozen.match, frozen.components) == ({"output_layer": 1.0}, {"joint.pair": -0.5})
     assert frozen.calibration.family == str(FAMILY)
@@ -270,7 +270,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     ):
         apart_B = found_B - own_B  # against the corpus or a mean
         np.testing.assert_allclose(apart_B, apart_B[0], rtol=0, atol=rounding(40, found_B))
-    record = choice_provenance(found, [development], SMALL)
+    record = selection_provenance(found, [development], SMALL)
     path = provenance_path(tmp_path / "chosen.yaml")
     write_provenance(record, path)
     assert path.name == "chosen.provenance.json"
@@ -323,7 +323,7 @@ def test_controls_restrict_the_family():
 
 def test_controls_are_selected_but_never_frozen(development):
     family = SMALL.restricted(next(one for one in CONTROLS if one.name == "pair-only"))
-    found = choose_protocol(family, [development], resamples=20)
+    found = select_protocol(family, [development], resamples=20)
     assert found.best.candidate.omega == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="a control cannot be frozen"):
         freeze(found, [development], family, "no")

@@ -9,7 +9,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
-from grasp.errors import EnvironmentDataError, GraspError, SettingsError
+from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.geometry import sketch_checks
 from grasp.geometry import sketch_measures as geometric
 from grasp.geometry.sketched import RANKS, Kernels
@@ -25,7 +25,7 @@ from grasp.inspect.rescoring import (
 )
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
 from tests.build.world import EVERY, SKETCHES, world
 from tests.cli.grasp_command import refused, succeed
@@ -364,10 +364,10 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([block.weights_BN.toarray() for block in Joined.from_environment(env, art).blocks])
+    masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
-    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):
+    with pytest.raises(RunsError, match=r"of its subsets have rows among the 1 of the sample"):
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from grasp.api.evaluate import additive_methods
 from grasp.errors import ProtocolError
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, ScoringProtocol, load_protocol, save_protocol
 from tests.predict.source import FakeSource
 from tests.rules import rule
 from tests.says import says
@@ -68,9 +68,9 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
     same = {"side": "retained", "weighting": "mean", "components": {}, "calibration": {"family": "mixture:topic"}}
     same["standardize"] = {"task": "mean_relevance", "unit": "own_relevance"}
     assert rule(name="p", **same) == ScoringProtocol(name="p")
-    assert rule(name="p", **same | {"side": "omitted"}).interacts
+    assert rule(name="p", **same | {"side": "omitted"}).interaction is Interaction.WEIGHTING
     averaged = rule(name="p", **same | {"standardize": {"task": "mean_of_standardised"}})
-    assert (averaged.beside, averaged.interacts) == (True, False)
+    assert (averaged.needs_geometry, averaged.interaction) == (True, Interaction.NONE)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks, one_subset
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks, single_subset
 
 IDS = [f"doc-{i:03d}" for i in range(30)]
 INDEX = RowIndex.from_ids(IDS)
@@ -118,7 +118,7 @@ def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
 
 
 def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
-    path, block = tmp_path / "s.parquet", one_subset("kept", np.arange(len(IDS)) < 3)
+    path, block = tmp_path / "s.parquet", single_subset("kept", np.arange(len(IDS)) < 3)
     write_subsets(path, [block], INDEX, corpus="theirs")
     for source in (path, pq.read_table(path)):
         with pytest.raises(SubsetError, match="was made from another artifact: corpus 'theirs', here 'ours'"):

@@ -56,7 +56,7 @@ def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are():
     added = sum(table[name].to_numpy() for name in parts)
     np.testing.assert_allclose(added, table["change"], atol=1e-5)
     np.testing.assert_allclose(
-        table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.whole_C, 3), atol=1e-9
+        table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.corpus_C, 3), atol=1e-9
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import grasp
-from grasp.errors import EnvironmentDataError, ModelError, SettingsError
+from grasp.errors import ModelError, RunsError, SettingsError
 from grasp.models.tokenizer import train_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/finetune.py"
@@ -234,5 +234,5 @@ def test_a_stored_command_is_not_run_unless_it_is_given_again(world, tmp_path):
     assert (seen / "calls").read_text() == before
     (seen / "fail").unlink()
     assert grasp.retrain(out=out, resume=True, train_command=trained).pending() == ()
-    with pytest.raises(EnvironmentDataError, match="recipe_settings"):
+    with pytest.raises(RunsError, match="recipe_settings"):
         retrain(world, out, trained + " --more")

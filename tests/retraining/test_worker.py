@@ -17,12 +17,12 @@ import pytest
 
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus import RowStore
-from grasp.errors import CorpusError, EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
+from grasp.errors import CorpusError, GraspError, ModelError, RunsError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.retraining import worker as module
 from grasp.retraining.plan import resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
-from grasp.runs.retrained import Environment, Run
+from grasp.runs.retrained import RetrainedRuns, Run
 from grasp.settings import retrain_settings
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import put_all, read_yaml
@@ -183,7 +183,7 @@ def test_killed_in_the_middle_another_worker_takes_over(inputs, whole, tmp_path)
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    env = Environment.open(out)
+    env = RetrainedRuns.open(out)
     assert 0 < len(env.pending()) < len(env.runs())
     np.testing.assert_array_equal(retrain(slow, out).utilities().values_BSE, whole.utilities().values_BSE)
 
@@ -243,7 +243,7 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "word"),
     [
-        ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
+        ({"held_out_targets": ["sciq"]}, RunsError, r"held_out_targets: got \['sciq'\]"),
         ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere'"),
         ({"corpus.max_length": 65}, SettingsError, "corpus.max_length: got 65"),
         ({"overrides.shape.context": 4, "corpus.max_length": 4}, SettingsError, "more than the 4 tokens .* e.g. 'u0'"),
@@ -280,9 +280,9 @@ def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_pat
 
 
 def test_other_settings_in_the_same_place_are_refused(inputs, whole):
-    with pytest.raises(EnvironmentDataError, match=r"recipe_settings\.steps: was 5, now 6"):
+    with pytest.raises(RunsError, match=r"recipe_settings\.steps: was 5, now 6"):
         retrain(settings(inputs, overrides=settings(inputs).overrides | {"steps": 6}), whole.path)
-    with pytest.raises(EnvironmentDataError, match="subsets: was 3 with checksum"):
+    with pytest.raises(RunsError, match="subsets: was 3 with checksum"):
         retrain(settings(inputs, family_seed=1), whole.path)
 
 
@@ -291,7 +291,7 @@ def test_a_run_that_diverges_is_named_and_nothing_of_it_is_kept(inputs, tmp_path
     with pytest.raises(ModelError, match=r"runs \['full-0'\]: "):
         retrain(settings(inputs, overrides=wild), tmp_path / "env")
     assert not (tmp_path / "env" / "runs").exists()
-    assert Environment.open(tmp_path / "env").claim(1).keys() == {Run(0, "full")}
+    assert RetrainedRuns.open(tmp_path / "env").claim(1).keys() == {Run(0, "full")}
 
 
 @pytest.mark.slow
