@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
+from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
