@@ -155,7 +155,7 @@ def serve(
         if mcp:
             serve_mcp(artifact, **asked)
         else:
-            serve(artifact, port=port, tell=_tell, **asked)
+            serve(artifact, port=port, on_start=_tell, **asked)
     print("stopped", file=sys.stderr)
 
 
