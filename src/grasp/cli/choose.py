@@ -84,22 +84,35 @@ def select(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
+    "grasp mix art --by source --target sciq --format olmo-core --out mixture.yaml",
     verb="grasp.select.mix",
     more="distance protocol diversity cautious",
 )
 def mix(
     art: Art,
     out: Path | None = option("--out FILE", "Parquet of the mixture; its summary and protocol beside it.", None),
+    form: str = option(
+        "--format NAME",
+        "Of --out: parquet, or the weights for olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv.",
+        "parquet",
+    ),
     weights: Path | None = rare(
         "--weights FILE", "Parquet of subset_id, row_id, weight, as grasp predict --subsets reads it.", None
     ),
     **asked: Any,
 ) -> None:
+    from grasp.runs.mixture_files import check_format
+
     opened = grasp.open(art)
-    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads(asked))
+    outputs = beside("--out", out) if form == "parquet" else {"--out": out}
+    check_outputs({**outputs, "--weights": weights}, opened.files.reads | reads(asked))
+    if form != "parquet":
+        check_format(out, form)
     mixture = opened.mix(**asked)
     print(mixture)
-    if out is not None:
+    if out is not None and form != "parquet":
+        print(mixture.export(out, form))
+    elif out is not None:
         print(f"{mixture.save(out)}: the shares; beside it {out.stem}.json, for grasp report --mixture")
     if weights is not None:
         mixture.write_weights(weights)

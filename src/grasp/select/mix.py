@@ -21,13 +21,14 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens
+from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
 from grasp.predict.predictor import ANY_TEXT, Exposure
 from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
+from grasp.runs.mixture_files import MixtureWeights, write_mixture
 from grasp.runs.retrained import Environment
 from grasp.runs.table import RunTable
 from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
@@ -61,6 +62,24 @@ class Mixture(Choice):
         index = RowIndex.from_parquet(self.artifact.rows_path)
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
+
+    def export(self, path: Path | str, form: str) -> str:
+        """Write the weights in the form of a training tool; return one line that says what they are.
+
+        Args:
+            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.runs.mixture_files`.
+        Raises:
+            SettingsError: no such form, or another ending than that of its files.
+        """
+        slices, document_N = self.slices, row_documents(self.artifact)
+        codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
+        size_G = {
+            "rows": slices.rows_G,
+            "tokens": np.array([one.tokens for one in slices.slices]),
+            "documents": np.bincount(codes_of_documents, minlength=len(slices.slices)),
+        }
+        times_G = self.table["times_as_often"].to_numpy()
+        return write_mixture(MixtureWeights(self.label, slices.names, size_G, times_G), path, form)
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
