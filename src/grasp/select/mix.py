@@ -160,7 +160,7 @@ def mix(
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
-    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]))
+    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
     value, short = mixed.value(p_G), mixed.short(p_G)
     optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
     optimum = "the best that the runs lead to" if by_runs else optimum
