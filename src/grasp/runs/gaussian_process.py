@@ -50,7 +50,9 @@ JITTER = 1e-6
 TINY = 1e-12
 TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
 BLOCK = 4_096  # subsets predicted at once
-FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go; K stays well conditioned
+FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go
+LARGEST = 3.0  # logarithm of the variance of a curve; K stays well conditioned
+TESTED = 4.0  # root mean square distances of the runs, up to which intervals were tested: experiments/extrapolation
 STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
 WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure
 SHAPES = ("c", "additive length", "joint length")
@@ -61,7 +63,7 @@ PRIORS = {
     "c": (np.log(0.05), 1.5),
     "additive length": (np.log(1.2), 0.7),
     "joint length": (0.0, 0.7),
-    "straight": (-3.0, 1.5),
+    "straight": (-8.0, 4.0),  # absent, or most of what varies
     "linear": (-3.0, 1.5),
     "additive": (-3.0, 1.5),
     "joint": (-3.0, 1.5),
@@ -381,17 +383,19 @@ class Learned:
         return np.concatenate(means), np.concatenate(spreads)
 
     def ignorance(self, features: SubsetFeatures, coverage: float) -> F64:
-        """Half of the interval of the expected utility over the range of all runs, (B, T).
+        """How little runs say of subsets, (B, T); above 1 nothing that was tested.
 
-        Noise is left out. Above 1 the runs leave more open than they differ by, so that they say nothing.
+        Half of the interval of the expected utility, without noise, over the range of all runs: above 1 they leave more
+        open than they differ by. Or the distance from the runs over TESTED, if that is larger.
         """
         parts = []
         for own in self._measured(features):
             cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
             edge_b1 = self._ruler.edge(own.share_BG)
             spread_bT = np.sqrt(self._unexplained(own, cross_Gbn) + own.within_BT**2) * edge_b1
-            parts.append(self.scale_T * spread_bT / self.range_T)
-        return np.asarray(self.quantile(coverage) * np.concatenate(parts))
+            open_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
+            parts.append(np.maximum(open_bT, edge_b1 / TESTED))
+        return np.concatenate(parts)
 
     def ignorance_after(self, subset: SubsetFeatures, runs: SubsetFeatures, task: int, coverage: float) -> F64:
         """What `ignorance` of a mixture becomes for one task after one more run, (B,): of each of B mixtures.
@@ -403,7 +407,8 @@ class Learned:
         with_one = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
         rulers = (replace(self._ruler, share_G=_mean_and_scale(share_nG)) for share_nG in with_one)
         edge_B = np.array([float(ruler.edge(subset.share_BG)[0, 0]) for ruler in rulers])
-        return np.asarray(self.quantile(coverage) * edge_B * np.sqrt(np.maximum(left_B, 0.0)) / self.range_T[task])
+        open_B = self.quantile(coverage) * edge_B * np.sqrt(np.maximum(left_B, 0.0)) / self.range_T[task]
+        return np.maximum(open_B, edge_B / TESTED)
 
     def joint(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
@@ -574,7 +579,8 @@ class _Evidence:
 
     def maximise(self) -> dict[str, float]:
         start, spread = self.prior.T
-        bounds = list(zip(start - FARTHEST * spread, start + FARTHEST * spread, strict=True))
+        most = np.where([name in CURVES for name in self.names], LARGEST, np.inf)
+        bounds = list(zip(start - FARTHEST * spread, np.minimum(start + FARTHEST * spread, most), strict=True))
         starts: list[F64] = [start]
         if self.has_curves:
             starts.append(start + spread * np.array([STRAIGHT_START.get(name, 0.0) for name in self.names]))

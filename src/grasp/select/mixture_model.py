@@ -132,7 +132,7 @@ class Taught:
         return np.asarray(np.maximum(share_BG - self.share_RG.max(axis=0), self.share_RG.min(axis=0) - share_BG))
 
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
-        """(B, T + 1) whether a mixture lies outside the runs and they leave more open there than they differ by."""
+        """(B, T + 1) whether a mixture lies outside the runs, so far that they say nothing of it."""
         outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
         return outside_B1 & (self.learned.ignorance(self.features(share_BG), COVERAGE) > 1.0)
 
@@ -185,7 +185,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
     refused_B = (taught.refused(share_BG) & asked_T).any(axis=1)
     notes = [
         *_outside(taught, names, share_BG, ~refused_B, "outside of what the runs covered, so the interval is wider"),
-        *_outside(taught, names, share_BG, refused_B, "no number: the runs leave more open there than they differ by"),
+        *_outside(taught, names, share_BG, refused_B, "no number, too far outside of what the runs covered"),
     ]
     for b in np.flatnonzero(refused_B)[:NAMED].tolist():
         run_G = taught.settling_run(share_BG[b])
@@ -297,10 +297,8 @@ def propose_runs(
     rng = stream(seed, "propose", len(taught.table))
     even_G = taught.share_RG.mean(axis=0)
     label, values = taught.table.info.label, taught.table.values
-    largest_G, notes = (
-        np.ones(len(values)),
-        ["no limit on repetition: sizes of the values are unknown; name the artifact"],
-    )
+    largest_G = np.ones(len(values))
+    notes = ["no limit on repetition: sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:
         rows = isinstance(open_runs(runs), Environment)
         largest_G, notes = repetition_caps(artifact.files, label, values, max_repeat, train_tokens, rows=rows)
