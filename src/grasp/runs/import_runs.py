@@ -21,6 +21,7 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_place
+from grasp.runs.mixture_files import mixture_files, read_mixtures_of_runs
 from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
@@ -56,7 +57,8 @@ def import_runs(
     retrained runs takes them as well.
 
     Args:
-        trained: what each run was trained on: a line a run, a column a value of the label; or long, as said above.
+        trained: what each run was trained on: a line a run, a column a value of the label; or long, as said above; or a
+            directory of mixtures as `grasp mix` --format writes them, a file a run.
         results: what came out: a table, or a directory of lm-evaluation-harness or olmes, a folder a run. Default: the
             same table has both.
         label: column of the corpus whose values the weights are of, e.g. source.
@@ -79,8 +81,11 @@ def import_runs(
     called = Path(places[-1]).stem if places else "runs"
     if weights not in ("shares", "times"):
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
-    table, where = _table(trained)
+    files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
+    table, where = (pa.table({}), str(trained)) if files else _table(trained)
     harness: HarnessResults | None = None
+    if files and results is None:
+        raise RunsError(f"{where}: holds mixtures alone; name the results of the runs as well")
     if results is None:
         if not metrics:
             raise RunsError(f"{where}: holds weights and results; say which columns are results, --metrics")
@@ -91,12 +96,18 @@ def import_runs(
         outcome, outcome_where = harness.table, str(results)
     else:
         outcome, outcome_where = _table(results)
-    kind, long = _trained(table, where, label, weights, columns)
+    notes: list[str] = []
+    if files:
+        kind, long, said = _of_files(files, label)
+        notes.append(said)
+    else:
+        kind, long = _trained(table, where, label, weights, columns)
     wide = _Wide(outcome, outcome_where)
     lines, failed = wide.results(metrics, skip_failed)
     found = tuple(dict.fromkeys(lines["metric"].to_pylist()))
     directions = _directions(found, harness.directions if harness else {}, higher, lower, outcome_where)
-    notes = [f"left out as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}"] if failed else []
+    if failed:
+        notes.append(f"left out as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}")
     if wide.ignored:
         notes.append(f"columns that are no numbers were left out: {', '.join(wide.ignored[:SHOWN])}")
     if harness is not None:
@@ -188,6 +199,16 @@ def _trained(
     arrays = [names_R[r], names_G[g], weight_RG[[*first.values()]].ravel()]
     long = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
+
+
+def _of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
+    """The kind; run, name, weight; and a sentence on what the weights are."""
+    if label is None:
+        raise RunsError(f"{files[0]}: say which label it mixes the values of, e.g. --label source")
+    kind, weights, said = read_mixtures_of_runs(files)
+    lines = [(run, value, weight) for run, of_run in weights.items() for value, weight in of_run.items()]
+    columns = [pa.array(column) for column in zip(*lines, strict=True)]
+    return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), said  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------- what came out
