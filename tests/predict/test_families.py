@@ -104,14 +104,14 @@ def test_spellings(text, family):
         ("uniform:1.5", 3, None, "got '1.5', expected a fraction"),
         ("uniform", 3, None, "got '', expected a fraction"),
         ("bernoulli:x", 3, None, "expected a fraction"),
-        ("mixture:", 3, None, "names no label"),
-        ("dirichlet", 3, None, "names no label"),
+        ("mixture:", 3, None, "missing label"),
+        ("dirichlet", 3, None, "missing label"),
         ("halves:0.5", 3, None, "unknown kind 'halves'"),
-        ("mixture:topic", 3, None, "needs the label 'topic'"),
+        ("mixture:topic", 3, None, "requires the label 'topic'"),
         ("mixture:topic", 3, ["a", "b"], "got 2 labels for 3 rows"),
         ("groups:topic", 2, ["a", "a"], "single value 'a'"),
         ("uniform:0.5", 0, None, "0 rows"),
-        ("bernoulli:0.000000001", 2, None, "10000 draws in a row"),
+        ("bernoulli:0.000000001", 2, None, "10000 consecutive draws"),
     ],
 )
 def test_what_cannot_be_read_or_drawn_is_refused(family, n_rows, labels, said):

@@ -121,7 +121,7 @@ def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
     path, block = tmp_path / "s.parquet", single_subset("kept", np.arange(len(IDS)) < 3)
     write_subsets(path, [block], INDEX, corpus="theirs")
     for source in (path, pq.read_table(path)):
-        with pytest.raises(SubsetError, match="was made from another artifact: corpus 'theirs', here 'ours'"):
+        with pytest.raises(SubsetError, match="corpus 'theirs', the artifact has 'ours'"):
             read_subsets(source, INDEX, corpus="ours")
         (read,) = read_subsets(source, INDEX, corpus="theirs")
         assert read.sizes_B.tolist() == [3]
@@ -136,16 +136,16 @@ def test_files_that_are_not_tables(tmp_path):
     with pytest.raises(SubsetError, match=r"cannot be read: .*; expected Parquet"):
         list(read_subsets(tmp_path / "broken.parquet", INDEX))
     path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
-    with pytest.raises(SubsetError, match="names omitted rows with a column 'weight'"):
+    with pytest.raises(SubsetError, match="has a column 'weight'"):
         list(read_subsets(path, INDEX, side="omitted"))
 
 
 @pytest.mark.parametrize(
     ("rows", "weights", "error", "said"),
     [
-        ([], [], SubsetError, "subset 's': names no rows"),
+        ([], [], SubsetError, "subset 's': has no rows"),
         ([1, 2], [1.0, np.nan], SubsetError, r"row 2 has weight nan \(1 such\)"),
-        ([1], [0.0], SubsetError, "its weights sum to 0"),
+        ([1], [0.0], SubsetError, "weights sum to 0"),
         ([1, 2], [1.0], ShapeError, r"\(1,\) weights for \(2,\) rows"),
     ],
 )

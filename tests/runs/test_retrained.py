@@ -186,7 +186,7 @@ def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
     one = next(blocks(1))
     for given, message in (
         ([], "got no subsets"),
-        ([one, one], r"'evaluation-000000'.*name every subset once"),
+        ([one, one], r"'evaluation-000000'.*unique name"),
         ([dataclasses.replace(one, subset_ids=("long " * 50,))], r"'long long .* bytes in the name of a file"),
     ):
         with pytest.raises(RunsError, match=message):

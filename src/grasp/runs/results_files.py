@@ -260,8 +260,8 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
 def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, second: TaskResults) -> None:
     if first.date == second.date:
         raise RunsError(
-            f"run {run!r}: {task} has {differences} in {first.file} and {second.file}, and no date tells which is newer; "
-            "remove one of them"
+            f"run {run!r}: {task} has {differences} in {first.file} and {second.file}, and no date tells which is "
+            "newer; remove one of them"
         )
 
 
