@@ -26,7 +26,7 @@ from grasp.retraining.plan import row_names
 from grasp.retraining.worker import POLL_SECONDS, Worker
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import RetrainSettings
-from grasp.store.locks import held
+from grasp.store.locks import keep_renewed
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
 
@@ -122,7 +122,7 @@ def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[
         if not claims:
             time.sleep(POLL_SECONDS)  # others hold the rest
             continue
-        with held(list(claims.values()), ttl=settings.lease_seconds):
+        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
             for run in claims:
                 model = train_gpt2(worker.recipe, worker.store, seed=run.seed, retained=masks[run.subset_id])
                 environment.write_run(run, -evaluate_units(model, worker.tokens))

@@ -32,7 +32,7 @@ from experiments.finetune.setting import NAMES, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
 from grasp.files import write_whole
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
@@ -64,7 +64,7 @@ def from_scratch(name: str, label: str, work: Path) -> dict[str, float]:
     """Return LDS and task rho of an artifact of a from-scratch environment, with standard errors."""
     artifact = grasp.open(built_from_scratch(name, label, work))
     evaluation = grasp.evaluate(artifact, ROOT / "environments" / name, resamples=RESAMPLES)
-    mean = next(result.mean for result in evaluation.methods if result.method == default_protocol().name)
+    mean = next(result.mean for result in evaluation.methods if result.method == DEFAULT_PROTOCOL.name)
     lds, rho = mean["mean_lds"], mean["task_rho"]
     return {
         "lds": lds.value,

@@ -140,7 +140,7 @@ def test_players_decide_what_stored_values_are_of(world):
         ({"players": "rows", "permutations": 100}, SettingsError, "more than most_runs 2,000"),
         ({"players": "rows"}, SettingsError, "at most 16 players"),
         ({"players": "theme"}, SubsetError, "theme"),
-        ({"truncation": 0.1}, SettingsError, "truncation: of no effect"),
+        ({"truncation": 0.1}, SettingsError, "truncation: no effect"),
     ],
 )
 def test_games_that_cannot_be_played_are_refused(settings, error, message, world, tmp_path):

@@ -168,7 +168,7 @@ def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path,
     neither = "neither chosen nor left out, since no row holds them"
     says(rows.out, f"{neither}: ", "2 short ends of documents that were cut into rows", "1 empty documents")
     assert "short ends" not in whole.out  # they come along
-    assert "note: --out replaces kept.parquet" in rows.err
+    assert "note: --out: overwriting kept.parquet" in rows.err
 
 
 def test_a_budget_in_tokens_says_how_much_of_it_no_row_fits(art):

@@ -175,9 +175,9 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
 def test_what_it_will_cost_is_said_by_the_first_steps_and_nothing_where_nothing_is_left(trained, settings):
     env, outcome = trained
     told = outcome.err
-    cost = r"18 runs of 4 steps; by its first steps \d+ s a run, \d+ s for all; stop at any time"
+    cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
     assert re.search(cost, " ".join(told.split()))
-    assert told.index("by its first steps") < told.index("runs: 18 runs in ")
+    assert told.index("from the first steps") < told.index("runs: 18 runs in ")
     assert "for grasp calibrate: 8 subsets" in told
     assert "first steps" not in succeed(*retrain(settings, env)).err
 
@@ -229,15 +229,15 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--family", "uniform:0.03"], "retains 2 rows, recipe tiny needs the 4 of one batch or more"),
+        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
         (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
         (["--recipe", "tinny"], "did you mean tiny?"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
-        (["--set", "corpus.max_length=65"], "recipe tiny reads rows of at most 64 tokens"),
-        (["--set", "tokenizer=/"], "`/` holds no tokenizer"),
+        (["--set", "corpus.max_length=65"], "the context length of recipe tiny is 64 tokens"),
+        (["--set", "tokenizer=/"], "`/` has no tokenizer"),
     ],
 )
 def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):

@@ -15,6 +15,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, NEW_ROW_VALUE, Predictor, RepetitionLaw
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.weights import Weights
+from tests.mentions import assert_mentions
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, downweight_negative, slow_components
 from tests.rounding import rounding
@@ -107,7 +108,7 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
         np.testing.assert_allclose(task_BT[:, t], want_B, rtol=0, atol=rounding(40, want_BE))
         np.testing.assert_allclose(found_BE, want_BE, rtol=0, atol=rounding(40, want_BE))
         first += want_BE.shape[1]
-    assert predictor.unit == "standard deviations over mixture:topic, 12 subsets, seed 0"
+    assert_mentions(predictor.unit, "standard deviations", "mixture:topic", "12 subsets", "seed 0")
 
 
 def slow_levels(source, chosen, weights_BN, family_BN, target):
@@ -264,20 +265,20 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
 
 
 @pytest.mark.parametrize(
-    ("changes", "targets", "error", "said"),
+    ("changes", "targets", "error", "message"),
     [
-        ({}, ["sci"], ProtocolError, r"target: got \['sci'\] \(did you mean 'sciq'\?\)"),
+        ({}, ["sci"], ProtocolError, r"target: .*\['sci'\].*'sciq'"),
         (
             {"requires": {"summary_positions": "all"}},
             None,
             ProtocolError,
-            "requires 'all', the artifact was built with",
+            "requires 'all'",
         ),
         ({"components": COMPONENTS, "calibration": {"family": "mixture:topic"}}, None, SubsetError, "column 'topic'"),
     ],
 )
-def test_what_cannot_predict_is_refused(changes, targets, error, said):
-    with pytest.raises(error, match=said):
+def test_what_cannot_predict_is_refused(changes, targets, error, message):
+    with pytest.raises(error, match=message):
         Predictor.from_artifact(FakeSource(), protocol(**changes), targets)
 
 

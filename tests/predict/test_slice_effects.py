@@ -134,7 +134,7 @@ def test_names_are_told_apart():
 
 
 def test_a_label_of_one_value_tells_nothing_apart():
-    with pytest.raises(SubsetError, match="has the single value 'x'"):
+    with pytest.raises(SubsetError, match="single value 'x'"):
         label_slices(LabelColumn.from_values(["x", "x"], "topic"), np.ones(2))
 
 

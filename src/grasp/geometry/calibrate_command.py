@@ -6,8 +6,8 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, tell
-from grasp.cli.options import names
+from grasp.cli.console import check_outputs, print_result
+from grasp.cli.options import split_names
 from grasp.errors import SettingsError
 
 
@@ -61,11 +61,11 @@ def calibrate(
         arts,
         runs,
         family=family,
-        target=names(target),
+        target=split_names(target),
         delta=delta,
         resamples=resamples,
         name=out.stem,
     )
     record = result.save(out)
-    tell(result)
+    print_result(result)
     print(f"{out}: written; how it was chosen: {record}")

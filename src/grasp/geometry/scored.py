@@ -126,10 +126,9 @@ class Scored(Alignment):
         groups: dict[Binding, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.binding, []).append(candidate)
-        artifact_targets = self.artifact_targets_of(targets)
+        match_targets = self.artifact_targets_of(targets)
         return {
-            binding: self._parts(binding, group, artifact_targets, per_unit=per_unit)
-            for binding, group in groups.items()
+            binding: self._parts(binding, group, match_targets, per_unit=per_unit) for binding, group in groups.items()
         }
 
     def _parts(

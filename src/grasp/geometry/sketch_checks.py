@@ -15,7 +15,7 @@ from grasp.geometry import sketch_measures as measures
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.inspect.health import Subject
-from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")
@@ -47,7 +47,7 @@ def _halves(subject: Subject) -> tuple[str, ...]:
 def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
     """Check what is lost by pooling positions before the product."""
     if isinstance(kernels, GraspError):
-        yield missing("pooled for tokens", MOST_OF_IT, str(kernels))
+        yield unmeasured_check("pooled for tokens", MOST_OF_IT, str(kernels))
     else:
         yield _rank_one(kernels, subject.weight_BN)
     if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
@@ -58,7 +58,7 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
     at, settings = kernels.positions, kernels.settings
     pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
     ranks = rank_agreement(pooled_B, product_B)
-    return judged(
+    return judge_check(
         "pooled for tokens",
         f"{at.kept_share:.2f} of the output gradient's square is in the summary of {settings.row_positions[-1]}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
@@ -75,7 +75,7 @@ def _kernels(subject: Subject) -> Check:
     pooled_NE, token_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
     each = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
-    return judged(
+    return judge_check(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
         "0.5 or more",
@@ -89,14 +89,14 @@ def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: Inte
     """Check stored sketches against full features, and properties of the stored sketches."""
     yield from _complement(subject, protocol)
     if isinstance(kernels, GraspError):
-        yield from (missing(name, healthy, str(kernels)) for name, healthy in NAMES.items())
+        yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in NAMES.items())
     else:
         arrays = subject.artifact.manifest.arrays
         gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in _halves(subject)}
         sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
         yield from of_sketches(kernels, sketches, subject.weight_BN)
     if isinstance(kernels, GraspError):
-        yield missing("opposed gradients", ALIGNED, str(kernels))
+        yield unmeasured_check("opposed gradients", ALIGNED, str(kernels))
     else:
         yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
     yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
@@ -105,7 +105,7 @@ def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: Inte
 
 
 def _opposed(pairs: float, mass: float) -> Check:
-    return judged(
+    return judge_check(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
         ALIGNED,
@@ -122,7 +122,7 @@ def _bound(bound: measures.DirectSumBound) -> Check:
     advice = "rows are too far apart for an informative bound: see `direct sum for product`"
     if not right:
         advice = "the identity fails: the sketches contain nan or infinity, or this is a bug; please report it"
-    return judged(
+    return judge_check(
         "direct-sum bound",
         f"{'met' if right else 'BROKEN'} (an identity, to {bound.off:.0e}: it checks the code); gap "
         f"{bound.mean:.2f} in the mean, {bound.largest:.2f} at most, {tight:.0%} of the bound of {bound.bound:.2f}",
@@ -137,7 +137,7 @@ def _bound(bound: measures.DirectSumBound) -> Check:
 def _rank(name: str, sketch_ND: F64) -> Check:
     rank = measures.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
-    return judged(
+    return judge_check(
         f"effective rank, {name.replace('_', ' ')}",
         f"{rank:.1f} of {width}",
         f"{max(1, width // 8)} or more",
@@ -157,13 +157,13 @@ def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Che
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
         value = f"protocol {protocol.name} has no pairwise terms: gains are additive"
-        yield judged(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+        yield judge_check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(_halves(subject)) if half == "joint" else {half} - set(_halves(subject))
         if lacking:
             why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            yield missing(f"{name}, {component}", ALIGNED, why)
+            yield unmeasured_check(f"{name}, {component}", ALIGNED, why)
             continue
         parts = [_sketch(subject, part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
@@ -178,7 +178,7 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Che
         advice += "; in a narrow sketch the sign of small inner products is random: a wider one may be aligned"
     if omega > 0:
         advice = "the weight is positive, so gains grow and `grasp select` has no bound; use a negative weight"
-    return judged(
+    return judge_check(
         f"pairs that complement, {component}",
         f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
         ALIGNED,

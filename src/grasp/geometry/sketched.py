@@ -17,7 +17,7 @@ from scipy.sparse import csr_array, diags_array
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry import sketch_measures as measures
-from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
 from grasp.kernels.kernel import CorpusMoments, make_kernels
 from grasp.kernels.whitening import Whitener, second_moments
@@ -164,7 +164,7 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
     for half in HALVES:
         if half not in sketches:
             why = f"not built: features.kernels does not contain {half}_sketch"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
+            yield unmeasured_check(f"{half} sketch", HEALTHY_SKETCH, why)
         else:
             yield _against_exact(kernels, half, sketches[half], kernels.full(half), weight_BN)
     for name in OF_PRODUCT:
@@ -200,7 +200,7 @@ def _against_exact(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, w
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
     healthy = f"at most {measured.allowed:.0%} off, twice the error of a Gaussian sketch, and ranks {RANKS} or more"
-    return judged(f"{half} sketch", value, healthy, measured.good, _wider(half, wide), numbers)
+    return judge_check(f"{half} sketch", value, healthy, measured.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
@@ -241,7 +241,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     advice = "too narrow for its features: build with the widths that the sketch checks suggest"
     if not numbers["full_ranks"] >= RANKS:
         advice = f"no width helps, {half}.* is another kernel: use product.*, wide enough, or no geometry"
-    return judged(
+    return judge_check(
         name,
         f"ranks agree {numbers['ranks']:+.2f} with the product of positions, {numbers['pooled_ranks']:+.2f} with that "
         f"of pooled rows, {numbers['error']:.1%} off once scaled; all its features agree {numbers['full_ranks']:+.2f}",
@@ -256,7 +256,7 @@ def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
     direct_B = measures.subset_norms(weight_BN, kernels.joint_NN)
     product_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     ranks, error = rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
-    return judged(
+    return judge_check(
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",
         HEALTHY_DIRECT,

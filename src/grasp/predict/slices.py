@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
-from grasp.corpus.labels import OWN_COLUMNS
+from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
@@ -125,7 +125,7 @@ def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[
         return len(seen) >= 2
 
     schema = source.rows(np.empty(0, dtype=np.int64)).schema
-    corpus_fields = [field for field in schema if field.name not in OWN_COLUMNS]
+    corpus_fields = [field for field in schema if field.name not in RESERVED_COLUMNS]
     text = [
         field.name for field in corpus_fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
     ]

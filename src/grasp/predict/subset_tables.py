@@ -30,7 +30,7 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.checksummed_parquet import SealedWriter, sealed_batches
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed_batches
 from grasp.store.contents import readable, readable_table
 
 DEFAULT_SUBSET_ID = "subset"  # name of the subset of a table without subset_id
@@ -130,7 +130,7 @@ def write_subsets(
     schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
     with (
         written_aside(Path(path)) as part,
-        SealedWriter(part, schema, compression_level=compression_level) as writer,
+        ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN
@@ -175,7 +175,7 @@ def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[
         if isinstance(source, pa.Table):
             batches = iter(source.select(columns).to_batches(max_chunksize=BATCH))
         else:
-            batches = sealed_batches(source, columns)
+            batches = read_checksummed_batches(source, columns)
         for batch in batches:
             n = batch.num_rows
             batch.validate(full=True)  # invalid UTF-8 would abort DuckDB

@@ -127,7 +127,7 @@ class Alignment:
             [predictor.unit_change(block.weights, subset_sums) for block, subset_sums in pairs]
         )
 
-    def predictions(self, method: str, artifact_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+    def predictions(self, method: str, match_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
         """Return predictions of targets and units under the target names of the runs.
 
         Args:
@@ -139,19 +139,19 @@ class Alignment:
         return Predictions(
             method=method,
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            units=tuple((self.run_targets[target], unit) for target, unit in self.units(artifact_targets))
+            units=tuple((self.run_targets[target], unit) for target, unit in self.units(match_targets))
             if unit_BE.shape[1]
             else (),
             values_BE=unit_BE,
-            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(artifact_targets)},
+            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(match_targets)},
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predict targets and units with additive protocols, as `grasp predict` does."""
-        artifact_targets, results = self.artifact_targets_of(targets), []
+        match_targets, results = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
-            predictor = Predictor.from_artifact(self.source, protocol, artifact_targets, per_unit=True)
-            predictions = self.predictions(name, artifact_targets, *self.changes(predictor))
+            predictor = Predictor.from_artifact(self.source, protocol, match_targets, per_unit=True)
+            predictions = self.predictions(name, match_targets, *self.changes(predictor))
             results.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
         return results
 

@@ -25,7 +25,7 @@ from grasp.errors import RunsError
 from grasp.files import check_place
 from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
-from grasp.store.checksummed_parquet import read_sealed
+from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
@@ -316,7 +316,7 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         return source, "runs"
     path = Path(source)
     try:
-        table = read_sealed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
+        table = read_checksummed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
         names = table.column_names
     except FileNotFoundError as err:
         raise RunsError(f"{path}: no such file") from err

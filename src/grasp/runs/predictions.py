@@ -26,7 +26,7 @@ from grasp.errors import RunsError
 from grasp.predict.predictor import downweight_negative
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, sums_over
-from grasp.store.checksummed_parquet import read_sealed
+from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
 from grasp.yaml_files import describe
 
@@ -311,7 +311,7 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 def _open(path: Path) -> pa.Table:
     with readable_table(path, RunsError, "Parquet"):
-        table = read_sealed(path)
+        table = read_checksummed(path)
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         raise RunsError(f"{path}: has {twice[0]!r} as the name of {len(twice)} columns, expected it once")

@@ -44,7 +44,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.settings import CorpusSettings, Settings, TargetSettings
-from grasp.store.checksummed_parquet import SealedWriter, read_sealed
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
 from grasp.targets.units import LossOn
@@ -737,7 +737,7 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
         "use_dictionary": list(COLUMNS[:-1]),
         "column_encoding": {"utility": "BYTE_STREAM_SPLIT"},
     }
-    with SealedWriter(sink, table.schema, compression_level=19, **options) as writer:
+    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **options) as writer:
         writer.write(table)
     return bytes(sink.getvalue())
 
@@ -785,7 +785,7 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         names = list(pq.read_schema(path).names)
         if missing := [name for name in COLUMNS if name not in names]:
             raise RunsError(f"{path}: has columns {names}, lacks {missing}")
-        table = read_sealed(path, columns)
+        table = read_checksummed(path, columns)
         table.validate(full=True)  # a flipped bit may result in invalid UTF-8
     except FileNotFoundError:
         raise

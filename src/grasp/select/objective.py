@@ -24,7 +24,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
-from grasp.store.checksummed_parquet import write_sealed
+from grasp.store.checksummed_parquet import write_checksummed
 from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Choice(Result):
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
-            write_sealed(marked, part, group_rows=GROUP_ROWS)
+            write_checksummed(marked, part, group_rows=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
         write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))

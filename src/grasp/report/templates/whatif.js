@@ -13,7 +13,7 @@
 
   const keptRows = (model, f) => model.slices.reduce((sum, slice, g) => sum + (f[g] > 0 ? slice.rows : 0), 0);
 
-  // grasp.predict.weights.Exposure: what a row of each slice counts, 1 being seen once.
+  // grasp.predict.predictor.RepetitionLaw: effective weight of the rows of each slice; 1 if seen once.
   function exposed(model, f, rows, kept) {
     const { repeatWorth } = model.exposure, times = kept / dot(f, rows);
     const seen = (x) => (x <= 1 ? x : 1 - repeatWorth * Math.expm1(-(x - 1) / repeatWorth));
