@@ -245,7 +245,8 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
             remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
     for mean in merged.values():
         for task in mean.group:
-            used, in_file = merged.get(task), [result for result in by_task.get(task, ()) if result.file == mean.file]
+            used: TaskResults | None = merged.get(task)
+            in_file = [result for result in by_task.get(task, ()) if result.file == mean.file]
             member_values = [(name, value) for result in in_file for name, value in result.values.items()]
             if used and any(used.values.get(name) != value for name, value in member_values):
                 text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({used.file})"
