@@ -26,7 +26,7 @@ from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
 from grasp.files import write_whole
 from grasp.retraining.worker import retrain
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = [SelectionRequest(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
         chosen += TextChooser(world).select_all(wanted)
         retrain(world.retraining(args.work / "subsets.parquet"), args.work / "llama")
-        table = lines(Reading(world, Environment.open(args.work / "llama")), chosen)
+        table = lines(Reading(world, RetrainedRuns.open(args.work / "llama")), chosen)
         result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
         write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
         write_whole(args.out.with_suffix(".md"), as_text(table).encode())

@@ -21,7 +21,7 @@ from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.calibration import learn
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.mix import mix
 from grasp.select.select import select
 
@@ -34,7 +34,7 @@ def aims(artifact: ArtifactReader) -> dict[str, list[str]]:
 
 
 def chosen(
-    artifact: ArtifactReader, runs: Environment | None, label: str, budgets: list[str], distance: str | None
+    artifact: ArtifactReader, runs: RetrainedRuns | None, label: str, budgets: list[str], distance: str | None
 ) -> Iterator[WeightedRows]:
     """Subsets that are chosen by relevance alone, or, with runs, by what they lead to expect."""
     by = "relevance" if runs is None else "runs"
@@ -50,7 +50,7 @@ def chosen(
 
 def propose(args: argparse.Namespace) -> None:
     artifact = ArtifactReader.open(args.artifact)
-    run_sets = [None] if args.environment is None else [None, Environment.open(args.environment)]
+    run_sets = [None] if args.environment is None else [None, RetrainedRuns.open(args.environment)]
     subsets = [
         weights
         for runs in run_sets
@@ -63,15 +63,15 @@ def propose(args: argparse.Namespace) -> None:
 
 
 def judge(args: argparse.Namespace) -> None:
-    artifact, runs = ArtifactReader.open(args.artifact), Environment.open(args.environment)
-    trained = Environment.open(args.chosen)
+    artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
+    trained = RetrainedRuns.open(args.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
-    expected, scored = learn(predictor, artifact, runs), Scored.from_environment(trained, artifact)
+    expected, scored = learn(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
     )
-    targets = [scored.renamed[name] for name in predictor.units.targets]
+    targets = [scored.run_targets[name] for name in predictor.units.targets]
     came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
     pairs = [
         {

@@ -29,7 +29,7 @@ from grasp.report import payload
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.calibration import learn
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
 from tests.cli.grasp_command import refused, succeed
@@ -186,7 +186,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
 
     If rows interact, changes are tabulated in the same way as the predictions from runs.
     """
-    artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
+    artifact, environment = ArtifactReader.open(place / "art"), RetrainedRuns.open(place / "env")
     chosen = rule(name="p", **interactions)
     findings = collect_findings(artifact, chosen, by=("topic",), environment=environment)
     slices = findings.labels[0].slices
@@ -376,7 +376,7 @@ def test_a_selection_of_documents_speaks_of_documents(tmp_path):
 def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
     arguments = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
     succeed("select", place / "art", *arguments)
-    environment = Environment.open(place / "env")
+    environment = RetrainedRuns.open(place / "env")
     text = page_text(ArtifactReader.open(place / "art"), environment=environment, selection=tmp_path / "kept.json")
     assert re.search(r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)", text)
 

@@ -18,13 +18,13 @@ import torch
 from grasp.artifact.manifest import MANIFEST
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
-from grasp.build.model_pass import Arrays, ModelPass, joined, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, kept_bytes, refuse_untrained
+from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
+from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
-from grasp.kernels.gradient import room
+from grasp.kernels.gradient import allocate_unit_gradients
 from grasp.kernels.kernel import Batch, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -72,7 +72,7 @@ def forecast(
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
         inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
-            alike(inputs, inputs.settings.like)
+            open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
         return _report(inputs, probe, n_documents / n_read, tokens_bytes)
@@ -186,7 +186,9 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     batches = [pair for arrays in passed for pair in read_batches(arrays, ready, ready.model.vocab_size)]
     n_rows = sum(len(index) for index, _ in batches)
     copies = -(-n_units // n_rows)
-    rows = joined([(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows)
+    rows = merge_batches(
+        [(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows
+    )
     rows = rows.rows(0, n_units)
     first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
     chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
@@ -194,7 +196,7 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     if ready.sampled is None:
         return units
     gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
-    gradient_EK = room(n_units, ready.sampled, ready.settings.gradient_memory_mb)
+    gradient_EK = allocate_unit_gradients(n_units, ready.sampled, ready.settings.gradient_memory_mb)
     for e in range(n_units):
         gradient_EK[e] = gradient_NK[e % n_rows].to(gradient_EK.device, gradient_EK.dtype)
     return replace(units, gradient_BK=gradient_EK, sampled=ready.sampled)
@@ -213,7 +215,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
         rows_needed = features.sample_rows if counts_rows(features) else 1
         sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
     coordinates = 0 if inputs.ready.sampled is None else inputs.ready.sampled.sample.size
-    passed_bytes = round(ratio * kept_bytes(model, store, features, coordinates))
+    passed_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
     is_measured = settings.like is not None
     once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE
     passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)

@@ -58,8 +58,8 @@ SCORED = Schema(  # names with a leading underscore are ignored by Parquet reade
     marks="_scores-*.json",
     plan="_apply.json",
     ours=("scores-*.parquet",),
-    again="delete it and score again",
-    mistake=SettingsError,
+    recovery_hint="delete it and score again",
+    error_type=SettingsError,
 )
 SELECTED = "kept"  # directory with the selected documents
 BATCH_DOCUMENTS = 4_096

@@ -31,7 +31,7 @@ from grasp.files import FileEntry, check_place
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import label_slices, sensible_labels
+from grasp.predict.slices import label_slices, suggest_labels
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.seeds import stream
@@ -126,7 +126,7 @@ def distil(
     tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
     weight_RN = _resampled(document_N, seed)
     slices: list[SliceQuality] = []  # largest slices of the first suitable label
-    for label in sensible_labels(artifact)[:1]:
+    for label in suggest_labels(artifact)[:1]:
         label_values = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
         for g, name in enumerate(label_values.names[:MAX_SLICES]):
             rows_S = np.flatnonzero(label_values.codes_N[row_index] == g)
@@ -135,7 +135,7 @@ def distil(
                 slices.append(SliceQuality(label=label, value=str(name), rows=len(rows_S), spearman=spearman))
     card = Card(
         target=target,
-        scored_by=predictor.protocol.in_words,
+        scored_by=predictor.protocol.description,
         made_by={"grasp": grasp.__version__},
         fingerprints=dict(artifact.manifest.fingerprints),
         rows=len(row_index),

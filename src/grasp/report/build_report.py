@@ -11,11 +11,11 @@ from typing import Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 
@@ -28,7 +28,7 @@ def report(
     *,
     by: str | Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
@@ -71,7 +71,7 @@ def report(
         if repeated := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")
     out = Path(out)
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     earlier_artifacts: list[ArtifactReader] = [
@@ -101,7 +101,7 @@ def report(
     command = shlex.join(["grasp", "report", artifact.where, *options, "--out", str(out)])
     findings = collect_findings(
         artifact,
-        as_protocol(protocol, artifact),
+        resolve_protocol(protocol, artifact),
         target=targets,
         by=by,
         previous=earlier_artifacts,

@@ -21,18 +21,18 @@ from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
     SliceFormula,
     cosines,
     dropped_intervals,
     label_slices,
-    sensible_labels,
     slice_effects,
+    suggest_labels,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import (
@@ -46,7 +46,7 @@ from grasp.report.example_rows import (
 )
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
 from grasp.yaml_files import read_yaml, yaml_text
@@ -117,7 +117,7 @@ class PredictedGain:
 class Findings:
     """The complete contents of a report."""
 
-    environment: Environment | None = field(repr=False)
+    environment: TrainingRuns | None = field(repr=False)
     flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
     command: str  # command line that reproduces the report
     artifact_path: str
@@ -157,7 +157,7 @@ def collect_findings(
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
     previous: Sequence[ArtifactReader] = (),
-    environment: Environment | None = None,
+    environment: TrainingRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
@@ -182,7 +182,7 @@ def collect_findings(
     tokens_N = row_tokens(artifact)
     # The page opens on the first label; by default that is the label of the mixture.
     first = () if isinstance(mixture_summary, Missing) else (mixture_summary.label,)
-    names = tuple(by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
+    names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
     # agreement with retraining, and predictions in the unit of the runs (needs finished development runs)
     run_agreement: Agreement | Missing = NO_RUNS
@@ -196,7 +196,7 @@ def collect_findings(
     elif environment is not None:
         try:
             outcomes = learn(predictor, artifact, environment)
-        except (ProtocolLeakError, EnvironmentDataError) as err:
+        except (ProtocolLeakError, RunsError) as err:
             outcomes = Missing(f"No intervals in nats: {err}.", "Finished development runs are required.")
     # None unless the runs have outcomes of every target
     complete = outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.columns) == set(targets) else None
@@ -257,7 +257,7 @@ def collect_findings(
         settings=yaml_text(manifest.settings),
         unit=predictor.unit if complete is None else NATS.get(complete.unit, complete.unit),
         effect_unit=predictor.unit,
-        scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
+        scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
         crossed=crossed,
         top_share=n_top / artifact.n_rows,
@@ -348,7 +348,7 @@ def _label_findings(
         predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
         dropped = Change(predicted.nats_BT, predicted.low_BT, predicted.high_BT)
     weights_model: SliceFormula | Predictor = predictor
-    if not predictor.protocol.interacts:  # interactions between rows are not a sum over slices
-        weights_model = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
+    if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
+        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

@@ -120,7 +120,7 @@ def render(findings: Findings, live: str = "") -> str:
 @functools.cache
 def template() -> Any:
     """Load the page template with escaping of all values."""
-    environment = jinja2.Environment(
+    environment = jinja2.RetrainedRuns(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
+from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH
 from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -107,7 +107,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     # parameters of the closed form, or tabulated changes if rows interact
     model = label.weights_model
     if isinstance(model, SliceFormula):
-        law = {"repeatWorth": REPEAT_WORTH, "newRowValue": ANY_TEXT}
+        law = {"repeatWorth": REPEAT_WORTH, "newRowValue": NEW_ROW_VALUE}
         formula: dict[str, Any] = {"effect": model.effect_GT.tolist(), "exposure": law, "tabulated": None}
     else:
         formula = {"tabulated": tabulated([{"change": _rounded(change_T)} for change_T in model.change(weights)])}

@@ -26,12 +26,12 @@ from grasp.build.modality import Pictured
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.predict.scoring_rule import as_protocol
+from grasp.predict.scoring_rule import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.select.select import select
 from grasp.signatures import declared, signed
@@ -66,7 +66,7 @@ class QueryService:
     """Answers commands about an artifact and, if there are any, its runs; safe to use from several threads."""
 
     def __init__(
-        self, artifact: ArtifactReader, runs: Environment | RunTable | None = None, model: Path | str | None = None
+        self, artifact: ArtifactReader, runs: TrainingRuns | RunTable | None = None, model: Path | str | None = None
     ) -> None:
         self.artifact = artifact
         self._runs = runs
@@ -143,7 +143,7 @@ def serve(
     artifact: ArtifactReader,
     *,
     port: int = 8765,
-    runs: Environment | Path | str | None = None,
+    runs: TrainingRuns | Path | str | None = None,
     model: Path | str | None = None,
     on_start: Callable[[str], None] | None = None,
 ) -> None:
@@ -186,7 +186,7 @@ def serve(
 
 
 def serve_mcp(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> None:
     """Serve the commands as tools of the Model Context Protocol over standard input and output.
 
@@ -197,7 +197,7 @@ def serve_mcp(
     """
     mcpserver = require("mcp.server.mcpserver", extra=EXTRA, feature="grasp serve --mcp")
     exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
-    service = QueryService(artifact, None if runs is None else runs_beside(artifact, runs), model)
+    service = QueryService(artifact, None if runs is None else bind_runs(artifact, runs), model)
     targets = ", ".join(f"{name} ({units} units)" for name, units in artifact.manifest.targets.items())
     labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
@@ -236,7 +236,7 @@ def _query_function(service: QueryService, verb: str, error: type[Exception] = G
 
 
 def web(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> "Starlette":
     """Return the ASGI application of `serve`: the report at `/`, answers as JSON at `/api/VERB`.
 
@@ -250,7 +250,7 @@ def web(
     from starlette.responses import HTMLResponse, PlainTextResponse, Response  # noqa: PLC0415
     from starlette.routing import Route  # noqa: PLC0415
 
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     service = QueryService(artifact, environment, model)
 
     def same_site(endpoint: "Endpoint") -> "Endpoint":
@@ -265,10 +265,10 @@ def web(
 
     @functools.cache
     def page() -> str:
-        shown = environment if isinstance(environment, Environment) else None
         command = f"grasp serve {artifact.where}"
         return render(
-            collect_findings(artifact, as_protocol(None, artifact), environment=shown, command=command), live="/api"
+            collect_findings(artifact, resolve_protocol(None, artifact), environment=environment, command=command),
+            live="/api",
         )
 
     def report(request: "Request") -> "Response":
