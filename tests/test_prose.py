@@ -16,6 +16,7 @@ def told(aim: int, *, budget: int) -> int:
 class Choice:
     learned_curve: int
     alone: int
+    asked: int  # stored name
 '''
 NAMES = [(3, "own_E"), (4, "aim"), (4, "told"), (5, "kept"), (5, "one"), (6, "found"), (7, "taken_BK"), (8, "Choice")]
 
