@@ -156,7 +156,7 @@ def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
     assert len(found.tokenizer.tokenizer) > 300
     assert found.tokenizer.vocab_size == 300
     unit = Unit(target="t", unit_id="u", prompt="water is", completion=" <extra 399>")
-    with pytest.raises(TargetError, match=r"token id \d+ lies outside the model's vocabulary of 300"):
+    with pytest.raises(TargetError, match=r"token id \d+ is outside the model's vocabulary of 300"):
         UnitSet((unit,)).tokenize(found.tokenizer, 32)
 
 

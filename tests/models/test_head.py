@@ -197,7 +197,7 @@ def test_what_top_k_cut_off_is_spread_evenly_where_slopes_differ_by_logit(kind, 
         expected.append(weight_VH.T @ (gradient * taken + rest))
     found = hidden_gradient(head, residual).double()
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
-    with pytest.raises(ModelError, match="kept by another version"):
+    with pytest.raises(ModelError, match="stored by another version"):
         hidden_gradient(head, replace(residual, rest_P=None))
 
 

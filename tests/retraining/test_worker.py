@@ -194,7 +194,7 @@ def test_models_trained_together_give_the_same_utilities(inputs, whole, tmp_path
 
 
 def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tmp_path, monkeypatch):
-    env = module.prepare(settings(inputs), tmp_path / "env", module._silent)
+    env = module.prepare(settings(inputs), tmp_path / "env", module._ignore_status)
     others = env.claim(1)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
@@ -220,7 +220,7 @@ def test_progress_says_how_far_and_how_long(inputs, tmp_path, monkeypatch):
     assert all(status.seconds_left > 0 for status in runs[:9])
     assert runs[-1].seconds_left == 0
     (cost,) = [status.cost for status in seen if status.stage == "cost"]
-    assert cost.startswith("2 runs of 5 steps; by its first steps ")
+    assert cost.startswith("2 runs of 5 steps; estimated from the first steps: ")
     assert steps == [0, 1, 2, 3, 4] * 2  # no step is trained only to tell the time
 
 
@@ -246,8 +246,8 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
         ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
         ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere'"),
         ({"corpus.max_length": 65}, SettingsError, "corpus.max_length: got 65"),
-        ({"overrides.shape.context": 4, "corpus.max_length": 4}, SettingsError, "more than the 4 tokens .* e.g. 'u0'"),
-        ({"overrides.shape.vocab_size": 260, "tokenizer": "TRAINED"}, SettingsError, "300 tokens, .* room for 260"),
+        ({"overrides.shape.context": 4, "corpus.max_length": 4}, SettingsError, "exceed the 4 tokens .* e.g. 'u0'"),
+        ({"overrides.shape.vocab_size": 260, "tokenizer": "TRAINED"}, SettingsError, "300 tokens, .* has 260"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, word):

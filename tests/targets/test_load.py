@@ -101,7 +101,7 @@ def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
     assert unit.completion == LAST + END
     assert unit.prompt.endswith(f"{AGAIN}{END}\n<|im_start|>assistant\n")
     assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
-    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam .* does not write an answer: turn 3: words"):
+    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam .* template omits: turn 3: words"):
         load(tmp_path).written_out(chat_tokenizer(DROPS))
 
 

@@ -151,11 +151,11 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
     [
         ([one("a", "generate_until") | {"request": {"context": "Q:"}}], "r.jsonl:1: generate_until: no continuation"),
         ([one("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "no continuation"),
-        ([one(context={"messages": []})], "r.jsonl:1: the context holds messages"),
+        ([one(context={"messages": []})], "r.jsonl:1: the context is a list of messages"),
         ([one() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
         ([one(1), one(1)], "document 3 has 2 candidates and 0 gold"),
         ([one("a"), one("a") | {"idx": 1}], "document 3 has 2 candidates and 2 gold"),
-        ([one(0), one(0)], "different `idx`"),
+        ([one(0), one(0)], "distinct `idx`"),
         ([one(0), {"prompt": "p", "completion": "c"}], "r.jsonl:2: expected a request"),
     ],
 )

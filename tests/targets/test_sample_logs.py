@@ -234,14 +234,14 @@ REFUSED = [
     (choice(0, WORDS, 3), "target: got '3'"),
     (choice(0, WORDS, None), "target: got 'None'"),
     (choice(0, ("a", "  "), 1), "completion: got"),
-    ({**generated(0, "4"), "arguments": PICTURE}, "pictures"),
+    ({**generated(0, "4"), "arguments": PICTURE}, "images and audio"),
     ({**generated(0, "4"), "arguments": [[["a", "b"], UNTIL]]}, "expected text or messages"),
     ({**generated(0, "4"), "arguments": [["Q", " a"], ["Q", 3]]}, "arguments: expected the context"),
     ({**generated(0, "4"), "arguments": []}, "arguments: got"),
     ({**generated(0, "4"), "arguments": {"x": ["Q", " a"]}}, "arguments: got"),
     ({**generated(0, "4"), "acc_mutual_info": 1, "arguments": [["", " a"], ["", " b"]]}, "acc_mutual_info"),
-    (generated(0, None), "target: is missing"),
-    (generated(0, "None"), "target: is missing"),
+    (generated(0, None), "target: missing"),
+    (generated(0, "None"), "target: missing"),
     (generated(0, "[]"), "empty list of answers"),
     (generated(0, "['a' 'b']"), "looks like a list"),  # as numpy writes it: Python would read 'ab'
     (generated(0, '["a", "b"]'), "looks like a list"),
@@ -250,7 +250,7 @@ REFUSED = [
     (generated(0, "1", {"q": "x", "answer": 1, "choices": ["no", "yes"]}), "number of a choice"),
     (generated(0, "1", {"q": "x", "answer": "1", "options": "['no', 'yes']"}), "number of a choice"),
     (generated(0, "0", {"q": "x", "answerKey": "0", "choices": {"text": ["no", "yes"]}}), "number of a choice"),
-    (generated(0, "number,spans", {"answer": {"number": "", "spans": []}}), "fields of the document"),
+    (generated(0, "number,spans", {"answer": {"number": "", "spans": []}}), "field names of the document"),
     (generated(0, "assert f(1) == 2", **{"pass@1": 0.0}), "tests or rules"),
     (generated(0, "0", prompt_level_strict_acc=True), "tests or rules"),
     (generated(0, "4", context='[{"role": "assistant", "content": "A:"}]'), "out of order"),
@@ -290,7 +290,7 @@ def test_logs_of_several_tasks_number_their_documents_alike(tmp_path):
     assert {unit.unit_id: unit.completion for unit in units.units} == {"a:0": " a", "b:0": " b"}
     assert load(f"{tmp_path}/").fingerprint == units.fingerprint  # or the directory that holds them
     write(tmp_path / "other" / "samples_b_2025-02-02T03-04-05.6.jsonl", generated(0, "b"))
-    with pytest.raises(TargetError, match="logs of one task"):
+    with pytest.raises(TargetError, match="logs of the same task"):
         load(f"{tmp_path}/")
 
 

@@ -60,7 +60,7 @@ def test_unit_losses_do_not_depend_on_the_batch(stacked):
 @pytest.mark.parametrize(
     ("seeds", "retained", "error", "said"),
     [
-        ((1, 2), (None,), ShapeError, "got 2 seeds, 1 subsets"),
+        ((1, 2), (None,), ShapeError, "got 2 seeds and 1 subsets"),
         ((), (), ShapeError, "got 0 seeds"),
         ((1,), (np.arange(40) < 2,), ModelError, "retained: 2 of 40 rows"),
     ],
