@@ -224,7 +224,7 @@ def test_directions_and_patterns_may_be_said(tmp_path):
     assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
     with pytest.raises(RunsError, match=r"no numeric column matches 'eval/"):
         read(tmp_path, metrics=["eval/*"])
-    with pytest.raises(RunsError, match="say which label its columns are values of"):
+    with pytest.raises(RunsError, match="label that its columns are values of"):
         read(tmp_path, label=None)
 
 

@@ -288,7 +288,7 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"side": "omitted"}, ProtocolError, "has no size for a mixture"),
+        ({"side": "omitted"}, ProtocolError, "undefined for a mixture"),
         ({"floors": ["30%"]}, SettingsError, "the floors add up to 120.0%"),
         ({"caps": ["20%"]}, SettingsError, "the caps add up to 80.0%"),
         ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, "games has a floor of 30.0% and a cap of 20"),

@@ -455,7 +455,7 @@ def test_rows_too_short_to_trust_are_told_where_they_lead():
     short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
     assert short
     assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
-    assert "noisy: --min-tokens 32 passes" in ranking.notes[0]
+    assert "noisy: --min-tokens 32 skips" in ranking.notes[0]
     assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
     images = World()
     images.tokens[:] = 1  # there is nothing to choose from
