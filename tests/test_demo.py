@@ -11,7 +11,7 @@ import grasp.demo
 from grasp.cli import app
 from grasp.cli.options import merge_settings, split_names
 from grasp.demo import Demo, open_runs, print_answers
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.retraining.plan import fitted_lengths
 from grasp.settings import retrain_settings
 from tests.cli.grasp_command import succeed
@@ -56,13 +56,13 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
 def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkeypatch):
     artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
-    with pytest.raises(EnvironmentDataError, match="contains no retrained runs"):
+    with pytest.raises(RunsError, match="contains no retrained runs"):
         open_runs(Demo(tmp_path), artifact)
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", other).path)
-    with pytest.raises(EnvironmentDataError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
+    with pytest.raises(RunsError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
         open_runs(Demo(tmp_path), artifact)
     write_environment(tmp_path / "environment", artifact, done=3)
-    with pytest.raises(EnvironmentDataError, match="environment: unfinished"):
+    with pytest.raises(RunsError, match="environment: unfinished"):
         open_runs(Demo(tmp_path), artifact)
 
 

@@ -33,7 +33,7 @@ from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
 from grasp.files import write_whole
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def fine_tuned(name: Any, label: str, data: Path, work: Path) -> dict[str, float
     if (n_rows := SAMPLES[label]) is not None:
         features = {"sample_rows": n_rows, "sample_positions": 2}
     rows = artifact_of(name, work, model_directory(name, work), tokenizer, features, 8192, f"sample-{label}")
-    environment = Environment.open(FINETUNE / name)
+    environment = RetrainedRuns.open(FINETUNE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([rows.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     kernels = tuple(relevance(rows, kernel, columns) for kernel in ("gradient", "output_layer", "embedding"))

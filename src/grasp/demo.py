@@ -18,13 +18,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import artifact_targets
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import match_targets
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table
@@ -100,19 +100,19 @@ def make_demo(out: Path, progress: Progress | None = None) -> Demo:
     return demo
 
 
-def open_runs(demo: Demo, artifact: ArtifactReader) -> Environment:
+def open_runs(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
     """Open the user's own retrained runs of the demo, else those of the package.
 
     Raises:
-        EnvironmentDataError: there are no runs, they are unfinished, or were trained on other rows.
+        RunsError: there are no runs, they are unfinished, or were trained on other rows.
     """
     user_path = demo.environment_path
     if not user_path.exists() and not BUNDLED_RUNS.exists():
-        raise EnvironmentDataError("this version of the package contains no retrained runs")
-    runs = Environment.open(user_path if user_path.exists() else BUNDLED_RUNS)
-    artifact_targets(runs, artifact)
+        raise RunsError("this version of the package contains no retrained runs")
+    runs = RetrainedRuns.open(user_path if user_path.exists() else BUNDLED_RUNS)
+    match_targets(runs, artifact)
     if runs.pending():
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{runs.path}: unfinished; continue with grasp retrain --out {shlex.quote(str(user_path))} --resume"
         )
     return runs
@@ -179,12 +179,12 @@ def _command(say: Callable[[str], None], *arguments: object) -> None:
     say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
 
 
-def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Environment | None:
+def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> RetrainedRuns | None:
     """Compare predictions with models retrained on subsets, and return these runs; None if there are none."""
     say("4. Are the predictions right? Compare them with small models retrained on 16 mixtures of the sources.")
     try:
         runs = open_runs(demo, art.files)
-    except EnvironmentDataError as err:
+    except RunsError as err:
         say(f"No comparison: {plain(err)}")
         say("Train models on a few mixtures (about a minute each), then run the demo again:")
         _command(say, "retrain", *demo.retrain_flags, "--out", demo.environment_path)
@@ -217,7 +217,7 @@ def _interval(record: dict[str, Any], metric: str) -> str:
     return f"{number(record[f'{metric}_low'], 2)} to {number(record[f'{metric}_high'], 2)}"
 
 
-def _select_and_report(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
+def _select_and_report(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | None, say: Callable[[str], None]) -> None:
     """Select a fifth of the rows for SciQ, compute a mixture for all targets, and write the report."""
     path, runs_options = demo.artifact_path, () if runs is None else ("--runs", runs.path)
     say("5. Select a fifth of the corpus for SciQ.")
@@ -253,11 +253,11 @@ def _select_and_report(demo: Demo, art: grasp.Artifact, runs: Environment | None
     )
     _command(say, "retrain", *train_options)
     if SELECTION_RUNS.exists():
-        say(_measured_changes(Environment.open(SELECTION_RUNS)))
+        say(_measured_changes(RetrainedRuns.open(SELECTION_RUNS)))
     say("")
 
 
-def _measured_changes(runs: Environment) -> str:
+def _measured_changes(runs: RetrainedRuns) -> str:
     """Format the measured change of each target, in nats per token, of models trained on the demo's selections."""
     change_BT = (runs.task_utilities(runs.targets) - runs.task_reference(runs.targets)).mean(axis=1)
     seeds = ", ".join(map(str, runs.info.seeds))

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
@@ -15,6 +14,7 @@ from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exac
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradient_factors import materialise, squared_norm
 from grasp.models.gradients import Block, Example, PerExample, Use
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB

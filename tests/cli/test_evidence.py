@@ -24,9 +24,10 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
+from tests.mentions import assert_mentions
 
 FAMILY = {
     "sides": ["retained"],
@@ -84,7 +85,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.from_environment(Environment.open(env), ArtifactReader.open(art))
+    return Scored.from_runs(RetrainedRuns.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:
@@ -112,8 +113,8 @@ def plant_protocol(env: Path, art: Path) -> None:
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
     source = ArtifactReader.open(art)
-    (found,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
-    truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
+    (result,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    truth = dict(zip(result.subset_ids, result.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
 
 
@@ -133,17 +134,14 @@ def lines_of(out: str) -> dict[str, list[str]]:
 
 def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained, tmp_path):
     env, outcome = trained
-    first, heading, line, build, then, evidence = outcome.lines
-    assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
-    assert cells(heading) == ["target", "units", "utility", "against the corpus", "sd over subsets"]
+    first, _heading, line, build, then, evidence = outcome.lines
+    assert_mentions(first, f"{env}: dev", "recipe tiny", "8 subsets x 2 seeds", "65 rows")
     realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
     against = realized_B.mean() - Environment.open(env).reference_utilities().mean()
     assert cells(line)[:2] == ["facts", "6"]
-    told = [float(cell) for cell in cells(line)[2:]]
-    assert told == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
-    assert evidence.startswith(
-        "for grasp calibrate: 8 subsets are too few to choose by; 21 carry its short list of 12, "
-    )
+    printed = [float(cell) for cell in cells(line)[2:]]
+    assert printed == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
+    assert re.search(r"calibrate: 8 subsets.*\b21\b.*\b12\b", evidence)
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
     assert (arguments[0], arguments[-1]) == ("build", "art")
@@ -163,10 +161,10 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
         art = tmp_path / "art"
     recipe = "overrides.steps=4 overrides.warmup_steps=1 overrides.batch_rows=4 overrides.shape.hidden=16 threads=1"
     changes = [part for change in recipe.split() for part in ("--set", change)]
-    asked = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
-    assert "art has no label 'topics', expected one of ['topic" in refused(*asked, "mixture:topics")
+    command = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
+    assert re.search(r"art .*label 'topics'.*\['topic", refused(*command, "mixture:topics"))
     assert not env.exists()
-    like = *asked, "mixture:topic"
+    like = *command, "mixture:topic"
     succeed(*like, *changes)
     assert "1 subsets x 1 seeds" in succeed(*like, *changes).out
     assert "undefined: mean_lds" in succeed("evaluate", art, "--runs", env).out
@@ -174,12 +172,12 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
 
 def test_what_it_will_cost_is_said_by_the_first_steps_and_nothing_where_nothing_is_left(trained, settings):
     env, outcome = trained
-    told = outcome.err
-    cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
-    assert re.search(cost, " ".join(told.split()))
-    assert told.index("from the first steps") < told.index("runs: 18 runs in ")
-    assert "for grasp calibrate: 8 subsets" in told
-    assert "first steps" not in succeed(*retrain(settings, env)).err
+    printed = outcome.err
+    cost = r"18 runs of 4 steps.* \d+ s .*\d+ s "
+    assert re.search(cost, " ".join(printed.split()))
+    assert printed.index("18 runs of 4 steps") < printed.index("runs: 18 runs in ")
+    assert "calibrate: 8 subsets" in printed
+    assert " steps" not in succeed(*retrain(settings, env)).err
 
 
 def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
@@ -193,7 +191,7 @@ def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, 
     )
     run = read_yaml(out / "run.yaml")
     assert run["corpus"]["max_length"] == run["targets"]["max_length"] == 64
-    info = Environment.open(out).info
+    info = RetrainedRuns.open(out).info
     assert (info.role, info.seeds, info.family.spec, info.family.seed) == ("held-out", (0,), "uniform:0.5", 3)
     assert run["stack"] == 2
     assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
@@ -218,54 +216,54 @@ def test_two_processes_share_an_environment_and_one_is_killed(settings, env, tmp
 
 def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings, own_env, env):
     (own_env / "utilities.parquet").unlink()
-    held = Environment.open(own_env).claim(3)  # never renewed: its process is dead
-    assert len(held) == 3
+    claims = Environment.open(own_env).claim(3)  # never renewed: its process is dead
+    assert len(claims) == 3
     succeed("retrain", "--out", own_env, "--resume")
     np.testing.assert_array_equal(
-        Environment.open(own_env).utilities().values_BSE, Environment.open(env).utilities().values_BSE
+        RetrainedRuns.open(own_env).utilities().values_BSE, RetrainedRuns.open(env).utilities().values_BSE
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "pattern"),
     [
-        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
-        (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
-        (["--recipe", "tinny"], "did you mean tiny?"),
-        (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
-        (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
-        (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
+        (["--family", "uniform:0.03"], r"\b2 rows.*recipe tiny.*\b4\b"),
+        (["--family", "mixture:colour"], r"label 'colour'.*\['topic'\]"),
+        (["--recipe", "tinny"], r"\btiny\b"),
+        (["--role", "test"], "role: .*'dev' or 'held-out'"),
+        (["--set", "overrides.stepz=3"], "overrides: stepz: "),
+        (["--set", "overrides.shape=3"], r"overrides\.shape: .*\b3\b.*group"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
-        (["--set", "corpus.max_length=65"], "the context length of recipe tiny is 64 tokens"),
-        (["--set", "tokenizer=/"], "`/` has no tokenizer"),
+        (["--set", "corpus.max_length=65"], r"recipe tiny .*\b64 tokens"),
+        (["--set", "tokenizer=/"], "`/` .*tokenizer"),
     ],
 )
-def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):
+def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, pattern):
     out = tmp_path / "env"
-    assert word in refused("retrain", "--config", settings, "--out", out, *arguments)
+    assert re.search(pattern, refused("retrain", "--config", settings, "--out", out, *arguments))
     assert not (out / "environment.json").exists()
-    assert "missing --corpus (corpus.path), --targets" in refused("retrain", "--out", out)
-    assert f"there is no {out / 'run.yaml'}" in refused("retrain", "--out", out, "--resume")
-    assert "is a file, expected a directory" in refused(*retrain(settings, settings))
-    assert "family.seed: was 0, now 1" in refused(*retrain(settings, env, "--set", "family_seed=1"))
+    assert "--corpus (corpus.path), --targets" in refused("retrain", "--out", out)
+    assert f"{out / 'run.yaml'}" in refused("retrain", "--out", out, "--resume")
+    assert re.search(f"{settings}.*directory", refused(*retrain(settings, settings)))
+    assert re.search(r"family\.seed: .*\b0\b.*\b1\b", refused(*retrain(settings, env, "--set", "family_seed=1")))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "pattern"),
     [
-        (["--target", "facts,sums"], "target: got ['facts', 'sums']"),
-        (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
+        (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
+        (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "no meaning without controls"),
-        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
-        (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
-        (["--json", "nowhere/r.json"], "there is no directory nowhere"),
-        (["--runs", "nowhere"], "nowhere: is not an environment"),
-        (["--runs", __file__], "is not an environment"),
+        (["--development", "elsewhere"], "development.*controls"),
+        (["--predictions", "nowhere.parquet"], r"nowhere\.parquet: no such"),
+        (["--protocol", "nowhere.yaml"], r"nowhere\.yaml: no such"),
+        (["--json", "nowhere/r.json"], "json: .*nowhere"),
+        (["--runs", "nowhere"], "nowhere: .*environment"),
+        (["--runs", __file__], "environment"),
     ],
 )
-def test_evaluate_refuses_in_one_line(art, env, arguments, word):
-    assert word in refused("evaluate", art, "--runs", env, *arguments)
+def test_evaluate_refuses_in_one_line(art, env, arguments, pattern):
+    assert re.search(pattern, refused("evaluate", art, "--runs", env, *arguments))
 
 
 # evaluate
@@ -286,11 +284,11 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
     assert f"protocol default: {DEFAULT_PROTOCOL.provenance}" in out
-    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
-    (own,) = scored(art, env).predict({"default": DEFAULT_PROTOCOL}, ["facts"])
-    predicted = {"default": own.task_B["facts"]} | {
+    (by_default,) = scored(art, env).predict({"default": default_protocol()}, ["facts"])
+    predicted = {"default": by_default.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
         for kernel in kernels
     }
@@ -312,10 +310,9 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
     report = json.loads((tmp_path / "r.json").read_text())
     with (tmp_path / "r.csv").open() as file:
         table = {line["method"]: line for line in csv.DictReader(file)}
-    assert report["notes"][:2] == [
-        f"protocol default: {DEFAULT_PROTOCOL.provenance}",
-        "protocol planted: not selected on development environments",
-    ]
+    first, second = report["notes"][:2]
+    assert first == f"protocol default: {default_protocol().provenance}"
+    assert second.startswith("protocol planted: ")
     assert "default" in printed
     for record in report["results"]:
         assert printed[record["method"]][3].startswith(f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, ")
@@ -325,7 +322,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
 
 def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env, tmp_path):
     plant_protocol(own_env, art)
-    utilities = Environment.open(own_env).utilities()
+    utilities = RetrainedRuns.open(own_env).utilities()
     lines = [
         {"subset_id": subset, "target": "facts", "unit_id": unit, "utility": utilities.values_BSE[b, :, e].mean()}
         for b, subset in enumerate(utilities.subset_ids)
@@ -338,8 +335,8 @@ def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env
     units = [["facts", unit] for unit in utilities.unit_ids]
     (tmp_path / "rows.ids.json").write_text(json.dumps({"units": units}))
     files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "rows.npy")]
-    given = [part for file in files for part in ("--predictions", file)]
-    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *given).out)
+    flags = [part for file in files for part in ("--predictions", file)]
+    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *flags).out)
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
     assert printed["rows"][3:9] == printed["output_layer additive"][3:9]
@@ -353,40 +350,40 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
     controls = ["--controls", "--family", tmp_path / "family.yaml", "--resamples", 20]
-    given = ["evaluate", art, "--runs", own_env, *controls]
-    assert "is held out, so no weights may be selected on it; name a development" in refused(*given)
-    leak = refused(*given, "--development", own_env, "--development", other)
-    assert "selection was given a held-out environment" in leak
-    out = succeed(*given, "--development", other, "--development", copy).out
+    command = ["evaluate", art, "--runs", own_env, *controls]
+    assert_mentions(refused(*command), "held out", "development")
+    leak = refused(*command, "--development", own_env, "--development", other)
+    assert_mentions(leak, "selection", "held-out")
+    out = succeed(*command, "--development", other, "--development", copy).out
     printed = lines_of(out)
     assert {"full", "additive", "additive-self-norm", "pair-only", "pair-shuffled", "without-self"} <= set(printed)
     assert {"full-retained", "full-omitted", "without-residual-alignment"} <= set(printed)
     assert float(printed["full"][3].split()[0]) > 0.95
-    assert "weights of every control were selected on other/facts, copy/facts" in out
+    assert re.search("control.*other/facts, copy/facts", out)
     assert "control full: retained | mean | pooled | -1 joint.pair | mean_relevance" in out
     assert printed["full"][1] == "facts (in sample)"  # the same runs in another directory, whatever their role there
     assert printed["output_layer additive"][1] == "facts (held-out)"
-    assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
+    assert "in sample: " in out
 
 
 def test_an_unfinished_environment_is_evaluated_when_asked_and_a_damaged_one_never(art, own_env):
     rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
-    assert ", 7 subsets, " in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
+    assert " 7 subsets" in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
     rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
-    assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env, "--partial")
+    assert re.search(r"utility.*nan.*\b1\b", refused("evaluate", art, "--runs", own_env, "--partial"))
 
 
 def test_an_artifact_of_another_corpus_is_refused_with_the_command_of_the_right_one(art, env, tmp_path):
     out, chosen = tmp_path / "art", ("--runs", env, "--out", tmp_path / "p.yaml")
     succeed("build", "--config", art / "run.yaml", "--set", "corpus.limit=39", "--out", out)
-    said = refused("evaluate", out, "--runs", env)
-    assert "corpus fingerprint" in said
-    arguments = shlex.split(said.split(": grasp ")[1])
+    message = refused("evaluate", out, "--runs", env)
+    assert "fingerprint" in message
+    arguments = shlex.split(message.split(": grasp ")[1])
     assert arguments[0] == "build"
     succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
     succeed("evaluate", tmp_path / "right", "--runs", env)
-    assert "corpus fingerprint" in refused("calibrate", out, *chosen)
-    assert f"{out}: of no corpus that an environment was trained on" in refused("calibrate", art, out, *chosen)
+    assert "fingerprint" in refused("calibrate", out, *chosen)
+    assert re.search(f"{out}: .*corpus", refused("calibrate", art, out, *chosen))
 
 
 # calibrate
@@ -405,11 +402,11 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     ).out
     lines = text.splitlines()
     best = "retained | mean | pooled | -1 joint.pair | mean_relevance"
-    assert lines[0] == f"protocol chosen: {best}, selected on one/facts, two/facts"
+    assert_mentions(lines[0], f"protocol chosen: {best}", "one/facts, two/facts")
     assert cells(lines[2])[0] == best
     provenance = tmp_path / "chosen.provenance.json"
-    assert "15 protocols on one/facts, two/facts; bound = mean task_rho - " in text
-    assert lines[-1] == f"{out}: written; how it was chosen: {provenance}"
+    assert_mentions(lines, "15 protocols", "one/facts, two/facts", "mean task_rho - ")
+    assert_mentions(lines[-1], f"{out}: ", str(provenance))
     record = json.loads(provenance.read_text())
     assert cells(lines[2])[1:3] == [f"{record['best'][0]['lcb']:+.3f}", f"{record['best'][0]['mean']:+.3f}"]
     bounds = [float(cells(line)[1]) for line in lines[2:12]]
@@ -422,17 +419,17 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert predicted.rstrip().endswith("protocol chosen")
 
     def evaluated(runs, protocol=out):
-        asked = ("evaluate", art, "--runs", runs, "--protocol", protocol, "--json", result)
-        return lines_of(succeed(*asked).out)
+        command = ("evaluate", art, "--runs", runs, "--protocol", protocol, "--json", result)
+        return lines_of(succeed(*command).out)
 
-    found = evaluated(first)
-    assert float(found["chosen"][3].split()[0]) > 0.95
-    assert (found["chosen"][1], found["default"][1]) == ("facts (in sample)", "facts")
-    for taken in ("default", "output_layer additive"):  # a name that is taken gets that of its file
-        save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
+    by_method = evaluated(first)
+    assert float(by_method["chosen"][3].split()[0]) > 0.95
+    assert (by_method["chosen"][1], by_method["default"][1]) == ("facts (in sample)", "facts")
+    for name in ("default", "output_layer additive"):  # a name in use is followed by that of its file
+        save_protocol(protocol.model_copy(update={"name": name}), tmp_path / "mine.yaml")
         both = evaluated(first, tmp_path / "mine.yaml")
-        assert both[f"{taken} (mine.yaml)"][3:] == found["chosen"][3:]
-        assert both[taken] == found[taken]
+        assert both[f"{name} (mine.yaml)"][3:] == by_method["chosen"][3:]
+        assert both[name] == by_method[name]
     assert evaluated(shutil.copytree(first, tmp_path / "elsewhere"))["chosen"][1] == "facts (in sample)"
     assert {line["method"] for line in json.loads(result.read_text())["results"] if line["in_sample"]} == {"chosen"}
     other = Path(shutil.copytree(first, tmp_path / "more" / "one"))  # other runs in a directory of the same name
@@ -444,31 +441,31 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
-    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
+    assert re.search(r"\b12 protocols.*16 subsets.*\b7,440\b", text)
     assert not load_protocol(out).interacts
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 
 def test_one_result_and_a_held_out_environment_choose_nothing(art, env, own_env, tmp_path):
-    given = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
-    assert "got 1 development results ['env/facts'], expected at least 2" in refused(*given)
-    assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--runs", env)
+    command = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
+    assert re.search(r"\b1 .*\['env/facts'\].*\b2\b", refused(*command))
+    assert re.search(r"\['env/facts', 'env/facts'\].*different", refused(*command, "--runs", env))
     two = Path(shutil.copytree(env, tmp_path / "two"))
     set_info(two, role="held-out")
-    assert "selection was given a held-out environment" in refused(*given, "--runs", two)
+    assert_mentions(refused(*command, "--runs", two), "selection", "held-out")
     assert not (tmp_path / "p.yaml").exists()
 
 
 def test_the_family_can_be_listed_edited_and_given(art, env, tmp_path):
     listing = tmp_path / "family.yaml"
     (line,) = succeed("calibrate", "--list", listing).lines
-    assert line == f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family"
+    assert_mentions(line, f"{listing}: ", "--family")
     assert load_family(listing) == default_family()
     assert "# " in listing.read_text()
-    assert "is there already" in refused("calibrate", "--list", listing)
+    assert re.search(f"{listing}.*already", refused("calibrate", "--list", listing))
     useless = refused("calibrate", art, "--runs", env, "--list", tmp_path / "other.yaml")
-    assert "ART, --runs has no meaning with --list" in useless
-    assert "missing ART, --runs, --out" in refused("calibrate")
+    assert_mentions(useless, "ART, --runs", "--list")
+    assert "ART, --runs, --out" in refused("calibrate")
     listing.write_text(listing.read_text().replace("weightings", "weighings"))
     wrong = refused("calibrate", art, "--runs", env, "--family", listing, "--out", tmp_path / "p.yaml")
     assert "weighings" in wrong

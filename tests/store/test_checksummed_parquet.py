@@ -83,7 +83,7 @@ def test_what_is_not_as_written_is_refused_and_what_others_write_is_read(change,
     write_checksummed(pa.table({"text": ["a", "b", None], "number": [1, 2, 3]}, schema=schema), path)
     changed = change(pq.read_table(path))
     write_as_damaged(changed, path, stored_digests(path))
-    with pytest.raises(ChecksumMismatchError, match="is not as it was written: the file is damaged"):
+    with pytest.raises(ChecksumMismatchError, match="damaged"):
         read_checksummed(path)
     pq.write_table(changed, path)  # as whoever reads it and writes it again
     assert read_checksummed(path).to_pylist() == changed.to_pylist()
@@ -106,8 +106,8 @@ def readings(art, place, name):
     """What commands make of a table."""
     path = place / name
     if name == "suspects.parquet":
-        found = read_suspects(path, art.files, ["topic"])
-        return str((found.record, found.lines))
+        result = read_suspects(path, art.files, ["topic"])
+        return str((result.record, result.lines))
     if name == "weights.parquet":
         return [
             block.weights_BN.toarray().tolist()
@@ -148,7 +148,7 @@ def test_one_name_that_becomes_another_is_refused(written, tmp_path):
         lambda path: art.select(3, "sciq", exclude=path),
         lambda path: art.predict(subsets=path),
     ):
-        with pytest.raises(GraspError, match=r"kept\.parquet: cannot be read: 'row_id' is not as it was written"):
+        with pytest.raises(GraspError, match=r"kept\.parquet: .*read.*'row_id'"):
             ask(tmp_path / "kept.parquet")
 
 

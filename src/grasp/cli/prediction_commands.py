@@ -118,13 +118,13 @@ def report(
         )
     check_outputs({"--out": out}, artifact=artifact.files, params=params)
     if atlas is not None:
-        from grasp.predict.scoring_rule import as_protocol
+        from grasp.predict.scoring_rule import resolve_protocol
         from grasp.report.atlas import write_atlas
 
         open_command = write_atlas(
             artifact.files,
             atlas,
-            protocol=as_protocol(params["protocol"], artifact.files),
+            protocol=resolve_protocol(params["protocol"], artifact.files),
             targets=split_names(params["target"]),
         )
         print(f"{atlas}: map of the rows; to open it, pip install embedding-atlas and run\n  {open_command}")
@@ -157,7 +157,7 @@ def serve(
         if mcp:
             serve_mcp(artifact, **params)
         else:
-            serve(artifact, port=port, tell=_print_address, **params)
+            serve(artifact, port=port, on_start=_print_address, **params)
     print("stopped", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The command of this room: `grasp calibrate`. It parses, calls one function and prints."""
+"""The command `grasp calibrate`: parse options, call `grasp.calibrate`, print the result."""
 
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def calibrate(
         write_default_family(listing)
         print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
         return
-    missing = [flag for flag, given in (("ART", paths), ("--runs", runs), ("--out", out)) if not given]
+    required = {"ART": paths, "--runs": runs, "--out": out}
+    missing = [flag for flag, value in required.items() if not value]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
     from grasp.geometry.calibration_result import provenance_path

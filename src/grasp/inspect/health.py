@@ -31,10 +31,10 @@ from grasp.inspect.rescoring import (
     sample_features,
     sample_rows,
 )
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 from grasp.text import json_text, plain
@@ -84,7 +84,7 @@ VERDICT_TEXT = {"look": "need a look", "not measured": "were not measured"}
 def check(
     artifact: ArtifactReader,
     *,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     rows: int = 256,
     subsets: int = 64,
@@ -109,7 +109,7 @@ def check(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     if environment is None:
         generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
         weight_BN = np.zeros((subsets, len(index)))
@@ -121,7 +121,7 @@ def check(
     origin = _or_error(lambda: reopen_source(artifact, overrides))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
-    chosen = as_protocol(protocol, artifact)
+    chosen = resolve_protocol(protocol, artifact)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
 
     results = []
@@ -174,8 +174,8 @@ def check(
                     asdict(stability),
                 )
             )
-    if chosen.interacts or "pooled" in weighed:
-        results += geometry().checks(subject, chosen)
+    if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
+        results += geometry().check_sketches(subject, chosen)
 
     counts = Counter(result.verdict for result in results)
     table = pa.table(

@@ -18,7 +18,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.model_pass import ModelPass, merge_batches, observe_part, read_batches
 from grasp.build.provenance import BuildSource
-from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
+from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
 from grasp.kernels.kernel import Batch, make_kernels
@@ -26,11 +26,11 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
-from grasp.predict.predictor import UnitSelection, counted
+from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
 MOST_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
@@ -131,14 +131,14 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 
 
 def environment_subsets(
-    artifact: ArtifactReader, environment: Environment, row_index: NDArray[np.int64], subsets: int
+    artifact: ArtifactReader, environment: TrainingRuns, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
     """Return the weights of the first subsets of runs, restricted to the sample and normalised to 1, (B, N)."""
-    blocks = Joined.from_environment(environment, artifact).blocks
+    blocks = Alignment.from_runs(environment, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
@@ -188,7 +188,7 @@ def rank_twice(
                 for at in blocks
             ]
             relevance_NE = np.concatenate(parts)[:, columns.columns_E]
-            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel.name)))
+            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, fitted.negative_of(kernel.name)))
             weight = kernels[kernel.name]
             total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)

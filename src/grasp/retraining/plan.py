@@ -14,7 +14,7 @@ import grasp
 from grasp.artifact.where import LabelColumn
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
+from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -25,9 +25,9 @@ from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import (
     ALL_SUFFIX,
     MARKER,
-    Environment,
-    EnvironmentInfo,
     FamilyInfo,
+    RetrainedRuns,
+    RetrainedRunsInfo,
     TargetInfo,
     is_environment,
 )
@@ -47,7 +47,7 @@ TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is tra
 Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
 
 
-def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
+def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns:
     """Create or open the directory of a retraining: validate and write rows, units and subsets.
 
     Only one process prepares a directory; others wait for it.
@@ -73,9 +73,9 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
-            raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+            raise RunsError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-        info = EnvironmentInfo(
+        info = RetrainedRunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
@@ -105,7 +105,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             },
         )
         rows = row_names(store)
-        environment = Environment.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        environment = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return environment
 

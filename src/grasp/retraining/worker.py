@@ -41,7 +41,7 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import FULL, Environment, Run
+from grasp.runs.retrained import FULL, RetrainedRuns, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
@@ -76,7 +76,7 @@ def retrain(
     *,
     cluster: ClusterSpec | None = None,
     jobs: Callable[[str], None] | None = None,
-) -> Environment:
+) -> RetrainedRuns:
     """Train and score all runs, or resume a retraining, and return its runs.
 
     Several calls, also on different machines that share `out`, divide the runs among them. A retraining can be resumed
@@ -129,12 +129,12 @@ def retrain(
             for future in futures:
                 future.result()  # raises the first error of a worker
     environment.refuse_all_failed()
-    return Environment.open(out)
+    return RetrainedRuns.open(out)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
-    worker = Worker(settings, Environment.open(out))
+    worker = Worker(settings, RetrainedRuns.open(out))
     environment, steps = worker.environment, 0 if settings.train_command else worker.recipe.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(environment)
@@ -157,7 +157,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         cost = (
             f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
-            f"{geometry().evidence(len(environment.subset_ids))}"
+            f"{geometry().calibration_evidence(len(environment.subset_ids))}"
         )
         progress(RetrainStatus("cost", cost=cost))
         cost_reported = True
@@ -186,7 +186,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
 class Worker:
     """The model, rows and units with which one process trains and scores runs."""
 
-    def __init__(self, settings: RetrainSettings, environment: Environment) -> None:
+    def __init__(self, settings: RetrainSettings, environment: RetrainedRuns) -> None:
         self.settings = settings
         self.environment = environment
         self.recipe = resolved_recipe(settings)
@@ -266,7 +266,7 @@ class Worker:
 class _Clock:
     """Estimate of the time left, from the runs that finished since the clock was started."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: RetrainedRuns) -> None:
         self._total = len(environment.runs())
         self._left_before = len(environment.pending())
         self._started_at = time.monotonic()

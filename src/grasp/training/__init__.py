@@ -1,4 +1,6 @@
-"""Train small Llama models from scratch by a recipe, one at a time or K in one batched program.
+"""Training a model by a recipe, one or K at once; and the derivative of a training by the weights of its rows.
 
-`recipe` has the settings, `llama` the model, `train` the training loop. Start with `train.train`.
+In: rows, units and a recipe. Out: a model with its checkpoints, or scores of rows. Read `train` first; `llama` is the
+model. For derivatives read `adjoint` for the mathematics, then `trajectory` (forward), `metagradient` (backward) and
+`replayed_rows` (several orders, gated).
 """

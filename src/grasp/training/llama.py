@@ -338,52 +338,76 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- head and its loss
 
 
-def head_loss(hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+def head_loss(
+    hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor, loss_KT: Tensor | None = None
+) -> Tensor:
     """Weighted sum of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
 
     Args:
         labels_KT: int64; positions of weight 0 are skipped, their label is never looked at.
         weight_KT: float32, no gradient; normalise it to get a mean.
+        loss_KT: float32 zeros; the terms of the sum are written there.
     Gradients flow to `hidden_KTH` and `head_KVH`. Under autocast the products are done in its type, the
     softmax in float32.
     """
     losses: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_KTH, head_KVH, labels_KT, weight_KT
+        hidden_KTH, head_KVH, labels_KT, weight_KT, loss_KT
     )
     return losses
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_KTH: Tensor,
+        head_KVH: Tensor,
+        labels_KT: Tensor,
+        weight_KT: Tensor,
+        loss_KT: Tensor | None,
+    ) -> Tensor:
         device = hidden_KTH.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         grad_hidden = torch.zeros_like(hidden_KTH)
         grad_head = torch.zeros_like(head_KVH)
         losses = torch.zeros(hidden_KTH.shape[0], device=device)
+        if loss_KT is None:
+            loss_KT = torch.zeros_like(weight_KT)
         with torch.autocast(device.type, enabled=False):
             low_head_KVH = head_KVH.to(dtype)
             if device.type in MODEL_BY_MODEL:
                 for k in range(hidden_KTH.shape[0]):
                     losses[k] = _one_model(
-                        hidden_KTH[k], low_head_KVH[k], labels_KT[k], weight_KT[k], grad_hidden[k], grad_head[k]
+                        hidden_KTH[k],
+                        low_head_KVH[k],
+                        labels_KT[k],
+                        weight_KT[k],
+                        loss_KT[k],
+                        grad_hidden[k],
+                        grad_head[k],
                     )
             else:
-                _all_models(losses, hidden_KTH, low_head_KVH, labels_KT, weight_KT, grad_hidden, grad_head)
+                _all_models(losses, hidden_KTH, low_head_KVH, labels_KT, weight_KT, loss_KT, grad_hidden, grad_head)
         ctx.save_for_backward(grad_hidden, grad_head)
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_outputs[0][:, None, None]
-        return grad_hidden * scale, grad_head * scale, None, None
+        return grad_hidden * scale, grad_head * scale, None, None, None
 
 
 def _one_model(
-    hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, weight_T: Tensor, grad_hidden: Tensor, grad_head: Tensor
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    labels_T: Tensor,
+    weight_T: Tensor,
+    loss_T: Tensor,
+    grad_hidden: Tensor,
+    grad_head: Tensor,
 ) -> Tensor:
-    """Loss of one model; its gradients are written to `grad_hidden` and `grad_head`."""
+    """Loss of one model; its terms are written to `loss_T`, its gradients to `grad_hidden` and `grad_head`."""
     total = torch.zeros((), device=hidden_TH.device)
     for positions in torch.split(weight_T.nonzero().squeeze(1), CPU_CHUNK):
         hidden = hidden_TH[positions]
@@ -392,7 +416,9 @@ def _one_model(
         low = hidden.to(head_VH.dtype)
         logits = torch.mm(low, head_VH.T).float()
         probability = torch.softmax(logits, dim=1)
-        total -= (probability.gather(1, label).clamp_min_(TINY).log_() * weight).sum()
+        gain = probability.gather(1, label).clamp_min_(TINY).log_() * weight
+        total -= gain.sum()
+        loss_T[positions] = -gain[:, 0]
         probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_VH.dtype)
         grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
@@ -410,6 +436,7 @@ def _all_models(
     head_KVH: Tensor,
     labels_KT: Tensor,
     weight_KT: Tensor,
+    loss_KT: Tensor,
     grad_hidden: Tensor,
     grad_head: Tensor,
 ) -> None:
@@ -424,7 +451,9 @@ def _all_models(
         weight, label = weight_KT[k, t, None], labels_KT[k, t, None]
         low = hidden_KTH[k, t].to(head_KVH.dtype)
         probability = torch.softmax(torch.bmm(low, head_KVH[k].transpose(1, 2)).float(), dim=2)
-        losses_K[k] -= (probability.gather(2, label).clamp_min_(TINY).log_() * weight).sum(dim=(1, 2))
+        gain = probability.gather(2, label).clamp_min_(TINY).log_() * weight
+        losses_K[k] -= gain.sum(dim=(1, 2))
+        loss_KT[k, t] = -gain[..., 0]
         probability.scatter_add_(2, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_KVH.dtype)
         grad_hidden[k, t] = (torch.bmm(residual, head_KVH[k]).float() * weight).to(grad_hidden.dtype)

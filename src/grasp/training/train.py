@@ -39,6 +39,7 @@ from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
+from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
 from grasp.training.llama import StackedLlama, head_loss
 from grasp.training.recipe import TrainingRecipe
 
@@ -157,27 +158,20 @@ def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> I
 # -------------------------------------------------------------------------------------------------------- one step
 
 
-class Trainer:
+class Trainer(AdamWTraining):
     """Weights, optimizer and step counter of K models that are trained together.
 
     Every model has its own loss, gradient norm and updates: nothing passes from one to another.
     """
 
+    recipe: TrainingRecipe
+    clip_epsilon = 0.0
+
     def __init__(self, recipe: TrainingRecipe, seeds: Sequence[int], device: str | torch.device) -> None:
-        self.recipe = recipe
-        self.device = torch.device(device)
-        self.model = StackedLlama(recipe.shape, len(seeds), self.device)
+        self.model = StackedLlama(recipe.shape, len(seeds), torch.device(device))
         self.model.initialise(seeds)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [self.model.matrices], "weight_decay": recipe.weight_decay},
-                {"params": [self.model.vectors], "weight_decay": 0.0},
-            ],
-            betas=recipe.betas,
-            fused=True,
-        )
+        super().__init__(recipe, [self.model.matrices], [self.model.vectors])
         self._buffers = {"matrices": self.model.matrices, "vectors": self.model.vectors}
-        self.step = 0
         self._losses_SK = torch.full((recipe.steps, len(seeds)), math.nan, device=self.device)
 
     @property
@@ -186,36 +180,79 @@ class Trainer:
         losses: F32 = self._losses_SK[: self.step].cpu().numpy()
         return losses
 
+    @property
+    def narrow(self) -> bool:
+        """Return whether products are taken in bfloat16."""
+        return {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}.get(self.device.type, False)
+
     def advance(self, batch: TokenBatch) -> None:
-        """One optimizer step; model k reads ``batch.ids_KBL[k]``."""
-        model, recipe = self.model, self.recipe
-        weight_KBL = torch.from_numpy(label_weights(batch)).to(self.device, non_blocking=True)
-        ids_KBL = torch.from_numpy(batch.ids_KBL).to(self.device, non_blocking=True)
-        loss_K = torch.zeros(model.n_models, device=self.device)
-        narrow = {"cuda": recipe.cuda_autocast, "cpu": recipe.cpu_autocast}.get(self.device.type, False)
-        rows = recipe.micro_rows or ids_KBL.shape[1]
-        for ids, weight in zip(torch.split(ids_KBL, rows, 1), torch.split(weight_KBL, rows, 1), strict=True):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16) if narrow else nullcontext():
+        """Take one optimizer step; model k reads ``batch.ids_KBL[k]``."""
+        loss_K, _ = self._backward(batch.ids_KBL, label_weights(batch))
+        self._losses_SK[self.step] = loss_K
+        self.update()
+
+    def _backward(self, ids_KBL: I64, weight_KBL: F32) -> tuple[Tensor, Tensor]:
+        """Add every model's gradient to its buffers; return losses (K,) and their terms by position, (K, B, L)."""
+        model, device = self.model, self.device
+        weights = torch.from_numpy(weight_KBL).to(device, non_blocking=True)
+        every_id = torch.from_numpy(ids_KBL).to(device, non_blocking=True)
+        loss_K = torch.zeros(model.n_models, device=device)
+        loss_KBL = torch.zeros_like(weights)
+        pieces = (torch.split(tensor, self.recipe.micro_rows or every_id.shape[1], 1) for tensor in (every_id, weights))
+        start = 0
+        for ids, weight in zip(*pieces, strict=True):
+            with torch.autocast(device.type, dtype=torch.bfloat16) if self.narrow else nullcontext():
                 hidden = model.hidden(ids).flatten(1, 2)
                 # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
                 labels = ids.roll(-1, dims=2).flatten(1)
-                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1))
+                loss_KT = torch.zeros_like(labels, dtype=torch.float32)
+                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
             piece_K.sum().backward()  # type: ignore[no-untyped-call]
             loss_K += piece_K.detach()
+            loss_KBL[:, start : start + ids.shape[1]] = loss_KT.view_as(ids)
+            start += ids.shape[1]
+        return loss_K, loss_KBL
 
-        # the gradient of every model is scaled to a norm of at most `clip_norm`
-        gradients = [_grad(weight) for weight in model.weights.values()]
+    def clip(self) -> None:
+        """Scale the gradient of every model to a norm of at most `clip_norm`."""
+        gradients = [grad_of(weight) for weight in self.model.weights.values()]
         norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
-        scale_K = (recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
+        scale_K = (self.recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(self.step)
-        self.optimizer.step()
-        for buffer in (model.matrices, model.vectors):
-            _grad(buffer).zero_()
-        self._losses_SK[self.step] = loss_K
-        self.step += 1
+
+    # ------------------------------------------------------------------------- one model, as a trajectory reads it
+
+    @property
+    def context(self) -> int:
+        return self.recipe.shape.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.shape.vocab_size
+
+    def causal_lm(self) -> LlamaForCausalLM:
+        return self.model.to_hf(0)
+
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        weights = [parameter.detach().clone() for parameter in self.parameters]
+        self.set_weights(tensors)
+        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
+        self.set_weights(weights)
+        return named
+
+    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
+        ids = torch.from_numpy(ids_BL).to(self.device)
+        row_P, at_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        hidden_PH = self.model.hidden(ids[None])[0, row_P, at_P]
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, at_P]
+        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, at_P + 1], weight_P, row_P, len(ids_BL))
+
+    def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
+        """Add the gradient of one model's loss to its buffers, and return each row's part of the loss, (B,), nats."""
+        _, loss_KBL = self._backward(ids_BL[None], weight_BL[None].astype(np.float32))
+        losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
+        return losses
 
     def check(self) -> None:
         """Refuse weights that came out of a loss that is not a number, by model and step."""
@@ -252,11 +289,6 @@ def label_weights(batch: TokenBatch) -> F32:
     has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
     labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)
     return np.asarray(has_label_KBL / labels_K11, dtype=np.float32)
-
-
-def _grad(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
 
 
 # ------------------------------------------------------------------------------------------------- one whole model
