@@ -1,6 +1,7 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
 import functools
+import gzip
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -27,7 +30,7 @@ from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
 from grasp.build.model_pass import observe_part, read_batches
-from grasp.build.pipeline import Sample, build_artifact, decided
+from grasp.build.pipeline import Sample, build_artifact, decided, training_notes
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
@@ -447,8 +450,8 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
     ranked = score(artifact, "facts", protocol=rule(name="by the toy", match={"toy": 1.0})).to_pandas()
     by_loss = np.argsort(-losses[0], kind="stable")
     assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
-    with pytest.raises(ProtocolError, match="array 'relevance_toy'"):
-        default_protocol().model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
+    with pytest.raises(ProtocolError, match="needs array 'relevance_toy'"):
+        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
 
     # a target is added to it as to any other
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -598,15 +601,34 @@ def test_a_forecast_counts_what_the_build_writes_and_writes_nothing_itself(root,
     assert (rows, questions) == (f"rows: {art.n_rows} of 40 documents", "questions: 6 of facts")
     ranking = {f"relevance_{name}" for name in kernels.removeprefix("kernels: ").split(", ")}
     assert ranking == {n for n in art.array_names if n.startswith("relevance_")}
-    assert ranking < set(art.array_names)  # sketches are there as well, and rank nothing
-    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: .* s\b.* \d+ rows", lasts)
+    assert ranking < set(art.array_names)  # sketches are built as well, and rank nothing
+    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, timed on [\d,]+ tokens", duration)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    size_text, unit = re.match(r"disk: about ([\d.]+) (\w+)\b", disk).groups()
-    assert size / 2 < float(size_text) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
-    with pytest.raises(ArtifactError, match="finished"):
-        foretell(out, settings.model_dump())
-    with pytest.raises(ModelError, match="untrained"):
-        foretell(tmp_path / "new", settings.model_dump())
+    number, unit = re.match(r"disk: about ([\d.]+) (\w+), and .* more until it is finished", disk).groups()
+    assert size / 2 < float(number) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
+    with pytest.raises(ArtifactError, match="is finished"):
+        forecast(out, settings.model_dump())
+    with pytest.raises(ModelError, match="looks untrained"):
+        forecast(tmp_path / "new", settings.model_dump())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, monkeypatch, suffix):
+    settings = world(root)
+    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
+    lines = [line | {"row_id": f"{line['row_id']}-{k}"} for k in range(50) for line in lines]
+    path = tmp_path / f"corpus{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(lines), path)
+    else:
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    settings = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(path)})})
+    monkeypatch.setattr(sys.modules["grasp.build.forecast"], "PROBE_DOCUMENTS", 400)
+    line = forecast(tmp_path / "art", settings.model_dump(), untrained=True).splitlines()[0]
+    rows, documents = (int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+)", line))
+    assert documents == 2_000
+    assert rows == round(65 / 40 * documents)
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
@@ -620,13 +642,13 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"targets": {"names": ["scqi"]}}, "sciq"),
-        ({"corpus": {"path": "nowhere.jsonl"}}, "no such"),
-        ({"corpus": {"text_column": "body"}}, "'body'"),
-        ({"corpus": {"row_id_column": "topic"}}, "'earth'.*twice"),
-        ({"corpus": {"max_length": 129}}, "129 tokens.*128 positions"),
-        ({"targets": {"max_length": 2}}, r"completion has \d tokens.*\b1\b"),
-        ({"model": {"path": "nowhere"}}, "hub"),
+        ({"targets": {"names": ["scqi"]}}, "did you mean sciq"),
+        ({"corpus": {"path": "nowhere.jsonl"}}, "no such file"),
+        ({"corpus": {"text_column": "body"}}, "no text column 'body'"),
+        ({"corpus": {"row_id_column": "topic"}}, "row_id 'earth' occurs twice"),
+        ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
+        ({"targets": {"max_length": 2}}, "the completion has . tokens, expected at most 1"),
+        ({"model": {"path": "nowhere"}}, "cannot be downloaded from a hub"),
     ],
 )
 def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):
@@ -861,10 +883,10 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
 
 def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
     settings = world(root, train="further")
-    assert len(list(regime(settings, 0.6 * math.log(300), 300))) == 1
-    *_, odd = regime(settings, 0.9 * math.log(300), 300)
-    assert re.search(r"\b90%.*\b5\.7\b", odd)
-    assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
+    assert len(list(training_notes(settings, 0.6 * math.log(300), 300))) == 1
+    *_, odd = training_notes(settings, 0.9 * math.log(300), 300)
+    assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
+    assert len(list(training_notes(world(root), 0.9 * math.log(300), 300))) == 1
 
 
 def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):

@@ -17,10 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from grasp.artifact.writer import lock_artifact
 from grasp.cli.console import program
-from grasp.cli.progress_display import STAGES
 from tests.build.world import write_corpus
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
-from tests.mentions import assert_mentions
 
 
 @pytest.fixture
@@ -42,9 +40,9 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
     records += [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     built = succeed(*build("--corpus", tmp_path / "corpus.jsonl"))
-    counts = "3 empty documents", "1 documents of white space", "1 rows of one token"
-    assert_mentions(built.lines[1], *counts)
-    assert_mentions(succeed("info", tmp_path / "new").lines, *counts)
+    said = "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
+    assert built.lines[1].startswith(said)
+    assert said in succeed("info", tmp_path / "new").lines
     skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
     assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}
     assert skipped["ids"] == {"empty": ["hole", "void", "none"], "whitespace": ["blank"], "one_token": ["short"]}
@@ -53,15 +51,15 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
 # model
 
 
-LACKS = r"\b1 weights.*LlamaForCausalLM.*model\.norm\.weight"
+LACKS = "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("damage", "pattern"),
+    ("damage", "word"),
     [
         ({"model.norm.weight": None}, LACKS),
         ({"model.norm.weight": torch.ones(7)}, LACKS),
-        ("cut short", "causal LM"),
+        ("cut short", "is not a causal LM that transformers can load"),
         ({"num_attention_heads": 0}, ""),
         ({"model_type": ["a"]}, ""),
         ({"vocab_size": -1}, ""),
@@ -71,21 +69,21 @@ LACKS = r"\b1 weights.*LlamaForCausalLM.*model\.norm\.weight"
         ("[" * 100_000, ""),
     ],
 )
-def test_a_damaged_checkpoint(build, root, tmp_path, damage, pattern):
+def test_a_damaged_checkpoint(build, root, tmp_path, damage, word):
     model = Path(shutil.copytree(root / "model", tmp_path / "model"))
     config, weights = model / "config.json", model / "model.safetensors"
     if damage == "cut short":
         weights.write_bytes(weights.read_bytes()[:-100])
     elif isinstance(damage, str):
         config.write_text(damage)
-    elif pattern:
-        changed = {name: tensor for name, tensor in (load_file(weights) | damage).items() if tensor is not None}
+    elif word:
+        changed = {name: one for name, one in (load_file(weights) | damage).items() if one is not None}
         save_file(changed, weights, metadata={"format": "pt"})
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | damage))
-    message = refused(*build("--model", model))
-    assert message.startswith(f"model.path: `{model}` ")
-    assert re.search(pattern, message), message
+    found = refused(*build("--model", model))
+    assert found.startswith(f"model.path: `{model}` ")
+    assert word in found
 
 
 # settings
@@ -96,57 +94,55 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
 
 
 @pytest.mark.parametrize(
-    ("assignment", "pattern"),
+    ("assignment", "word"),
     [
-        ("features.tua=1", r"features\.tua: .*\b1\b.*\btau\b"),
-        ("features.tau.x=1", "`tau`.*group"),
-        ("features.tau=.nan", r"features\.tau: .*finite"),
-        ("features=3", "features: .*fields"),
-        ("features.summary_positions=tail:0", r"features\.summary_positions: .*all, tail:N or stride:N"),
-        ("features.alpha=2", r"features\.alpha: .*\b1 or 0\.5"),
-        ("features.seed=-1", r"features\.seed: .*\b0\b"),
-        ("targets.names=sciq", r"targets\.names: .*list"),
-        ("corpus.prompt=Q: {question}", r": or \{\}"),
-        ("features.tau", r"--set: .*`features\.tau`.*name=value"),
-        ("features.tau={", r"--set features\.tau: .*YAML"),
-        ("a=!!python/name:os.kill", "--set a: .*YAML.*constructor"),
-        ("model.path=a\nb", r"model\.path: `a b`: no such"),
-        ("features.tau=2024-13-45", r"--set features\.tau: .*YAML.*month"),
-        (f"targets.seed={'9' * 5000}", r"--set targets\.seed: .*YAML.*limit"),
-        (f"features.tau={'[' * 3000}{']' * 3000}", r"--set features\.tau: line 1: .*\b50\b"),
-        ("model.path=&a [*a]", r"--set model\.path: line 1: .*itself"),
-        (BOMB, r"--set model\.path: line 1: .*\b100,000\b"),
+        ("features.tua=1", "features.tua: no such field, got 1 (did you mean tau?)"),
+        ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
+        ("features.tau=.nan", "features.tau: Input should be a finite number"),
+        ("features=3", "features: expected fields with names"),
+        ("features.summary_positions=tail:0", "features.summary_positions: expected all, tail:N or stride:N"),
+        ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
+        ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
+        ("targets.names=sciq", "targets.names: expected a list"),
+        ("corpus.prompt=Q: {question}", "a text with : or {}"),
+        ("features.tau", "--set: got `features.tau`, expected name=value"),
+        ("features.tau={", "--set features.tau: not YAML"),
+        ("a=!!python/name:os.kill", "--set a: not YAML: could not determine a constructor"),
+        ("model.path=a\nb", "model.path: `a b`: no such file or directory"),
+        ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
+        (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
+        (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: line 1: nested deeper than 50"),
+        ("model.path=&a [*a]", "--set model.path: line 1: recursive alias"),
+        (BOMB, "--set model.path: line 1: more than 100,000 values"),
     ],
 )
-def test_a_wrong_setting(build, assignment, pattern):
-    assert re.search(pattern, refused(*build("--set", assignment)))
+def test_a_wrong_setting(build, assignment, word):
+    assert word in refused(*build("--set", assignment))
 
 
 def test_every_wrong_setting_is_in_one_message(build):
-    message = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--rule", "most"))
-    assert message.count("; ") == 3
-    assert all(name in message for name in ("features.tau", "shard_rows", "model.dtype", "features.rule"))
+    found = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--rule", "most"))
+    assert found.count("; ") == 3
+    assert all(name in found for name in ("features.tau", "shard_rows", "model.dtype", "features.rule"))
 
 
 @pytest.mark.parametrize(
-    ("content", "pattern"),
+    ("content", "word"),
     [
-        (b"- 1", "list.*mapping"),
-        (b"a: [", "YAML.*flow node"),
-        (b"a: 1\nb: {x: 1}\n\na: 2\n", r"line 4: 'a'.*line 1\b"),
-        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", r"line 2: 'z'.*line 2\b"),
-        (b"\xff", "YAML"),
-        (b"a: " + b"x" * (5 << 20), r"\b4,194,304 bytes"),
-        (None, "no such"),
+        (b"- 1", "got list, expected a mapping of settings"),
+        (b"a: [", "not YAML: while parsing a flow node"),
+        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: duplicate key .a., first in line 1"),
+        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: duplicate key .z., first in line 2"),
+        (b"\xff", "not YAML: "),
+        (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
+        (None, "no such settings file"),
     ],
 )
-def test_a_settings_file_that_is_none(tmp_path, content, pattern):
+def test_a_settings_file_that_is_none(tmp_path, content, word):
     path = tmp_path / "settings.yaml"
     if content is not None:
         path.write_bytes(content)
-    message = refused("build", "--config", path, "--out", tmp_path / "art")
-    assert message.startswith(f"{path}: ")
-    assert re.search(pattern, message), message
+    assert refused("build", "--config", path, "--out", tmp_path / "art").startswith(f"{path}: {word}")
 
 
 # what is written
@@ -155,8 +151,8 @@ def test_a_settings_file_that_is_none(tmp_path, content, pattern):
 def test_an_artifact_where_none_can_be(root, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/art"):
-        message = refused("build", "--config", root / "settings.yaml", "--out", out)
-        assert re.match(rf"{re.escape(str(out))}: .*(directory|written)", message)
+        said = refused("build", "--config", root / "settings.yaml", "--out", out)
+        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to)", said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -169,10 +165,10 @@ def test_a_place_that_refuses_is_told_without_a_traceback(art, tmp_path, monkeyp
 
 
 def test_a_second_build_on_a_locked_artifact(root, tmp_path):
-    command = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
+    asked = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
     with lock_artifact(tmp_path / "art"):
-        assert f"{tmp_path / 'art'}: locked by process {os.getpid()} " in refused(*command)
-    succeed(*command)
+        assert f"{tmp_path / 'art'}: locked by process {os.getpid()} on " in refused(*asked)
+    succeed(*asked)
 
 
 # damaged artifacts
@@ -187,8 +183,8 @@ def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
     assert first.startswith("broken: arrays/relevance_output_layer/00003.npy: ")
     assert second == "broken: arrays/relevance_output_layer/00005.npy: missing"
     assert last.endswith(": 2 broken")
-    for command in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
-        assert_mentions(refused(*command), f"{chunk}: truncated", f"{size - 7} of {size} bytes", "`grasp verify`")
+    for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
+        assert refused(*asked).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify` names")
 
 
 # full disks and kills
@@ -213,44 +209,47 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "changes", "pattern"),
+    ("kilobytes", "changes", "said"),
     [
-        (500, ("product_width=1024",), r"art: shards/0000([1-9]) .*{full}.* \1 of 9 shards"),
-        (300, ("sample_positions=1000000",), r"art/work/\w+/passed: shard-0000(\d) .*{full}.* \1 parts"),
-        (60, (), r"art/tokens: shard-0000(\d) .*{full}.* \1 parts"),
+        (500, ("product_width=1024",), r"art: shards/0000([1-9]) was not written: {full}; \1 of 9 shards are finished"),
+        (300, ("sample_positions=1000000",), r"art/work/\w+/passed: shard-0000(\d) was not written: {full}; {parts}"),
+        (60, (), r"art/tokens: shard-0000(\d) was not written: {full}; {parts}"),
     ],
     ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
 )
-def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, small_disk):
+def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, small_disk):
     assigned = [part for change in changes for part in ("--set", f"features.{change}")]
-    command = ["build", "--config", root / "settings.yaml", *assigned, "--out"]
+    asked = ["build", "--config", root / "settings.yaml", *assigned, "--out"]
     out = small_disk(kilobytes) / "art"
-    message = refused(*command, out)
-
-    match = re.fullmatch(f"{out.parent}/{pattern.format(full='no space left')}.*--resume", message)
-    assert match, message
-    if "shards" in pattern:
-        assert f"{match[1]} of 9 shards" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all whole")
+    message = refused(*asked, out)
+    end = (
+        said.format(full="no space left on the device", parts=r"\1 parts are complete")
+        + "; free space and run again with --resume"
+    )
+    found = re.fullmatch(f"{out.parent}/{end}", message)
+    assert found, message
+    if "shards" in said:
+        assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
+        assert succeed("verify", out).lines[-1].endswith("all files intact")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:
-        succeed(*command, tmp_path / "whole")
+        succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole" if changes else art)
 
 
 @pytest.mark.parametrize(
-    ("command", "place", "hint"),
+    ("asked", "place", "left"),
     [
         (
             "build --out new --model m",
             ("grasp.build.build", "build"),
-            "same command",
+            "finished parts are kept",
         ),
-        ("score art", ("grasp", "open"), "result"),
+        ("score art", ("grasp", "open"), "results are written only when complete"),
     ],
 )
-def test_ctrl_c_says_what_is_left(command, place, hint, monkeypatch):
+def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -258,15 +257,13 @@ def test_ctrl_c_says_what_is_left(command, place, hint, monkeypatch):
     monkeypatch.setattr(
         import_module(module), name, stop, raising=False
     )  # grasp loads its names when they are asked for
-    outcome = run(*command.split())
+    outcome = run(*asked.split())
     assert outcome.code == 130
-    (line,) = outcome.complaints
-    assert line.startswith("stopped: ")
-    assert hint in line
+    assert [line.startswith(f"stopped: {left}") for line in outcome.complaints] == [True]
 
 
 @pytest.mark.parametrize(
-    ("on_path", "called", "expected"),
+    ("found", "called", "expected"),
     [
         ("/usr/bin/grasp", "/a b/.venv/bin/grasp", "grasp"),
         (None, ".venv/bin/grasp", ".venv/bin/grasp"),
@@ -274,8 +271,8 @@ def test_ctrl_c_says_what_is_left(command, place, hint, monkeypatch):
         (None, "src/grasp/__main__.py", f"{sys.executable} -m grasp"),
     ],
 )
-def test_what_is_to_be_typed_next_is_there_to_be_typed(on_path, called, expected, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda _: on_path)
+def test_what_is_to_be_typed_next_is_there_to_be_typed(found, called, expected, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: found)
     monkeypatch.setattr(sys, "argv", [called])
     assert program() == expected
 
@@ -287,9 +284,9 @@ def test_what_is_to_be_typed_next_is_there_to_be_typed(on_path, called, expected
 def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, written):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 120)
     changes = ["--set", "shard_rows=4", "--set", f"features.sample_positions={positions}"]
-    arguments = ["build", "--config", root / "settings.yaml", "--corpus", corpus, *changes, "--out"]
+    asked = ["build", "--config", root / "settings.yaml", "--corpus", corpus, *changes, "--out"]
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "grasp", *map(str, arguments), str(out), "--untrained"]
+    command = [sys.executable, "-m", "grasp", *map(str, asked), str(out), "--untrained"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60
         while len(list(out.glob(written))) < 3:
@@ -300,6 +297,6 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, w
     assert child.returncode == -signal.SIGKILL
     assert not (out / "manifest.json").exists()
     resumed = succeed("build", "--resume", "--out", out)
-    assert STAGES["rows"] not in resumed.err  # tokenised already
-    succeed(*arguments, tmp_path / "whole")
+    assert "tokenizing" not in resumed.err  # tokenised already
+    succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")

@@ -23,7 +23,7 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -134,14 +134,17 @@ def lines_of(out: str) -> dict[str, list[str]]:
 
 def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained, tmp_path):
     env, outcome = trained
-    first, _heading, line, build, then, evidence = outcome.lines
-    assert_mentions(first, f"{env}: dev", "recipe tiny", "8 subsets x 2 seeds", "65 rows")
-    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
-    against = realized_B.mean() - Environment.open(env).reference_utilities().mean()
+    first, heading, line, build, then, evidence = outcome.lines
+    assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
+    assert cells(heading) == ["target", "units", "utility", "against the corpus", "sd over subsets"]
+    realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    against = realized_B.mean() - RetrainedRuns.open(env).reference_utilities().mean()
     assert cells(line)[:2] == ["facts", "6"]
-    printed = [float(cell) for cell in cells(line)[2:]]
-    assert printed == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
-    assert re.search(r"calibrate: 8 subsets.*\b21\b.*\b12\b", evidence)
+    told = [float(cell) for cell in cells(line)[2:]]
+    assert told == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
+    assert evidence.startswith(
+        "for grasp calibrate: 8 subsets are too few to select a protocol; its short list of 12 requires 21, "
+    )
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
     assert (arguments[0], arguments[-1]) == ("build", "art")
@@ -172,12 +175,12 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
 
 def test_what_it_will_cost_is_said_by_the_first_steps_and_nothing_where_nothing_is_left(trained, settings):
     env, outcome = trained
-    printed = outcome.err
-    cost = r"18 runs of 4 steps.* \d+ s .*\d+ s "
-    assert re.search(cost, " ".join(printed.split()))
-    assert printed.index("18 runs of 4 steps") < printed.index("runs: 18 runs in ")
-    assert "calibrate: 8 subsets" in printed
-    assert " steps" not in succeed(*retrain(settings, env)).err
+    told = outcome.err
+    cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
+    assert re.search(cost, " ".join(told.split()))
+    assert told.index("from the first steps") < told.index("runs: 18 runs in ")
+    assert "for grasp calibrate: 8 subsets" in told
+    assert "first steps" not in succeed(*retrain(settings, env)).err
 
 
 def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
@@ -216,8 +219,8 @@ def test_two_processes_share_an_environment_and_one_is_killed(settings, env, tmp
 
 def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings, own_env, env):
     (own_env / "utilities.parquet").unlink()
-    claims = Environment.open(own_env).claim(3)  # never renewed: its process is dead
-    assert len(claims) == 3
+    held = RetrainedRuns.open(own_env).claim(3)  # never renewed: its process is dead
+    assert len(held) == 3
     succeed("retrain", "--out", own_env, "--resume")
     np.testing.assert_array_equal(
         RetrainedRuns.open(own_env).utilities().values_BSE, RetrainedRuns.open(env).utilities().values_BSE
@@ -227,15 +230,15 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["--family", "uniform:0.03"], r"\b2 rows.*recipe tiny.*\b4\b"),
-        (["--family", "mixture:colour"], r"label 'colour'.*\['topic'\]"),
-        (["--recipe", "tinny"], r"\btiny\b"),
-        (["--role", "test"], "role: .*'dev' or 'held-out'"),
-        (["--set", "overrides.stepz=3"], "overrides: stepz: "),
-        (["--set", "overrides.shape=3"], r"overrides\.shape: .*\b3\b.*group"),
+        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
+        (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
+        (["--recipe", "tinny"], "did you mean tiny?"),
+        (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
+        (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
+        (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
-        (["--set", "corpus.max_length=65"], r"recipe tiny .*\b64 tokens"),
-        (["--set", "tokenizer=/"], "`/` .*tokenizer"),
+        (["--set", "corpus.max_length=65"], "the context length of recipe tiny is 64 tokens"),
+        (["--set", "tokenizer=/"], "`/` has no tokenizer"),
     ],
 )
 def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, pattern):
@@ -254,12 +257,12 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
         (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "development.*controls"),
-        (["--predictions", "nowhere.parquet"], r"nowhere\.parquet: no such"),
-        (["--protocol", "nowhere.yaml"], r"nowhere\.yaml: no such"),
-        (["--json", "nowhere/r.json"], "json: .*nowhere"),
-        (["--runs", "nowhere"], "nowhere: .*environment"),
-        (["--runs", __file__], "environment"),
+        (["--development", "elsewhere"], "require controls"),
+        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
+        (["--json", "nowhere/r.json"], "there is no directory nowhere"),
+        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", __file__], "is not an environment"),
     ],
 )
 def test_evaluate_refuses_in_one_line(art, env, arguments, pattern):
@@ -287,8 +290,8 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
-    (by_default,) = scored(art, env).predict({"default": default_protocol()}, ["facts"])
-    predicted = {"default": by_default.task_B["facts"]} | {
+    (own,) = scored(art, env).predict({"default": DEFAULT_PROTOCOL}, ["facts"])
+    predicted = {"default": own.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
         for kernel in kernels
     }
@@ -310,9 +313,10 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
     report = json.loads((tmp_path / "r.json").read_text())
     with (tmp_path / "r.csv").open() as file:
         table = {line["method"]: line for line in csv.DictReader(file)}
-    first, second = report["notes"][:2]
-    assert first == f"protocol default: {default_protocol().provenance}"
-    assert second.startswith("protocol planted: ")
+    assert report["notes"][:2] == [
+        f"protocol default: {DEFAULT_PROTOCOL.provenance}",
+        "protocol planted: not selected on development environments",
+    ]
     assert "default" in printed
     for record in report["results"]:
         assert printed[record["method"]][3].startswith(f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, ")
@@ -441,8 +445,8 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
-    assert re.search(r"\b12 protocols.*16 subsets.*\b7,440\b", text)
-    assert not load_protocol(out).interacts
+    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be chance; " in text
+    assert load_protocol(out).interaction is Interaction.NONE
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

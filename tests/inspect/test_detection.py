@@ -35,10 +35,10 @@ def test_figures_are_those_of_scikit_learn_with_ties(seed):
 
 def test_cuts_by_hand():
     score = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
-    result = measure(score, np.array([True, False, True, False, False]))
-    assert (result.at_k.k, result.at_k.precision, result.at_k.recall, result.at_k.f1) == (2, 0.5, 0.5, 0.5)
-    assert (result.best.k, result.best.f1) == (3, 0.8)
-    assert result.auroc_low <= result.auroc <= result.auroc_high
+    found = measure(score, np.array([True, False, True, False, False]))
+    assert (found.at_k.k, found.at_k.precision, found.at_k.recall, found.at_k.f1) == (2, 0.5, 0.5, 0.5)
+    assert (found.best.k, found.best.f1) == (3, 0.8)
+    assert found.auroc_low <= found.auroc <= found.auroc_high
     perfect = measure(score, np.array([True, True, False, False, False]), k=1)
     assert (perfect.auroc, perfect.average_precision, perfect.at_k.recall) == (1.0, 1.0, 0.5)
 
@@ -47,8 +47,8 @@ def test_the_interval_of_the_auroc_covers_it():
     draw = np.random.default_rng(9)
     planted = np.arange(300) < 40
     true = 0.7602  # of two normal scores one deviation apart: the normal law at 1 / sqrt(2)
-    results = [measure(draw.normal(size=300) + planted, planted) for _ in range(300)]
-    assert 0.91 <= np.mean([one.auroc_low <= true <= one.auroc_high for one in results]) <= 0.98
+    found = [measure(draw.normal(size=300) + planted, planted) for _ in range(300)]
+    assert 0.91 <= np.mean([one.auroc_low <= true <= one.auroc_high for one in found]) <= 0.98
 
 
 def test_the_threshold_flags_its_rate_of_clean_rows_and_finds_what_is_planted():
@@ -75,8 +75,8 @@ CLEAN = {
 def test_of_right_rows_the_rate_is_flagged_whatever_way_their_scores_lean(shape, rate):
     draw = np.random.default_rng(3)
     for n_rows, repeats in ((1_000, 40), (10_000, 10)):
-        results = [threshold(CLEAN[shape](draw, n_rows), rate).n_flagged / n_rows for _ in range(repeats)]
-        assert rate / 2.5 < np.mean(results) < 2 * rate
+        found = [threshold(CLEAN[shape](draw, n_rows), rate).n_flagged / n_rows for _ in range(repeats)]
+        assert rate / 2.5 < np.mean(found) < 2 * rate
 
 
 LEFT = {
@@ -136,7 +136,7 @@ def test_rows_known_to_be_right_keep_the_rate_where_the_middle_says_nothing_of_t
     assert 0.04 < np.mean(rates) < 0.055
     known[99:] = False
     assert threshold_of_checked(score, known, 0.01).value == score[:99].max()
-    with pytest.raises(SettingsError, match=r"\b99 rows.*\b999\b.*\b0\.001"):
+    with pytest.raises(SettingsError, match=r"99 rows are known to be right, expected at least 999 for .* of 0\.001"):
         threshold_of_checked(score, known, 0.001)
 
 
@@ -145,7 +145,7 @@ def test_equal_scores_flag_nothing():
     assert threshold(np.ones(9), 0.01).all_alike
     assert threshold(np.repeat([0.0, 1.0], [70, 30]), 0.01).n_flagged == 0
     for rate in (0.0, 0.5):
-        with pytest.raises(SettingsError, match=r"\b0\b.*\b0\b"):
+        with pytest.raises(SettingsError, match="expected more than 0 and less than 0"):
             threshold(np.arange(9.0), rate)
 
 
@@ -153,16 +153,16 @@ def test_disagreement_is_the_double_loop_and_a_lone_label_has_no_opinion():
     generator = np.random.default_rng(2)
     feature, label = generator.normal(size=(20, 4)), np.append(generator.integers(0, 2, size=19), 7)
     near = disagreement(feature, label, 5)
-    result, alone = near.share_N, near.alone_N
+    found, alone = near.share_N, near.is_singleton_N
     unit = feature / np.linalg.norm(feature, axis=1, keepdims=True)
     for i in range(19):
         cosine = unit @ unit[i]
         cosine[i] = -np.inf
         near = np.argsort(-cosine)[:5]
         weight = np.maximum(cosine[near], 1e-6)
-        assert result[i] == pytest.approx((weight * (label[near] != label[i])).sum() / weight.sum())
+        assert found[i] == pytest.approx((weight * (label[near] != label[i])).sum() / weight.sum())
     assert alone.tolist() == [False] * 19 + [True]
-    assert result[19] == np.median(result[:19])
+    assert found[19] == np.median(found[:19])
 
 
 def test_fusing_does_not_depend_on_units():

@@ -289,10 +289,10 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"side": "omitted"}, ProtocolError, "size"),
-        ({"floors": ["30%"]}, SettingsError, r"floors.*120\.0%"),
-        ({"caps": ["20%"]}, SettingsError, r"caps.*80\.0%"),
-        ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, r"games.*floor.*30\.0%.*cap.*\b20"),
+        ({"side": "omitted"}, ProtocolError, "undefined for a mixture"),
+        ({"floors": ["30%"]}, SettingsError, "the floors add up to 120.0%"),
+        ({"caps": ["20%"]}, SettingsError, "the caps add up to 80.0%"),
+        ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, "games has a floor of 30.0% and a cap of 20"),
         (
             {"floors": ["games:90%"], "distance": "10%"},
             SettingsError,

@@ -193,8 +193,8 @@ def test_what_is_proven_depends_on_the_pool():
     assert "bound" in selected(crossed, penalty, "3").guarantee
     reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
     assert reward.bound is None
-    assert reward.guarantee == "no upper bound: a part of the geometry is rewarded: V is not concave"
-    assert any("geometry" in note for note in reward.notes)
+    assert reward.guarantee == "no upper bound: a geometry weight is positive: V is not concave"
+    assert any("positive geometry weight" in note for note in reward.notes)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -457,7 +457,7 @@ def test_rows_too_short_to_trust_are_told_where_they_lead():
     short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
     assert short
     assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
-    assert "noisy: --min-tokens 32" in ranking.notes[0]
+    assert "noisy: --min-tokens 32 skips" in ranking.notes[0]
     assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
     images = World()
     images.tokens[:] = 1  # there is nothing to choose from
