@@ -315,7 +315,7 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
     assert pq.read_table(tmp_path / "why.parquet").column_names[:3] == ["position", "text", "contribution"]
     best = succeed("explain", place, "--target", "facts", "--unit", UNIT).out
     assert best.startswith(f"the 5 most helpful and the 5 most harmful of 65 rows for {UNIT} of facts, by effect")
-    assert "got neither --row nor --unit" in refused("explain", place, "--target", "facts")
+    assert "missing --row or --unit" in refused("explain", place, "--target", "facts")
     assert "requires --row" in refused(
         "explain", place, "--target", "facts", "--unit", UNIT, "--json", tmp_path / "x.json"
     )
