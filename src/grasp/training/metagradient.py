@@ -290,7 +290,6 @@ class _Replay:
             root=float(found["root"][0]),
             largest_scale=settings.largest_scale or math.inf,
         )
-        training.set_weights(step.weights)
         batch = step.batch
         weight_B = self.trajectory.weight_N[batch.row_index_B]
         directions = []
@@ -306,14 +305,14 @@ class _Replay:
             found["adjoint_norm"][step.step, t] = adjoint.norm
             found["direction_norm"][step.step, t] = norm_of(direction)
             found["left_out"][step.step] = left_out
-            directions.append(direction)
+            if step.step in settings.probe_steps:
+                directions.append(direction)
             if not math.isfinite(found["adjoint_norm"][step.step, t]):
                 raise ModelError(
                     f"replay: the derivative is {found['adjoint_norm'][step.step, t]} at step {step.step}, expected a "
                     "number; set first_step behind it, take gauss-newton, or lower the learning rate"
                 )
         if step.step in settings.probe_steps:
-            training.set_weights(step.weights)
             value_NT = row_derivatives(
                 training,
                 self.rows,
