@@ -37,15 +37,15 @@ def test_a_misspelt_path_is_refused_with_what_it_may_mean(nobody):
     with pytest.raises(CorpusError, match=r"models/cktp: no such .* \(did you mean 'ckpt'\?\); expected \.parquet"):
         open_source("models/cktp")
     (nobody / "corpus.parquet").touch()
-    assert hub.meant("corpsu.parquet") == " (did you mean 'corpus.parquet'?)"
-    assert [hub.meant(name) for name in ("gone.parquet", "corpsu.jsonl", "no/corpus.parquet")] == ["", "", ""]
+    assert hub.suggest_path("corpsu.parquet") == " (did you mean 'corpus.parquet'?)"
+    assert [hub.suggest_path(name) for name in ("gone.parquet", "corpsu.jsonl", "no/corpus.parquet")] == ["", "", ""]
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(nobody):
     (nobody / "ckpt").mkdir()
     begun = time.monotonic()
-    why = r"http://127.0.0.1:9 does not answer \(.*refused\); HF_HUB_OFFLINE=1 uses what was fetched before"
-    with pytest.raises(ModelError, match=rf"no `cktp` on this disk \(did you mean 'ckpt'\?\), and none .*: {why}"):
+    why = r"http://127.0.0.1:9 does not answer \(.*refused\); HF_HUB_OFFLINE=1 uses cached files only"
+    with pytest.raises(ModelError, match=rf"no `cktp` on this disk \(did you mean 'ckpt'\?\), and it cannot.*: {why}"):
         load_causal_lm(ModelSettings(path="cktp"), None)
     with pytest.raises(CorpusError, match=rf"cktp: no such file .*'ckpt'\?\), and no hub dataset .*: {why}"):
         open_source("cktp")

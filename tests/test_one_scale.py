@@ -12,10 +12,10 @@ from grasp.artifact.rows import row_tokens
 from grasp.artifact.where import LabelTable
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import default_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
-from grasp.report.findings import findings
-from grasp.report.serve import Ask, answered
+from grasp.report.findings import collect_findings
+from grasp.report.serve import QueryService, respond
 from grasp.select.select import select
 from grasp.text import several
 from tests.cli.grasp_command import succeed
@@ -29,7 +29,7 @@ GEOMETRY = rule(
 )
 
 
-@pytest.mark.parametrize("protocol", [default_protocol(), GEOMETRY], ids=["default", "geometry"])
+@pytest.mark.parametrize("protocol", [DEFAULT_PROTOCOL, GEOMETRY], ids=["default", "geometry"])
 def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, protocol):
     artifact = ArtifactReader.open(art)
     save_protocol(protocol, tmp_path / "p.yaml")
@@ -63,7 +63,7 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")
     answers["by"] = by["if_dropped"]["life"]
     answers |= from_coefficients(artifact, protocol)
-    if not protocol.interacts:
+    if protocol.interaction is Interaction.NONE:
         answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
         answers["mean of what score shows"] = ranked[kept_ids].mean()
@@ -76,11 +76,11 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
 
 def served(artifact) -> dict[str, float]:
     """As a browser gets it, and an agent: plain arguments, JSON back."""
-    ask = Ask(artifact)
+    ask = QueryService(artifact)
     questions = {"drop": "topic = 'life'", "keep": "topic != 'life'", "weight": ["topic = 'life': 0"], "by": "topic"}
     found = {}
     for name, value in questions.items():
-        answer, status = answered(ask, "predict", {name: value})
+        answer, status = respond(ask, "predict", {name: value})
         assert status == 200, answer
         lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
         found[name] = lines[0]["change"] if name != "by" else {one["value"]: one for one in lines}["life"]["if_dropped"]
@@ -94,9 +94,9 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     sums = predictor.sums(slices.each)
     f_G = np.array([float(name != "life") for name in slices.names])
     found = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
-    if protocol.interacts:  # what rows do to one another is no sum over slices
+    if protocol.interaction is not Interaction.NONE:  # what rows do to one another is no sum over slices
         return found
-    formula = SliceFormula(sums.kept_B, sums.effect_BT, predictor.exposure)
+    formula = SliceFormula(sums.n_retained_B, sums.effect_BT, predictor.exposure)
     return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 
@@ -113,7 +113,7 @@ def test_many_subsets_are_asked_at_once(art):
 def test_a_row_has_one_effect_wherever_it_is_shown(art):
     artifact = ArtifactReader.open(art)
     effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
-    answer, _ = answered(Ask(artifact), "score", {"top": len(effect_N)})
+    answer, _ = respond(QueryService(artifact), "score", {"top": len(effect_N)})
     lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
     shown = {line["row_id"]: line["effect"] for line in lines}
     for row in effect_N.index[[0, len(effect_N) // 2, -1]]:
@@ -164,12 +164,12 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = findings(artifact, default_protocol(), target=shown, environment=runs)
+        found = collect_findings(artifact, DEFAULT_PROTOCOL, target=shown, environment=runs)
         g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
         dropped = found.labels[0].dropped
         answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
-    served = Ask(artifact, runs=runs)
-    answer, status = answered(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
+    served = QueryService(artifact, runs=runs)
+    answer, status = respond(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
     assert status == 200, answer
     answers["served"] = [dict(zip(answer["columns"], answer["rows"][0], strict=True))[name] for name in columns]
     selection = select(artifact, len(kept_ids), "sciq", runs=runs)

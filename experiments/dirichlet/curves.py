@@ -20,14 +20,14 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import SubsetFeatures
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 KS = (8, 16, 24, 32)
 
 
 def of_environment(path: Path, art: Path) -> World:
     """The mixtures that have results, with the artifact of the same rows."""
-    environment, artifact = Environment.open(path), ArtifactReader.open(art)
+    environment, artifact = RetrainedRuns.open(path), ArtifactReader.open(art)
     predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     assert environment.label is not None
     column = LabelTable(artifact.rows_path).column(environment.label)
@@ -41,7 +41,7 @@ def of_environment(path: Path, art: Path) -> World:
         else environment.utilities(seeds=environment.info.seeds[:1], partial=True)
     )
     order = np.array([environment.subset_ids.index(name) for name in utilities.subset_ids])
-    columns = [utilities.select(target).values_BSE.mean(axis=2) for target in predictor.targets]
+    columns = [utilities.select(target).values_BSE.mean(axis=2) for target in predictor.units.targets]
     return World("pool-dirichlet", features.take(order), np.stack(columns, axis=2))
 
 
@@ -51,11 +51,11 @@ def main() -> None:
     parser.add_argument("--art", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=8)
-    asked = parser.parse_args()
-    world = of_environment(asked.environment, asked.art)
+    args = parser.parse_args()
+    world = of_environment(args.environment, args.art)
     n_runs, n_seeds = world.utility_RST.shape[:2]
-    lines = curve(world, tuple(k for k in KS if k <= n_runs - 8), asked.draws)
-    asked.out.write_text(json.dumps({"mixtures": n_runs, "seeds": n_seeds, "curves": lines}, indent=1) + "\n")
+    lines = curve(world, tuple(k for k in KS if k <= n_runs - 8), args.draws)
+    args.out.write_text(json.dumps({"mixtures": n_runs, "seeds": n_seeds, "curves": lines}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 
 def unit_leverage(values_BE: F64) -> F64:
@@ -45,8 +45,8 @@ def standardised_mean(values_BSE: F64) -> F64:
 
 def trimmed_mean(values_BSE: F64) -> F64:
     leverage_E = np.abs(unit_leverage(values_BSE.mean(axis=1)))
-    kept = np.argsort(leverage_E)[: int(0.9 * len(leverage_E))]
-    return np.asarray(values_BSE[:, :, kept].mean(axis=2))
+    kept_units = np.argsort(leverage_E)[: int(0.9 * len(leverage_E))]
+    return np.asarray(values_BSE[:, :, kept_units].mean(axis=2))
 
 
 SUMMARIES: dict[str, Callable[[F64], F64]] = {
@@ -109,37 +109,40 @@ class Compared:
 
 
 def compared(
-    artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
+    artifact: ArtifactReader,
+    environment: RetrainedRuns,
+    protocol: ScoringProtocol,
+    targets: Sequence[str] | None = None,
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
-    scored = Scored.from_environment(environment, artifact)
-    names = list(targets or scored.renamed.values())
+    scored = Scored.from_runs(environment, artifact)
+    names = list(targets or scored.run_targets.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
     for name in names:
-        own = utilities.select(name)
-        unit_BE, task_B = predicted.aligned(own.subset_ids, name, own.unit_ids)
+        target_utilities = utilities.select(name)
+        unit_BE, task_B = predicted.aligned(target_utilities.subset_ids, name, target_utilities.unit_ids)
         assert unit_BE is not None
         assert task_B is not None
-        yield Compared(name, task_B, unit_BE, own.values_BSE)
+        yield Compared(name, task_B, unit_BE, target_utilities.values_BSE)
 
 
-def write_json(found: dict[str, Any], out: Path | None) -> None:
+def write_json(results: dict[str, Any], out: Path | None) -> None:
     """Print, and keep."""
-    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     print(text, end="")
     if out is not None:
         write_whole(out, text.encode())
 
 
-def run(artifact: ArtifactReader, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
+def run(artifact: ArtifactReader, environment: RetrainedRuns, path: Path | None, targets: Sequence[str] | None) -> Any:
     """Figures of every target that environment and artifact share."""
-    protocol = default_protocol() if path is None else load_protocol(path)
-    found = {
-        one.target: explain(one.values_BSE, one.predicted_B, one.predicted_BE)
-        for one in compared(artifact, environment, protocol, targets)
+    protocol = DEFAULT_PROTOCOL if path is None else load_protocol(path)
+    records = {
+        record.target: explain(record.values_BSE, record.predicted_B, record.predicted_BE)
+        for record in compared(artifact, environment, protocol, targets)
     }
-    return {"environment": environment.name, "protocol": protocol.name, "targets": found}
+    return {"environment": environment.name, "protocol": protocol.name, "targets": records}
 
 
 @in_one_line()
@@ -151,8 +154,8 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
-    write_json(found, args.out)
+    results = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment), args.protocol, args.targets)
+    write_json(results, args.out)
 
 
 if __name__ == "__main__":

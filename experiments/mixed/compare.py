@@ -27,12 +27,12 @@ from experiments.exposure.repeated import STRENGTH
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.predict.families import dirichlet_shares, parse_family
+from grasp.predict.families import draw_dirichlet_shares, parse_family
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.alignment import unit_fingerprints
-from grasp.runs.retrained import FULL, Environment, Run, TargetInfo
+from grasp.runs.retrained import FULL, RetrainedRuns, Run, TargetInfo
 from grasp.seeds import stream
 from grasp.select.mix import mix
 
@@ -69,16 +69,16 @@ def regmix(share_RG: F64, utility_R: F64) -> Callable[[F64], F64]:
 REGRESSIONS = {"log-share regression": (log_shares, 1), "RegMix": (regmix, AVERAGED)}
 
 
-def simulated(runs: Environment, rows_G: NDArray[np.int64]) -> F64:
+def simulated(runs: RetrainedRuns, rows_G: NDArray[np.int64]) -> F64:
     """(B, G) shares drawn as those of the runs were: by the family `dirichlet`, or by `exposure.repeated`."""
     rng = stream(0, "mixed", "simulated")
     if runs.info.family is None:
         return rng.dirichlet(np.full(len(rows_G), STRENGTH), size=SIMULATED)
     assert parse_family(runs.info.family.spec).kind == "dirichlet"
-    return np.stack([dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
+    return np.stack([draw_dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
 
 
-def proposed(artifact: ArtifactReader, runs: Environment, label: str) -> Iterator[WeightedRows]:
+def proposed(artifact: ArtifactReader, runs: RetrainedRuns, label: str) -> Iterator[WeightedRows]:
     """A mixture of each method for each target."""
     slices = label_slices(label_column(artifact, label, "by"), row_tokens(artifact))
     current_G = slices.rows_G / slices.rows_G.sum()
@@ -89,13 +89,13 @@ def proposed(artifact: ArtifactReader, runs: Environment, label: str) -> Iterato
 
     def of_shares(name: str, share_G: F64) -> WeightedRows:
         weight_N = (share_G / current_G)[slices.codes_N]
-        kept = np.flatnonzero(weight_N)
-        return WeightedRows(name, kept, weight_N[kept])
+        kept_rows = np.flatnonzero(weight_N)
+        return WeightedRows(name, kept_rows, weight_N[kept_rows])
 
     for target in TARGETS:
         utility_R = runs.task_utilities([target]).mean(axis=(1, 2))
-        for method, beside in (("relevance", None), ("relevance and runs", runs)):
-            mixture = mix(artifact, label, target, runs=beside)
+        for method, run_set in (("relevance", None), ("relevance and runs", runs)):
+            mixture = mix(artifact, label, target, runs=run_set)
             yield of_shares(f"{method}: {target}", mixture.table["proposed"].to_numpy())
         for method, (fit, averaged) in REGRESSIONS.items():
             guess_B = fit(share_RG, utility_R)(simulated_BG)
@@ -115,7 +115,7 @@ def proposed(artifact: ArtifactReader, runs: Environment, label: str) -> Iterato
 # ------------------------------------------------------------------------------------------------ halve and judge
 
 
-def halved(runs: Environment, artifact: ArtifactReader, out: Path) -> Environment:
+def halved(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> RetrainedRuns:
     """The same runs with the units alone that the artifact has."""
     fingerprints = unit_fingerprints(artifact, "completion")
     ids = {
@@ -131,19 +131,19 @@ def halved(runs: Environment, artifact: ArtifactReader, out: Path) -> Environmen
         }
     )
     rows = RowIndex.from_parquet(artifact.rows_path)
-    fewer = Environment.create(out, info, runs.subset_blocks(rows), rows)
-    kept = [e for e, (target, unit) in enumerate(runs.units) if unit in ids.get(target, ())]
-    assert [runs.units[e] for e in kept] == list(fewer.units)
+    fewer = RetrainedRuns.create(out, info, runs.subset_blocks(rows), rows)
+    shared_units = [e for e, (target, unit) in enumerate(runs.units) if unit in ids.get(target, ())]
+    assert [runs.units[e] for e in shared_units] == list(fewer.units)
     values, whole_SE = runs.utilities(), runs.reference_utilities()
     for s, seed in enumerate(values.seeds):
         for b, name in enumerate(values.subset_ids):
-            fewer.write_run(Run(seed, name), values.values_BSE[b, s, kept])
-        fewer.write_run(Run(seed, FULL), whole_SE[s, kept])
+            fewer.write_run(Run(seed, name), values.values_BSE[b, s, shared_units])
+        fewer.write_run(Run(seed, FULL), whole_SE[s, shared_units])
     fewer.compact()
     return fewer
 
 
-def judged(artifact: ArtifactReader, mixed: Environment) -> list[dict[str, object]]:
+def judged(artifact: ArtifactReader, mixed: RetrainedRuns) -> list[dict[str, object]]:
     """Change of each mixture against the corpus and against the regression, by questions that the artifact lacks.
 
     The interval is of two parts: questions by their spread, and seeds by theirs, pooled over all mixtures and targets.
@@ -162,18 +162,20 @@ def judged(artifact: ArtifactReader, mixed: Environment) -> list[dict[str, objec
     for target in TARGETS:
         columns = np.flatnonzero(new_E & (np.array(values.targets) == target))
         methods = [*METHODS, *(later for later in LATER if (later, target) in place)]
-        own = {method: change_BSE[place[method, target]][:, columns] for method in methods}
+        change_by_method = {method: change_BSE[place[method, target]][:, columns] for method in methods}
         for method in methods:
-            pairs[target, method, "the corpus"] = own[method]
+            pairs[target, method, "the corpus"] = change_by_method[method]
             for other in ("log-share regression", "RegMix", "best run"):
                 if method not in ("best run", *REGRESSIONS):
-                    pairs[target, method, other] = own[method] - own[other]
+                    pairs[target, method, other] = change_by_method[method] - change_by_method[other]
     lines: list[dict[str, object]] = []
     for against in ("the corpus", "log-share regression", "RegMix", "best run"):
-        here = {key: value_SE for key, value_SE in pairs.items() if key[2] == against}
-        freedom = len(here) * (n_seeds - 1)
-        seed_variance = sum(float(value_SE.mean(axis=1).var(ddof=1)) for value_SE in here.values()) / len(here)
-        for (target, method, _), value_SE in here.items():
+        selected_pairs = {key: value_SE for key, value_SE in pairs.items() if key[2] == against}
+        freedom = len(selected_pairs) * (n_seeds - 1)
+        seed_variance = sum(float(value_SE.mean(axis=1).var(ddof=1)) for value_SE in selected_pairs.values()) / len(
+            selected_pairs
+        )
+        for (target, method, _), value_SE in selected_pairs.items():
             of_unit = float(value_SE.mean(axis=0).var(ddof=1)) / value_SE.shape[1]
             half = float(stdtrit(freedom, 0.5 + COVERAGE / 2)) * np.sqrt(of_unit + seed_variance / n_seeds)
             mean = float(value_SE.mean())
@@ -198,23 +200,23 @@ def main() -> None:
     first.add_argument("runs", type=Path)
     second = verbs.add_parser("propose")
     third = verbs.add_parser("judge")
-    for one in (first, second, third):
-        one.add_argument("artifact", type=Path)
-        one.add_argument("--out", type=Path, required=True)
+    for environment in (first, second, third):
+        environment.add_argument("artifact", type=Path)
+        environment.add_argument("--out", type=Path, required=True)
     second.add_argument("--runs", type=Path, required=True)
     second.add_argument("--by", required=True)
     third.add_argument("--mixed", type=Path, required=True)
-    asked = parser.parse_args()
-    artifact = ArtifactReader.open(asked.artifact)
-    if asked.verb == "halve":
-        print(halved(Environment.open(asked.runs), artifact, asked.out))
-    elif asked.verb == "propose":
-        subsets = list(proposed(artifact, Environment.open(asked.environment), asked.by))
+    args = parser.parse_args()
+    artifact = ArtifactReader.open(args.artifact)
+    if args.verb == "halve":
+        print(halved(RetrainedRuns.open(args.runs), artifact, args.out))
+    elif args.verb == "propose":
+        subsets = list(proposed(artifact, RetrainedRuns.open(args.environment), args.by))
         index = RowIndex.from_parquet(artifact.rows_path)
-        write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
+        write_subsets(args.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     else:
-        lines = judged(artifact, Environment.open(asked.mixed))
-        asked.out.write_text(json.dumps(lines, indent=1) + "\n")
+        lines = judged(artifact, RetrainedRuns.open(args.mixed))
+        args.out.write_text(json.dumps(lines, indent=1) + "\n")
         for line in lines:
             print(
                 "{target:12s} {method:22s} against {against:22s} {change:+.3f} [{low:+.3f}, {high:+.3f}]".format(**line)

@@ -35,7 +35,7 @@ from experiments.replay.setting import World, probe_steps
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
 from grasp.training.replay_gate import check_by_groups, smoothness
@@ -265,7 +265,7 @@ def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
             found.setdefault(curvature, []).append(one)
             costs[f"{curvature}, order {seed}"] = cost
     check = group_check(world, found["difference"][0], given.work / "replay" / f"{name}-difference-0", given.check)
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
     share_BN = shares(environment, world.corpus.store, utilities)

@@ -19,11 +19,11 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
-from grasp.geometry.calibration_result import Development, choose_protocol
+from grasp.geometry.calibration_result import Development, select_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 
@@ -49,26 +49,26 @@ def family_of(base: Candidate) -> ProtocolFamily:
     )
 
 
-def opened(path: Path) -> Environment:
+def opened(path: Path) -> RetrainedRuns:
     """An environment all of whose targets may be calibrated on."""
-    found = Environment.open(path)
-    return Environment(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
+    environment = RetrainedRuns.open(path)
+    return RetrainedRuns(path, environment.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
 
 
-def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
+def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resamples: int) -> list[dict[str, Any]]:
     """A record for every row of the table."""
-    base = candidate_of(default_protocol(), artifact)
+    base = candidate_of(DEFAULT_PROTOCOL, artifact)
     family = family_of(base)
     chosen: dict[str, tuple[tuple[str, ...], Candidate]] = {
         "none": ((), Candidate(base.binding, base.match, ())),
         "shipped": ((), base),
     }
     for tasks in CALIBRATED_ON:
-        developments = [Development.from_environment(one, [artifact], targets=tasks) for one in environments]
-        best = choose_protocol(family, developments, resamples=resamples).best.candidate
+        developments = [Development.from_runs(environment, [artifact], targets=tasks) for environment in environments]
+        best = select_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
-        name: {one.name: tested(artifact, one, candidate) for one in environments}
+        name: {environment.name: tested(artifact, environment, candidate) for environment in environments}
         for name, (_, candidate) in chosen.items()
     }
     return [
@@ -83,15 +83,17 @@ def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples
     ]
 
 
-def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
+def mean_without(tested: Tested, tasks: Sequence[str]) -> dict[str, float]:
     """Means over all tasks of all environments but `tasks`."""
-    others = [r for own in found.values() for target, r in own.items() if target not in tasks]
+    others = [
+        r for result_by_target in tested.values() for target, r in result_by_target.items() if target not in tasks
+    ]
     return {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS}
 
 
-def tested(artifact: ArtifactReader, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
+def tested(artifact: ArtifactReader, environment: RetrainedRuns, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
-    development = Development.from_environment(environment, [artifact])
+    development = Development.from_runs(environment, [artifact])
     predictions = development.variants[""].select_candidates({"protocol": candidate}, development.targets)
     report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")
@@ -110,12 +112,12 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
-    write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
-    for row in found:
+    results = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
+    write_whole(args.out, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+    for row in results:
         print(f"{row['calibrated_on']:<40} {row['protocol']}")
-        for said, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):
-            print(f"    {said}: {', '.join(f'{name} {value:.3f}' for name, value in row[key].items())}")
+        for title, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):
+            print(f"    {title}: {', '.join(f'{name} {value:.3f}' for name, value in row[key].items())}")
 
 
 if __name__ == "__main__":

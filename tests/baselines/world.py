@@ -18,8 +18,8 @@ from grasp.methods.contract import MethodInputs, MethodScores, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, methods, scores
 from grasp.models.tokenizer import train_tokenizer
 from grasp.retraining.worker import retrain
-from grasp.runs.alignment import Joined
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import Alignment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
@@ -37,17 +37,17 @@ class World:
     root: Path
 
     @property
-    def environment(self) -> Environment:
-        return Environment.open(self.root / "env")
+    def environment(self) -> RetrainedRuns:
+        return RetrainedRuns.open(self.root / "env")
 
     @cached_property
     def artifact(self) -> ArtifactReader:
         return ArtifactReader.open(self.root / "art")
 
-    def material(self, **changes: Any) -> MethodInputs:
+    def inputs(self, **changes: Any) -> MethodInputs:
         """The artifact with its environment, opened afresh."""
-        scored = Joined.from_environment(self.environment, self.artifact)
-        known = Retrained.from_joined(scored, self.environment.utilities())
+        scored = Alignment.from_runs(self.environment, self.artifact)
+        known = Retrained.from_alignment(scored, self.environment.utilities())
         return replace(MethodInputs(self.artifact, retrained=known), **changes)
 
 
@@ -95,25 +95,25 @@ def make(root: Path) -> World:
     return World(root)
 
 
-def asked(name: str, **settings: Any) -> ConfiguredMethod:
+def configured_method(name: str, **settings: Any) -> ConfiguredMethod:
     """One method with settings, and `seed` among them."""
-    (found,) = configured_methods([name], {name: settings})
-    return found
+    (result,) = configured_methods([name], {name: settings})
+    return result
 
 
-def matrix(found: MethodScores) -> np.ndarray:
+def matrix(result: MethodScores) -> np.ndarray:
     """All stored scores, float64."""
-    return np.concatenate([block for _, block in found]).astype(np.float64)
+    return np.concatenate([block for _, block in result]).astype(np.float64)
 
 
-def copies(material: MethodInputs) -> np.ndarray:
+def copies(inputs: MethodInputs) -> np.ndarray:
     """The row that is the unit itself, (E,)."""
-    return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in material.units.units])
+    return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in inputs.units.units])
 
 
 def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
     """All scores of one method with these settings, computed or found at the place, float64."""
-    return matrix(scores(asked(name, **settings), world.material(), place))
+    return matrix(scores(configured_method(name, **settings), world.inputs(), place))
 
 
 @dataclass

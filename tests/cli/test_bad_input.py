@@ -112,7 +112,7 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
         ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
         (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
         (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: line 1: nested deeper than 50"),
-        ("model.path=&a [*a]", "--set model.path: line 1: a value that holds itself"),
+        ("model.path=&a [*a]", "--set model.path: line 1: recursive alias"),
         (BOMB, "--set model.path: line 1: more than 100,000 values"),
     ],
 )
@@ -131,8 +131,8 @@ def test_every_wrong_setting_is_in_one_message(build):
     [
         (b"- 1", "got list, expected a mapping of settings"),
         (b"a: [", "not YAML: while parsing a flow node"),
-        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: 'a' is there already, in line 1"),
-        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: 'z' is there already, in line 2"),
+        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: duplicate key .a., first in line 1"),
+        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: duplicate key .z., first in line 2"),
         (b"\xff", "not YAML: "),
         (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
         (None, "no such settings file"),
@@ -223,14 +223,14 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
     out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)
     end = (
-        said.format(full="no space left on the device", parts=r"\1 parts are whole")
+        said.format(full="no space left on the device", parts=r"\1 parts are complete")
         + "; free space and run again with --resume"
     )
     found = re.fullmatch(f"{out.parent}/{end}", message)
     assert found, message
     if "shards" in said:
         assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all whole")
+        assert succeed("verify", out).lines[-1].endswith("all files intact")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:
@@ -244,9 +244,9 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
         (
             "build --out new --model m",
             ("grasp.build.build", "build"),
-            "what was finished is kept; the same command goes",
+            "finished parts are kept",
         ),
-        ("score art", ("grasp", "open"), "a result is written when it is whole, so this one was not"),
+        ("score art", ("grasp", "open"), "results are written only when complete"),
     ],
 )
 def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
@@ -297,6 +297,6 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, w
     assert child.returncode == -signal.SIGKILL
     assert not (out / "manifest.json").exists()
     resumed = succeed("build", "--resume", "--out", out)
-    assert "cutting into rows" not in resumed.err  # tokenised already
+    assert "tokenizing" not in resumed.err  # tokenised already
     succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")

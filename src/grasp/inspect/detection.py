@@ -12,7 +12,6 @@ from scipy.special import ndtri
 
 from grasp.arrays import F64, Bool
 from grasp.errors import SettingsError
-from grasp.inspect.health_metrics import placed, placement
 
 MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
 SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
@@ -70,7 +69,7 @@ def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
     )
     hits_N = np.cumsum(planted_N[np.argsort(-score_N, kind="stable")], dtype=np.int64)
     rank_N = np.arange(1, n_rows + 1)
-    best = int(np.argmax(2 * hits_N / (rank_N + count)))
+    best_index = int(np.argmax(2 * hits_N / (rank_N + count)))
     return Detection(
         n_rows=n_rows,
         n_planted=count,
@@ -79,7 +78,7 @@ def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
         auroc_high=min(value + reach, 1.0),
         average_precision=average_precision(score_N, planted_N),
         at_k=_cut(hits_N, count, k),
-        best=_cut(hits_N, count, best + 1),
+        best=_cut(hits_N, count, best_index + 1),
     )
 
 
@@ -91,6 +90,12 @@ def _cut(hits_N: NDArray[np.int64], count: int, k: int) -> AtCut:
 def auroc(score_N: F64, planted_N: Bool) -> float:
     """Chance that a planted row scores higher than a clean one, ties half."""
     return float(placement(score_N[planted_N], np.sort(score_N[~planted_N])).mean())
+
+
+def placement(value_N: F64, reference_M: F64) -> F64:
+    """Share of the other numbers, sorted, that lie below each of some, ties half."""
+    below = np.searchsorted(reference_M, value_N, "left") + np.searchsorted(reference_M, value_N, "right")
+    return np.asarray(below / (2 * len(reference_M)))
 
 
 def average_precision(score_N: F64, planted_N: Bool) -> float:
@@ -186,5 +191,5 @@ def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], 
 
 
 def mean_ranks(scores: list[F64]) -> F64:
-    """Mean of the ranks, each from 0 to 1: no score outweighs another by its unit."""
-    return np.asarray(np.mean([placed(score) for score in scores], axis=0))
+    """Mean of the ranks, each from 0 to 1, ties in the middle of theirs: no score outweighs another by its unit."""
+    return np.asarray(np.mean([placement(score, np.sort(score)) for score in scores], axis=0))

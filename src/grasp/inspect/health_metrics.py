@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 
-from grasp.arrays import F64, Floats
+from grasp.arrays import F64, Floats, ratio
+from grasp.runs.metrics import spearman
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +25,19 @@ class Check:
     numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
 
 
-def judged(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
+def judge_check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
     """A measurement; the advice is kept where it is not good."""
     return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
 
 
-def missing(name: str, healthy: str, why: str) -> Check:
+def unmeasured_check(name: str, healthy: str, why: str) -> Check:
     """A measurement that could not be taken."""
     return Check(name, "not measured", healthy, "not measured", why, {})
 
 
-def rank_agreement(one_B: F64, other_B: F64) -> float:
-    """Spearman's rho; nan where one of the two is constant."""
-    if np.ptp(one_B) == 0 or np.ptp(other_B) == 0:
-        return float("nan")
-    return float(np.corrcoef(placed(one_B), placed(other_B))[0, 1])
-
-
-def placement(some: F64, others: F64) -> F64:
-    """Share of the other numbers, sorted, that lie below each of some, ties half."""
-    below = np.searchsorted(others, some, "left") + np.searchsorted(others, some, "right")
-    return np.asarray(below / (2 * len(others)))
-
-
-def placed(values_N: F64) -> F64:
-    """Where each number stands among all, between 0 and 1: its rank, ties in the middle of theirs."""
-    return placement(values_N, np.sort(values_N))
+def rank_agreement(first_B: F64, second_B: F64) -> float:
+    """Spearman's rho as a number; nan where one of the two is constant."""
+    return float(spearman(first_B, second_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:
@@ -58,7 +46,7 @@ def top_shares(blocks: Iterable[Floats]) -> F64:
     for block in blocks:
         square_nE = np.asarray(block, dtype=np.float64) ** 2
         most_E, total_E = np.maximum(most_E, square_nE.max(axis=0)), total_E + square_nE.sum(axis=0)
-    return np.divide(most_E, total_E, out=np.zeros_like(total_E), where=total_E > 0)
+    return ratio(most_E, total_E)
 
 
 def mass_outside(residual_NV: csr_array) -> float:
@@ -67,10 +55,10 @@ def mass_outside(residual_NV: csr_array) -> float:
     A whole residual adds up to 0, so that what is missing, all of it positive, is minus the sum of what is there. With
     a soft cap on the logits it adds up to 0 only nearly, and so is this.
     """
-    kept = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
-    missing = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
-    total = kept + missing
-    return float(np.mean(np.divide(missing, total, out=np.zeros_like(total), where=total > 0)))
+    retained = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
+    cut_off = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
+    total = retained + cut_off
+    return float(np.mean(ratio(cut_off, total)))
 
 
 @dataclass(frozen=True, slots=True)

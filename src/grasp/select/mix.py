@@ -14,26 +14,29 @@ Shape letters: G slices, N rows, T targets.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens
+from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
-from grasp.predict.predictor import ANY_TEXT, Exposure
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
+from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
+from grasp.runs.mixture_files import MixtureWeights, write_mixture
 from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
-from grasp.select.objective import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
+from grasp.select.objective import Choice, SelectionObjective, exposure_of, rule_of, weighted_targets
 from grasp.select.quadratic_program import Programme, Segments, climb, solve
 from grasp.text import plain, several
+
+if TYPE_CHECKING:
+    from grasp.runs.retrained import TrainingRuns
+    from grasp.runs.table import RunTable
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -62,6 +65,24 @@ class Mixture(Choice):
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
 
+    def export(self, path: Path | str, form: str) -> str:
+        """Write the weights in the form of a training tool; return one line that says what they are.
+
+        Args:
+            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.runs.mixture_files`.
+        Raises:
+            SettingsError: no such form, or another ending than that of its files.
+        """
+        slices, document_N = self.slices, row_documents(self.artifact)
+        codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
+        size_G = {
+            "rows": slices.rows_G,
+            "tokens": np.array([one.tokens for one in slices.slices]),
+            "documents": np.bincount(codes_of_documents, minlength=len(slices.slices)),
+        }
+        times_G = self.table["times_as_often"].to_numpy()
+        return write_mixture(MixtureWeights(self.label, slices.names, size_G, times_G), path, form)
+
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
         return super().summary() | {"label": self.label, "slices": self.table.to_pylist(), "optimum": self.optimum}
@@ -85,7 +106,7 @@ def mix(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
@@ -114,9 +135,7 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = as_protocol(protocol)
-    if diversity is not None:
-        rule = with_diversity(rule, diversity, artifact.array_names)
+    rule = rule_of(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
@@ -136,12 +155,14 @@ def mix(
     aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
     rule = aim.predictor.protocol  # as it fits the artifact
-    mixed: Mixed = (geometry().mixed if rule.interacts else _additive)(aim, slices, programme)
+    mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
+        aim, slices, programme
+    )
     by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
-    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]))
+    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
     value, short = mixed.value(p_G), mixed.short(p_G)
     optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
     optimum = "the best that the runs lead to" if by_runs else optimum
@@ -187,12 +208,7 @@ def mix(
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
         (*said, *notes),
-        targets=changes,
-        value=value,
-        unit=aim.predictor.unit,
-        asked=asked,
-        protocol=rule,
-        artifact=artifact,
+        **aim.answer(changes, value, asked),
         label=slices.label,
         optimum=optimum,
         slices=slices,
@@ -214,7 +230,7 @@ def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme
     """The best mixture: rows are worth what they are worth, and less if they are seen often."""
     current_G = programme.current_G
     effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
-    curves = ExposureCurves(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
+    curves = ExposureCurves(aim.trained.exposure, effect_G + NEW_ROW_VALUE, current_G)
     segments = curves.segments(programme.low_G, programme.high_G)
     p_G = solve(replace(programme, segments=segments))
 
@@ -228,7 +244,7 @@ def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme
 class ExposureCurves:
     """What slices are worth by their shares, under the law of exposure."""
 
-    exposure: Exposure
+    exposure: RepetitionLaw
     worth_G: F64  # of a new row, in all
     current_G: F64
 

@@ -8,28 +8,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
 
 from grasp.api.predict import notes
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import Exposure, Predictor, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, protocol_from, save_protocol
+from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.calibration import OutcomePredictor, Outside, learn, measures
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
-from grasp.store.checksummed_parquet import write_sealed
+from grasp.select.change_intervals import change_interval
+from grasp.store.checksummed_parquet import write_checksummed
 from grasp.text import did_you_mean, json_text, signed, text_table
+
+if TYPE_CHECKING:
+    from grasp.runs.calibration import OutcomePredictor
+    from grasp.runs.retrained import TrainingRuns
+    from grasp.runs.table import RunTable
 
 GROUP_ROWS = 65_536
 MOST_DIVERSITY = 1e6  # far more than leaves anything to relevance
@@ -79,7 +81,7 @@ class Choice(Result):
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
-            write_sealed(marked, part, group_rows=GROUP_ROWS)
+            write_checksummed(marked, part, group_rows=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
         write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
@@ -139,7 +141,7 @@ class SelectionObjective:
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     train_tokens: float | None  # None: not said; as long as the corpus
-    intervals: OutcomePredictor | None
+    intervals: "OutcomePredictor | None"
     cautious: bool  # the lower ends of the intervals are what counts
 
     @classmethod
@@ -149,7 +151,7 @@ class SelectionObjective:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         train_tokens: float | None,
-        runs: Environment | RunTable | Path | str | None,
+        runs: "TrainingRuns | RunTable | Path | str | None",
         *,
         cautious: bool,
     ) -> Self:
@@ -162,12 +164,15 @@ class SelectionObjective:
             raise SettingsError(
                 "cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out"
             )
-        beside = None if runs is None else runs_beside(artifact, runs)
-        sketches = () if beside is None else measures(artifact.array_names)
+        sketches = () if runs is None else SIMILAR
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
-        intervals = None if beside is None else learn(predictor, artifact, beside)
+        intervals = None
+        if runs is not None:
+            from grasp.runs.calibration import learn  # noqa: PLC0415 - read only if there are runs
+
+            intervals = learn(predictor, artifact, runs)
         trained = (
             predictor if train_tokens is None else replace(predictor, exposure=exposure_of(train_tokens, tokens_N))
         )
@@ -183,21 +188,53 @@ class SelectionObjective:
         nats = self.intervals.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
 
-    def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
-        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
-        change_1T, outside = self.predictor.change(weights), Outside()
-        columns = {"target": pa.array(self.predictor.targets, pa.string()), "weight": pa.array(self.weights_T)}
+    def judged(
+        self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
+    ) -> tuple[pa.Table, tuple[str, ...]]:
+        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them.
+
+        Args:
+            today: what changes are counted from, for a message.
+            codes_N: slice of each row, of a mixture: its interval is over rows as well.
+        """
+        change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
+        columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
-        if self.intervals is not None:
-            nats = self.intervals.predict(weights)
+        if self.intervals is None:
+            interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
+            beyond = tuple(interval.sentences(self.predictor.units.targets, today))
+        else:
+            from grasp.runs.calibration import Outside  # noqa: PLC0415 - as above
+
+            nats, outside = self.intervals.predict(weights), Outside()
             outside.add([name], nats)
+            beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
+        return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
+
+    def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that every `Choice` for this objective has."""
+        return {
+            "targets": changes,
+            "value": value,
+            "unit": self.predictor.unit,
+            "asked": asked,
+            "protocol": self.predictor.protocol,
+            "artifact": self.artifact,
+        }
 
 
-def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
+def rule_of(
+    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
+) -> ScoringProtocol:
+    """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
+    rule = resolve_protocol(protocol, artifact)
+    return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
+
+
+def exposure_of(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
     """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
-    return Exposure(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
+    return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
 def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
@@ -221,7 +258,7 @@ def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[
         "components": {f"{half}.raw": -weight} if weight else {},
         "selected_on": None,
     }
-    return protocol_from(given.model_dump() | changed, "diversity")
+    return parse_protocol(given.model_dump() | changed, "diversity")
 
 
 def weighted_targets(

@@ -39,8 +39,8 @@ BACKWARD = Schema(
     marks="states/*.json",
     plan="metagradient.json",
     ours=("states",),
-    again="remove it and replay again",
-    mistake=ModelError,
+    recovery_hint="remove it and replay again",
+    error_type=ModelError,
 )
 ROOT_SHARE = 0.01
 BATCH_TOKENS = 8192

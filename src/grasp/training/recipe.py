@@ -1,9 +1,9 @@
-"""Training recipes: everything that is fixed about a retrain.
+"""Training recipes: architecture, budget and optimizer of a retraining.
 
-The budget is a number of steps, whatever the size of the subset; the initialisation depends on the seed
-alone; the order of the rows is one permutation of the whole corpus per seed and epoch, from which dropped
-rows are skipped; the learning rate ends at zero. An independent shuffle per subset, or a learning rate that
-does not decay to zero, makes the noise between seeds as large as the effect of dropping rows.
+The budget is a number of steps, independent of the size of the subset. The initialisation depends on the seed only. The
+order of the rows is one permutation of the whole corpus per seed and epoch, from which dropped rows are skipped. The
+learning rate ends at zero. With an independent shuffle per subset, or a learning rate that does not decay to zero, the
+noise between seeds would be as large as the effect of dropping rows.
 
 The second moment decays slowly (0.99): at 0.95 a `tiny` run amplifies rounding errors a hundred times more
 (after 100 steps 6e-4 nats between two orders of summation, against 1e-5) for 0.01 nats of training loss.
@@ -113,10 +113,10 @@ RECIPES = {recipe.name: recipe for recipe in (_TINY, _SMALL, _PAPER)}
 
 
 def named_recipe(name: str) -> TrainingRecipe:
-    """A recipe by name.
+    """Return a built-in recipe by name.
 
     Raises:
-        ModelError: no such recipe; the message lists those that there are.
+        ModelError: unknown recipe; the message lists the built-in ones.
     """
     if name not in RECIPES:
         close = get_close_matches(name, RECIPES, n=1)

@@ -34,8 +34,8 @@ STATES = Schema(
     marks="states/*.json",
     plan="trajectory.json",
     ours=("states",),
-    again="remove it and train again",
-    mistake=ModelError,
+    recovery_hint="remove it and train again",
+    error_type=ModelError,
 )
 MEMORY_BYTES = 4 << 30
 RERUN_TOLERANCE = 1e-3  # nats a token: a GPU may add in another order; dropout or lost state moves a loss further

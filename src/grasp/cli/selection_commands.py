@@ -1,0 +1,155 @@
+"""Commands that select training data: grasp select, mix, distil, apply."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.console import check_outputs
+from grasp.cli.options import Art, Quiet, table_outputs
+from grasp.cli.progress_display import Watch
+from grasp.errors import SettingsError
+from grasp.files import check_place
+from grasp.text import plain
+
+
+@command(
+    "grasp select art --budget 20% --target sciq --export kept",
+    "grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet",
+    "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
+    "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
+    "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
+    verb="grasp.select.select",
+    more="exclude exclude_where drop_leaks documents protocol diversity cautious",
+)
+def select(
+    art: Art,
+    export: Path | None = option(
+        "--export DIR", "New directory for the selected rows: text, tokens and labels, ready to train on.", None
+    ),
+    out: Path | None = option(
+        "--out FILE", "Parquet of row ids, best first; a summary and the protocol are written next to it.", None
+    ),
+    left_out: Path | None = option(
+        "--left-out PATH",
+        "Where to write the remaining rows: a new directory like that of --export, or a .parquet or .csv of snippets "
+        "and labels.",
+        None,
+    ),
+    form: str = rare("--format NAME", "Format of the export: parquet, jsonl or datasets.", "parquet"),
+    ids_out: Path | None = rare(
+        "--ids-out FILE",
+        "Write the ids of the documents selected by --documents: .csv or .parquet with their positions in the corpus, "
+        "or plain text.",
+        None,
+    ),
+    corpus: str | None = rare("--corpus PATH", "Current path of the corpus. Default: the path of the build.", None),
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    from grasp.select.export import Exporter
+
+    opened = grasp.open(art)
+    artifact = opened.files
+    documents = params["documents"]
+    # A suffix of letters names a table; any other path is a directory, e.g. `dropped-v1.2`.
+    dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
+    for directory in (export, dropped):
+        if directory is not None:
+            check_place(directory)
+    outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
+    check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
+    written = export if ids_out else export or dropped
+    exporter = None
+    if written is not None or documents or ids_out or corpus or form != "parquet":
+        exporter = Exporter.from_options(artifact, documents=documents, form=form, corpus=corpus, ids=ids_out)
+        if written is None:
+            raise SettingsError(
+                "--documents, --ids-out, --corpus, --format: only apply to exported documents; add --export DIR"
+            )
+    with Watch(quiet=quiet) as watch:
+        selection = opened.select(**params, progress=watch)
+    print(selection)
+    if out is not None:
+        order = "rows of the best documents" if selection.asked["items"] == "documents" else "rows, best"
+        print(f"{selection.save(out)}: {order} first; summary for grasp report --selection: {out.stem}.json")
+    if left_out is not None and dropped is None:
+        print(f"{left_out}: {selection.write_left_out(left_out):,} rows that were not selected, worst first")
+    if exporter is not None and export is not None:
+        print(exporter.write(selection, export, say=lambda line: print(plain(line))))
+    if exporter is not None and dropped is not None:
+        print(replace(exporter, ids=None).write(selection, dropped, left_out=True))
+
+
+@command(
+    "grasp mix art --by topic --target sciq",
+    "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
+    "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
+    "grasp mix art --by source --target sciq --format olmo-core --out mixture.yaml",
+    verb="grasp.select.mix",
+    more="distance protocol diversity cautious",
+)
+def mix(
+    art: Art,
+    out: Path | None = option(
+        "--out FILE", "Parquet of the mixture; a summary and the protocol are written next to it.", None
+    ),
+    form: str = option(
+        "--format NAME",
+        "Of --out: parquet, or weights for olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv.",
+        "parquet",
+    ),
+    weights: Path | None = rare(
+        "--weights FILE", "Parquet of subset_id, row_id, weight, for grasp predict --subsets.", None
+    ),
+    **params: Any,
+) -> None:
+    from grasp.runs.mixture_files import check_format
+
+    opened = grasp.open(art)
+    outputs = table_outputs("--out", out) if form == "parquet" else {"--out": out}
+    check_outputs({**outputs, "--weights": weights}, artifact=opened.files, params=params)
+    if form != "parquet":
+        check_format(out, form)
+    mixture = opened.mix(**params)
+    print(mixture)
+    if out is not None and form != "parquet":
+        print(mixture.export(out, form))
+    elif out is not None:
+        print(f"{mixture.save(out)}: mixture weights; summary for grasp report --mixture: {out.stem}.json")
+    if weights is not None:
+        mixture.write_weights(weights)
+        print(f"{weights}: row weights, for grasp predict --subsets")
+
+
+@command(
+    "grasp distil art --target sciq --out scorer",
+    "grasp info scorer",
+    verb="grasp.distil.distil",
+    more="protocol seed",
+)
+def distil(art: Art, quiet: Quiet = False, **params: Any) -> None:
+    with Watch(quiet=quiet) as watch:
+        result = grasp.open(art).distil(**params, progress=watch)
+    print(result)
+
+
+@command(
+    "grasp apply scorer --corpus crawl.parquet --out scored",
+    "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
+    verb="grasp.distil.apply",
+)
+def apply(
+    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory written by grasp distil."),
+    keep: str | None = option(
+        "--keep AMOUNT", "Copy the best documents to DIR/kept: a share (20%) or a number of documents.", None
+    ),
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    with Watch(quiet=quiet) as watch:
+        result = grasp.apply(scorer, keep=keep, **params, progress=watch)
+    print(result)

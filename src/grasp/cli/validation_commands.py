@@ -1,0 +1,134 @@
+"""Commands that evaluate predictions: grasp retrain, evaluate, methods."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.console import check_outputs, print_result, show
+from grasp.cli.options import (
+    Address,
+    Art,
+    Assignments,
+    ConfigFile,
+    JsonFile,
+    Quiet,
+    cluster_spec,
+    merge_settings,
+    split_names,
+)
+from grasp.cli.progress_display import Watch
+from grasp.errors import SettingsError
+from grasp.extras import install_hint
+from grasp.files import STREAMS, write_whole
+from grasp.text import printable
+
+
+@command(
+    "grasp methods",
+    "grasp methods bm25",
+    epilog="Example of a file for --method-settings, with two configurations of one method:\n"
+    "  bm25: {query: completion}\n"
+    "  bm25-lucene: {method: bm25, variant: lucene}\n"
+    "In addition to its settings, a configuration may have `seed`, `weighting` (mean\n"
+    "or count over the rows of a subset), `negative` (factor of negative scores when\n"
+    "subsets are predicted), and `oracle_selected: true` if it was selected on the\n"
+    "runs on which it is evaluated; it is then listed separately.",
+)
+def methods(
+    name: str = typer.Argument(None, metavar="[METHOD]", help="Show the settings of a method. Default: list all."),
+) -> None:
+    """List published attribution methods, or the settings of one.
+
+    Use their names with `grasp evaluate --methods` and `grasp score --method`.
+    """
+    from grasp.methods.registry import find_method
+    from grasp.methods.registry import methods as installed
+
+    if name is None:
+        show("methods", ("name", "description"), [(entry.name, entry.summary()) for entry in installed().values()])
+        return
+    entry = find_method(name)
+    method_class = entry.load()
+    print(f"{entry.name}\n")
+    print("\n".join(line.strip() for line in (method_class.__doc__ or "").strip().splitlines()))
+    print(f"\ninputs: {', '.join(['rows and units', *sorted(method_class.requires)])}")
+    if method_class.required_modules:
+        extras = sorted(set(method_class.required_modules.values()))
+        print(f"needs: {install_hint(*extras)}")
+    for field, info in method_class.settings_type.model_fields.items():
+        default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+        print(f"\n{field}, {default}")
+        print(textwrap.fill(info.description or "", width=100, initial_indent="    ", subsequent_indent="    "))
+
+
+@command(
+    "grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env",
+    "grasp retrain --like art --family mixture:topic --out env",
+    "grasp retrain --out env --resume -B 64",
+    "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
+    "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
+    verb="grasp.api.retrain",
+    more="text_column id_column workers train_command stack",
+)
+def retrain(
+    settings: ConfigFile = None,
+    assign: Assignments = [],
+    print_jobs: bool = rare(
+        "--print-jobs",
+        "Score checkpoints of earlier jobs; print a shell line per remaining run of --train-command.",
+        False,
+    ),
+    engine: str = rare(
+        "--engine NAME", "local: processes on this machine; ray: a Ray cluster whose nodes share --out.", "local"
+    ),
+    address: Address = None,
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    params["targets"] = split_names(params["targets"])
+    settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
+    spec = cluster_spec(engine, params["workers"], address, None)
+    with Watch(quiet=quiet) as watch:
+        environment = grasp.retrain(
+            **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
+        )
+    if not (print_jobs and environment.pending()):  # with --print-jobs, standard output has nothing but shell lines
+        print_result(environment.summary())
+
+
+@command(
+    "grasp evaluate art --runs env --protocol protocol.yaml --csv result.csv",
+    "grasp evaluate art --runs test --controls --development dev --oracle ridge",
+    "grasp evaluate art --runs env --methods bm25,loss,datamodels",
+    "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
+    "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
+    verb="grasp.api.evaluate",
+    more="partial controls development family method_settings checkpoints cache oracles resamples",
+)
+def evaluate(
+    art: Art,
+    csv_file: Path | None = option("--csv FILE", "Write CSV, one row per method and target.", None),
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    opened = grasp.open(art)
+    outputs = {"--json": json_file, "--csv": csv_file}
+    check_outputs(outputs, artifact=opened.files, params=params, streamed=("--json", "--csv"))
+    if split_names(params["methods"]) == []:
+        raise SettingsError(
+            f"--methods: got {params['methods']!r}, expected names separated by commas; see grasp methods"
+        )
+    with Watch(quiet=quiet) as watch:
+        result = grasp.evaluate(opened, **params, progress=watch)
+    if not {json_file, csv_file} & {*STREAMS}:
+        print(result)
+    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
+        if file in STREAMS:
+            print(printable(text()), end="")
+        elif file is not None:
+            write_whole(file, text().encode())
