@@ -9,9 +9,9 @@ from typing import Any
 
 from experiments.finetune.table import put
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 TITLES = {
-    "what ships": "what ships",
+    "default": "the default rule",
     "all rows, all orders": "**all rows, mean of two orders**",
     "all rows, order 0": "all rows, order 0",
     "all rows, order 1": "all rows, order 1",
@@ -19,8 +19,8 @@ TITLES = {
     "drawn rows, order 0": "drawn rows, order 0",
     "drawn rows, order 1": "drawn rows, order 1",
     "both, all orders": "sum of all rows and drawn rows, mean of two orders",
-    "all rows, all orders, with what ships": "all rows, mean of two orders, with what ships",
-    "both, all orders, with what ships": "the sum, with what ships",
+    "all rows, all orders, with default": "all rows, mean of two orders, with the default rule",
+    "both, all orders, with default": "the sum, with the default rule",
     "all rows, 3 probe steps, all orders": "all rows, probe steps at 10, 50 and 90 %",
     "all rows, 2 probe steps, all orders": "all rows, probe steps at 30 and 70 %",
     "all rows, 1 probe steps, all orders": "all rows, one probe step at 50 %",
@@ -32,20 +32,20 @@ TITLES = {
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """Task rho and its difference to what ships, with intervals, as Markdown."""
+    """Task rho and its difference to the default rule, with intervals, as Markdown."""
     head = ["rows scored by"]
-    for one in reports:
-        ceiling = one["noise"]["ceiling"]
+    for entry in reports:
+        ceiling = entry["noise"]["ceiling"]
         known = "ceiling not known" if ceiling is None else f"ceiling {_number(ceiling)}"
-        head += [f"`{one['environment']}`, {one['subsets']} subsets, {known}", "less what ships"]
+        head += [f"`{entry['environment']}`, {entry['subsets']} subsets, {known}", "less the default rule"]
     lines = [head, ["---"] * len(head)]
     for label, title in TITLES.items():
         cells = []
-        for one in reports:
-            score = one["scores"].get(label)
+        for entry in reports:
+            score = entry["scores"].get(label)
             cells += [_interval(score["task_rho"]), _interval(score["difference"])] if score else ["", ""]
         if any(cells):
-            lines.append([title, *("" if label == "what ships" and k % 2 else cell for k, cell in enumerate(cells))])
+            lines.append([title, *("" if label == "default" and k % 2 else cell for k, cell in enumerate(cells))])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -59,8 +59,8 @@ def _number(value: float) -> str:
 
 def main() -> None:
     """Write it into the page."""
-    reports = json.loads((HERE / "result.json").read_text(encoding="utf-8"))["environments"]
-    page = HERE / "README.md"
+    reports = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))["environments"]
+    page = FOLDER / "README.md"
     page.write_text(put(page.read_text(encoding="utf-8"), "table", table(reports)), encoding="utf-8")
 
 

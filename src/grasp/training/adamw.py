@@ -157,13 +157,13 @@ class AdamWTraining(ABC):
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
         """Return weights and both moments as they are: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
-        found = {}
+        tensors = {}
         for k, parameter in enumerate(self.parameters):
             moments = self.optimizer.state.get(parameter, {})
-            found[f"{k}.weight"] = parameter.detach()
+            tensors[f"{k}.weight"] = parameter.detach()
             for moment in STATE[1:]:
-                found[f"{k}.{moment}"] = moments[moment] if moments else torch.zeros_like(parameter)
-        return found
+                tensors[f"{k}.{moment}"] = moments[moment] if moments else torch.zeros_like(parameter)
+        return tensors
 
     def set_state(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Go to a state after `step` steps, as `state` gave it; the gradient buffers are emptied."""

@@ -63,8 +63,8 @@ class Adjoint:
     def of_weights(cls, gradient: Sequence[Tensor]) -> "Adjoint":
         """Begin at the end of a training, whose utility depends on the weights alone."""
         flat = torch.contiguous_format  # changed through flat views
-        zeros = [[torch.zeros_like(one, memory_format=flat) for one in gradient] for _ in range(2)]
-        return cls([one.clone(memory_format=flat) for one in gradient], *zeros)
+        zeros = [[torch.zeros_like(tensor, memory_format=flat) for tensor in gradient] for _ in range(2)]
+        return cls([tensor.clone(memory_format=flat) for tensor in gradient], *zeros)
 
     @property
     def norm(self) -> float:

@@ -203,7 +203,7 @@ class Trajectory:
             store = Store(directory, STATES)
             store.begin(self.identity)
         self._starts = TensorShelf(store)
-        self._within = TensorShelf(store if needed > memory_bytes else None)
+        self._step_states = TensorShelf(store if needed > memory_bytes else None)
         if "state-000000" not in self._starts:
             self._keep(0, [])
 
@@ -335,33 +335,33 @@ class Trajectory:
             ModelError: a step has another loss than before: something in the training is drawn anew.
         """
         first, last = segment
-        before = self._starts.get(_name(last))["losses"].tolist()
+        forward_losses = self._starts.get(_name(last))["losses"].tolist()
         self.go_to(first)
         batches = []
         for batch, loss_B in self._steps(first, last):
             step, training = self.training.step, self.training
             loss = float(loss_B.sum())
-            if abs(loss - before[step]) > RERUN_TOLERANCE:
+            if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
                 raise ModelError(
-                    f"trajectory: step {step} had loss {before[step]:.6f}, and {loss:.6f} when it was computed again; "
-                    "something is drawn anew in the model: switch off dropout"
+                    f"trajectory: step {step} had loss {forward_losses[step]:.6f}, and {loss:.6f} when it was computed "
+                    "again; something is drawn anew in the model: switch off dropout"
                 )
             before_update = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
             before_update |= {f"{k}.weight": weight for k, weight in enumerate(training.parameters)}
-            self._within.put(_before(step), before_update)
+            self._step_states.put(_before(step), before_update)
             training.update()
             moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
-            self._within.put(_after(step), moments)
+            self._step_states.put(_after(step), moments)
             batches.append(batch)
         self.training.optimizer.state.clear()  # the moments of a step are among what is kept of it
         count, device = len(self.training.parameters), self.training.device
         for step in reversed(range(first, last)):
-            found, after = self._within.get(_before(step)), self._within.get(_after(step))
-            self.training.set_weights(OfParameters(found, "weight", count, device))
+            before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
+            self.training.set_weights(OfParameters(before, "weight", count, device))
             moments_after = [OfParameters(after, moment, count, device) for moment in STATE[1:]]
-            yield Step(step, batches[step - first], OfParameters(found, "gradient", count, device), *moments_after)
-            self._within.drop(_before(step))
-            self._within.drop(_after(step))
+            yield Step(step, batches[step - first], OfParameters(before, "gradient", count, device), *moments_after)
+            self._step_states.drop(_before(step))
+            self._step_states.drop(_after(step))
 
 
 def _name(step: int) -> str:
