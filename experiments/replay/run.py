@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import noise
-from experiments.finetune.further import FEATURES, FORWARD, HERE, forms, relevance
+from experiments.finetune.further import FEATURES, FOLDER, FORWARD, forms, relevance
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import model_directory
 from experiments.finetune.setting import NAMES, Name
@@ -265,7 +265,7 @@ def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
             found.setdefault(curvature, []).append(one)
             costs[f"{curvature}, order {seed}"] = cost
     check = group_check(world, found["difference"][0], given.work / "replay" / f"{name}-difference-0", given.check)
-    environment = RetrainedRuns.open(HERE / name)
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
     share_BN = shares(environment, world.corpus.store, utilities)
