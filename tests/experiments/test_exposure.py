@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.exposure.chosen import told
+from experiments.exposure.chosen import print_pairs
 from experiments.exposure.repeated import drawn
 from grasp.runs.retrained import RetrainedRuns
 
@@ -36,7 +36,7 @@ def test_promises_are_counted_on_either_side(capsys):
         {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.5},
         {"expected": 0.1, "low": 0.0, "high": 0.2, "came": 0.2},
     ]
-    told(pairs, "all")
+    print_pairs(pairs, "all")
     assert "4 pairs, 50% inside (25% promised too much, 25% too little)" in capsys.readouterr().out
 
 

@@ -91,7 +91,7 @@ def select(
     cautious: bool = False,
     progress: Progress | None = None,
 ) -> Selection:
-    """Select the rows that maximise the predicted utility of the targets within a budget.
+    """Select the rows that help the targets most, within a budget.
 
     The selection can be exported as a corpus to train on. Whole documents are ranked by the mean effect of their rows.
 
