@@ -62,7 +62,7 @@ def report(
     Raises:
         SettingsError: a file belongs to another artifact, or the output cannot be written.
         ProtocolError: the artifact does not fit the scoring rule, or has no such target.
-        EnvironmentDataError: the runs do not belong to the artifact.
+        RunsError: the runs do not belong to the artifact.
         SubsetError: unknown label, or a label with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)
