@@ -304,7 +304,7 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
     both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
     assert both["pairs that complement, hidden.pair"].verdict == "look"
     assert "centred" in both["pairs that complement, hidden.pair"].advice
-    assert "norms" in both["pairs that complement, product.raw"].advice
+    assert "negative weight" in both["pairs that complement, product.raw"].advice
 
 
 def test_aligned_rows_are_called_healthy(plain, monkeypatch):
