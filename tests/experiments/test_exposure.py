@@ -1,7 +1,6 @@
 """Mixtures in which shares and repetition vary apart, and how promises are counted."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np

@@ -370,7 +370,7 @@ def test_targets_that_want_opposite_things_are_told_first(tmp_path):
     opposite = "Opposite effects of d: helps sciq, hurts boolq; of b: helps boolq, hurts sciq. "
     assert f"{opposite}For 2 targets, keep a; c hurts most." in text
     assert "Grey: the interval contains zero, or there is none (the mean has none)." in text
-    assert "Few questions (sciq 5, boolq 5): an interval over fewer than 20 is too narrow." in text
+    assert "Few units (sciq 5, boolq 5): intervals over fewer than 20 units are too narrow." in text
 
 
 def test_a_selection_of_documents_speaks_of_documents(tmp_path):
@@ -439,9 +439,9 @@ REFUSED = [
     ("ART --previous WRONG/earlier --out OUT", "earlier: was built on another corpus (0ther)"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
     ("ART --runs WRONG/begun --out OUT", "46 runs are missing"),
-    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result yet"),
+    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result"),
     ("ART --out WRONG", "which is a directory"),
-    ("ART", "got neither --out nor --atlas"),
+    ("ART", "missing --out or --atlas"),
     ("ART --atlas WRONG/m.json", "m.json: is a file, expected a directory"),
     ("WRONG/single --by topic --out OUT", "--by topic: has the single value 'only'"),
     ("WRONG/single --atlas OUT", "has no sketches"),
