@@ -338,7 +338,7 @@ def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_nei
     assert re.search("pooled.*gradient", by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice)
     shutil.rmtree(settings.model.path)  # it is not asked of a hub
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
-    assert "not on this disk" in named["batch invariance"].advice
+    assert "no such local model" in named["batch invariance"].advice
     assert named["batch invariance"].advice == named["product sketch"].advice
 
 
