@@ -37,7 +37,7 @@ def report(
     partial: bool = False,
     previous: Sequence[str | Any] = (),
 ) -> Path:
-    """Write a self-contained HTML report: which data to keep, the predicted gain, and the evidence for it.
+    """Write a self-contained HTML report on which data to keep, and why.
 
     The page shows the agreement with retrained models, the rows that help or hurt each target, and sliders that
     predict the effect of any mixture.
