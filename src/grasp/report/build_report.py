@@ -50,7 +50,7 @@ def report(
         selection: JSON summary written by `grasp select` next to its --out.
         mixture: JSON summary written by `grasp mix` next to its --out.
         suspects: Parquet table written by `grasp detect --out`.
-        protocol: scoring rule to predict with. Default: the built-in rule.
+        protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
         partial: use the finished part of unfinished runs.
