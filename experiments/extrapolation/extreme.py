@@ -3,13 +3,13 @@
     python -m experiments.extrapolation.extreme --data ../shared/data --name after \\
         --out experiments/extrapolation/extreme.json
 
-Runs alone, without an artifact: shares of a label and results. Two ways to leave out a fifth:
+Runs alone, without an artifact: shares of a label and results. Three ways to leave out a fifth:
 
     distance    the runs whose shares are farthest from the mean of all runs
     value       the runs with the largest share of one value; once for every value that enough runs differ in
+    inside      runs at random, for comparison
 
-k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. Beside them a
-fifth at random (inside). An interval
+k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. An interval
 covers where it holds the mean over the seeds of the run. Intervals of coverage are over the draws and values.
 Shape letters: R runs, S seeds, T tasks, G values.
 """
@@ -78,12 +78,12 @@ def splits(world: World) -> Iterator[tuple[str, I64, I64]]:
     mean_G = world.share_RG.mean(axis=0)
     order = np.argsort(np.linalg.norm(world.share_RG - mean_G, axis=1), kind="stable")
     yield "distance", order[:-n_out], order[-n_out:]
-    shuffled = stream(0, "extreme", world.name).permutation(len(order))
-    yield "inside", shuffled[:-n_out], shuffled[-n_out:]
     widest = np.argsort(-world.share_RG.std(axis=0), kind="stable")[:MOST_VALUES]
     for g in widest.tolist():
         order = np.argsort(world.share_RG[:, g], kind="stable")
         yield "value", order[:-n_out], order[-n_out:]
+    shuffled = stream(0, "extreme", world.name).permutation(len(order))
+    yield "inside", shuffled[:-n_out], shuffled[-n_out:]
 
 
 def measured(world: World, train: I64, out: I64) -> dict[str, float]:
