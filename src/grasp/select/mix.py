@@ -139,7 +139,8 @@ def mix(
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
-    slices = label_slices(label_column(artifact, by, "by"), tokens_N)
+    column = label_column(artifact, by, "by")
+    slices = label_slices(column, tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = exposure_of(tokens, tokens_N).epochs or 1.0
     far = None
@@ -173,6 +174,8 @@ def mix(
         "--floor VALUE:0% lets one go, a larger floor gives it more",
         "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
     ]
+    if column.note:
+        said.append(column.note)
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
     if by_runs:

@@ -160,7 +160,7 @@ def select(
     changes, change_notes = aim.judged(SUBSET, weights, "the whole corpus")
     sums = aim.predictor.sums(weights)
     n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
-    table = _row_table(aim, chosen.best, kept_N, by)
+    table = _row_table(aim, chosen.best, kept_N, labels)
     headline = chosen.headline(table, n_tokens)
     value_notes = list[str]()
     if tokens is not None:
@@ -170,6 +170,7 @@ def select(
             f"{float(sums.repetition_factor(aim.trained.exposure)[0]):.0%} of what as many new rows would do"
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
+    few += [labels.note] if labels is not None and labels.note else []
     choice_notes = _notes(aim, chosen, by, whole=documents is not None)
     notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
     best = chosen.best
@@ -330,15 +331,19 @@ def _curve_of(aim: SelectionObjective, chosen: _Chosen) -> Curve:
 # ------------------------------------------------------------------------------------------------- which rows
 
 
-def _row_table(aim: SelectionObjective, best: BestRows, kept_N: Bool, by: str | None) -> pa.Table:
+def _row_table(aim: SelectionObjective, best: BestRows, kept_N: Bool, labels: LabelColumn | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the best rows; all rows stream past."""
     start, parts = 0, list[pa.RecordBatch]()
-    for batch in aim.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+    stored = [] if labels is None or labels.sql else [labels.name]
+    for batch in aim.artifact.row_batches(["row_id", "doc_id", "n_tokens", *stored]):
         parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
         start += batch.num_rows
     rows = best.row_index
     taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
     table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
+    if labels is not None and labels.sql:
+        codes = pa.array(labels.codes_N[rows])
+        table = table.append_column(labels.name, pa.array(labels.values).take(codes))
     if best.gain is not None:
         table = table.add_column(2, "gain", pa.array(best.gain))
     table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
