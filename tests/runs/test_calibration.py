@@ -291,7 +291,7 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     best, low = ([one.targets[name][0].as_py() for one in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
     assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
-        assert f"{best[0]:+.4f} acc" in str(plain)
+    assert f"{best[0]:+.4f} acc" in str(plain)
     with pytest.raises(SettingsError, match=r"cautious: .* give runs"):
         choose(cautious=True)
     with pytest.raises(SettingsError, match=r"diversity 0\.25 has geometry, or counts rows"):
