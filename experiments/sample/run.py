@@ -80,7 +80,8 @@ def sketch_checks(name: str, work: Path) -> dict[str, float]:
     checks = {}
     for by in LABELS:
         redundancy = [
-            grasp.open(place).predict(by=by).to_pandas().groupby(by)["redundancy"].first() for place in places.values()
+            grasp.open(place).predict(by=by).to_pandas().groupby("value")["redundancy"].first()
+            for place in places.values()
         ]
         checks[f"redundancy of {by}: rank correlation"] = float(spearmanr(redundancy[0], redundancy[1]).statistic)
     for label, place in places.items():
