@@ -1,4 +1,4 @@
-"""docs/howto/outside_runs.md, mixture_files.md and pages on data: every block of them, in its order, in an empty directory."""
+"""Pages on runs, mixtures and data in docs/howto: every block of them, in its order, in an empty directory."""
 
 import re
 import shlex
@@ -23,7 +23,8 @@ def run_page(name: str) -> str:
         if kind == "python":
             exec(compile(text, name, "exec"), {"__name__": "page"})
         else:
-            printed += [succeed(*shlex.split(line)[1:]).out for line in text.splitlines()]
+            outcomes = [succeed(*shlex.split(line)[1:]) for line in text.splitlines()]
+            printed += [outcome.out + outcome.err for outcome in outcomes]
     return "\n".join(printed)
 
 
@@ -62,7 +63,7 @@ def test_the_page_on_nested_metadata():
     printed = run_page("nested_metadata.md")
     page = (HOWTO / "nested_metadata.md").read_text(encoding="utf-8")
     (labels,) = re.findall(r"^(labels: .*)$", page, re.MULTILINE)
-    assert labels in printed.splitlines()
+    assert labels in printed
     for value in ("news.bbc.co.uk", "example.github.io", "0.7 to 0.9", "2014", "sport"):
         assert re.search(rf"^{re.escape(value)} ", printed, re.MULTILINE), value
     assert "slices overlap" in printed

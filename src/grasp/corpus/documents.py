@@ -79,8 +79,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             for name, label in roles.labels.items():
                 value = values.get(name)
                 if flattener.is_nested(label, value):
-                    fields = flattener.labels(label, value, left_out)  # a column `a.b` precedes a field b of `a`
-                    labels |= {field: part for field, part in fields if field not in roles.columns}
+                    nested = flattener.labels(label, value, left_out)  # a column `a.b` precedes a field b of `a`
+                    labels |= {path: part for path, part in nested if path not in roles.columns}
                     if not isinstance(value, str):
                         del values[name]
                 elif name in values:  # NaN is a missing label
