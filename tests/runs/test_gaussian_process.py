@@ -224,7 +224,7 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
 
 def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
-    with pytest.raises(RunsError, match="came out the same"):
+    with pytest.raises(RunsError, match="have the same utility"):
         GaussianProcess.fit(features, np.ones_like(utility_BT)[:, None])
 
 
