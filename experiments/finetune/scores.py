@@ -54,7 +54,7 @@ class Sides:
     def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> SecondMoments:
         if self.drawn_P is not None:
             dense_PH, index_PK, value_PK = (values[self.drawn_P] for values in (dense_PH, index_PK, value_PK))
-        accumulator = MomentAccumulator(dense_PH.shape[1], self.vocabulary)
+        accumulator = MomentAccumulator(self.vocabulary)
         for start in range(0, len(dense_PH), 4096):
             part = slice(start, start + 4096)
             accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
@@ -115,7 +115,7 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
 def pooled_kernel(sides: Sides) -> F64:
     """The paper's: means over the last 32 positions with loss, whitened by moments of these means."""
     rows, units = (_pooled(side, sides.vocabulary) for side in (sides.rows, sides.units))
-    accumulator = MomentAccumulator(rows.hidden_NH.shape[1], sides.vocabulary)
+    accumulator = MomentAccumulator(sides.vocabulary)
     accumulator.add(rows.hidden_NH, rows.residual_NV.indices, rows.residual_NV.data)
     whitener = Whitener.fit(accumulator.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
     row_NH, unit_EH = ((side.hidden_NH - whitener.mean_H) @ whitener.map_HH for side in (rows, units))

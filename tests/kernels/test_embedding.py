@@ -48,7 +48,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
     residual = sparse_residual(head.linear_logits(hidden), torch.randint(0, V, (POSITIONS,)), 6)
     unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (UNIT_POSITIONS,)), 6)
     token, unit_token = torch.randint(0, vocab, (POSITIONS,)), torch.randint(3, vocab + 9, (UNIT_POSITIONS,))
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     tokens = input_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     moments = accumulator.moments()

@@ -51,7 +51,7 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
 
 def test_directions_in_which_all_rows_pull_count_less():
     head, rows, units = world(1)
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))
     accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), centred=False, tau=0.01, alpha=1.0, epsilon=0.3)

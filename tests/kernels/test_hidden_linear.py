@@ -22,7 +22,7 @@ def gradient(head, hidden, label, owner, which, mean) -> np.ndarray:
 def moments_of(hidden_PH, delta_PH):
     found = []
     for dense_PH in (hidden_PH, delta_PH):
-        accumulator = MomentAccumulator(H, V)
+        accumulator = MomentAccumulator(V)
         accumulator.add(dense_PH.numpy(), np.zeros((len(dense_PH), 1), np.int64), np.ones((len(dense_PH), 1)))
         found.append(accumulator.moments())
     return found

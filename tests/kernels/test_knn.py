@@ -22,7 +22,7 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     residual, unit_residual = (
         sparse_residual(states @ weight.T, torch.randint(0, V, (len(states),)), 3) for states in (hidden, unit_hidden)
     )
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
     moments = accumulator.moments(), hidden[:M].numpy(), residual.label_P[:M].numpy()
