@@ -287,7 +287,7 @@ def propose_runs(
         runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
         count: number of mixtures to propose.
-        decide: best, to find the optimal mixture, or values, to estimate the effect of each value.
+        decide: goal: best (find the optimal mixture) or values (estimate the effect of each value).
         floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
         cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
         max_repeat: maximum number of times that a row is repeated (requires an artifact).
