@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from experiments.finetune.features import Features
 from grasp.arrays import F32, F64
 from grasp.kernels.embedding import input_tokens
-from grasp.kernels.knn import neighbour_relevance, prepare_neighbours
-from grasp.kernels.output_layer import prepare_targets, token_relevance
+from grasp.kernels.knn import knn_relevance, prepare_knn
+from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
 from grasp.kernels.pooled import pooled_relevance, prepare_units
 from grasp.kernels.whitening import MomentAccumulator, SecondMoments, Whitener, preconditioner, whitening_map
 from grasp.models.residuals import PooledFeatures, SparseResidual, pool
@@ -106,7 +106,7 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
     )
     return _blocks(
         rows,
-        lambda part, owner_P, n: token_relevance(
+        lambda part, owner_P, n: output_layer_relevance(
             targets, torch.from_numpy(rows.hidden_PH[part]), rows.residual.at(torch.from_numpy(part)), owner_P, n
         ),
     )
@@ -151,7 +151,7 @@ def input_kernel(
     token_P = torch.from_numpy(rows.token_P.astype(np.int64))
     return _blocks(
         rows,
-        lambda part, owner_P, n: token_relevance(
+        lambda part, owner_P, n: output_layer_relevance(
             targets, torch.from_numpy(rows.delta_PH[part]), input_tokens(token_P[torch.from_numpy(part)]), owner_P, n
         ),
     )
@@ -194,11 +194,11 @@ def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
     label_S1 = torch.from_numpy(units.label_P.astype(np.int64))[:, None]
     residual = SparseResidual(label_S1, torch.zeros(len(label_S1), 1), torch.from_numpy(units.loss_P))
     of_units = torch.from_numpy(units.hidden_PH), residual, torch.from_numpy(units.owner_P), units.n
-    targets = prepare_neighbours(*of_units, whitener, sides.moments, *states)
+    targets = prepare_knn(*of_units, whitener, sides.moments, *states)
     label_P = torch.from_numpy(rows.label_P.astype(np.int64))
     return _blocks(
         rows,
-        lambda part, owner_P, n: neighbour_relevance(
+        lambda part, owner_P, n: knn_relevance(
             targets, torch.from_numpy(rows.hidden_PH[part]), label_P[torch.from_numpy(part)], owner_P, n
         ),
     )

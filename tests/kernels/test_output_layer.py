@@ -50,7 +50,7 @@ def reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
 def test_token_relevance_is_the_mean_over_position_pairs(seed):
     hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(seed)
     targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
-    found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
+    found = token_match.output_layer_relevance(targets, hidden, residual, row, N).numpy()
     expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
