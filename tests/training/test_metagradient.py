@@ -410,7 +410,7 @@ def test_what_cannot_be_differentiated_is_refused():
     with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
     direction = [torch.ones_like(parameter) for parameter in Trainer(SCRATCH, [0], "cpu").parameters]
-    with pytest.raises(ModelError, match="exact requires .* eager attention"):
+    with pytest.raises(ModelError, match=r"exact requires .* eager attention"):
         curvature_product(Trainer(SCRATCH, [0], "cpu"), *a_batch(), direction, "exact")
 
 
