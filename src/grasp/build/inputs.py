@@ -295,7 +295,7 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
             "labels": list(store.label_columns),
             "columns": store.details.get("columns"),
             "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
-            "loss": "nats a token, mean over the positions that the head was applied to",
+            "loss": "nats per token, mean over the positions that the head was applied to",
             "build_seconds": build_seconds,
         },
     }
