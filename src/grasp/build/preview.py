@@ -116,16 +116,16 @@ def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int,
     """Return name, number of values, number of records without one, frequent values, and a label expression."""
     present = {value: count for value, count in counts.items() if value is not None}
     frequent = sorted(present, key=lambda value: -present[value])[:3]
-    asked, values = identifier(name), list(islice(present, 100))
+    expression, values = identifier(name), list(islice(present, 100))
     is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     if values and is_number and len(present) > MOST_VALUES:
-        asked = f"bins({asked}, {BINS})"
+        expression = f"bins({expression}, {BINS})"
     elif values and all(isinstance(value, str) and _URL.match(value) for value in values):
-        asked = f"host({asked})"
+        expression = f"host({expression})"
     elif len(present) > MOST_VALUES and all(isinstance(value, str) and _DATE.match(value) for value in values):
-        asked = f"year({asked})"
+        expression = f"year({expression})"
     shown = plain(", ".join(str(label_text(value)) for value in frequent), LONGEST_VALUES)
-    option = f"--by {asked}" if re.fullmatch(r"[\w.]+", asked) else f"--by {shlex.quote(asked)}"
+    option = f"--by {expression}" if re.fullmatch(r"[\w.]+", expression) else f"--by {shlex.quote(expression)}"
     return name, len(present), n_read - sum(present.values()), shown, option
 
 

@@ -249,7 +249,8 @@ def corpus(
 ) -> None:
     """Show what a build would read of a corpus.
 
-    Rows, labels, columns and records left out, and examples. Nothing is computed or written. Labels are listed with the option that predicts by them.
+    Rows, labels, columns and records left out, and examples. Labels are listed with the option that predicts by them.
+    Nothing is computed or written.
     """
     from grasp.build.preview import preview_corpus
     from grasp.settings import CorpusSettings
