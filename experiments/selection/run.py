@@ -1,0 +1,148 @@
+"""Rows chosen for a task on some of its questions; models trained on them; loss on its other questions.
+
+    python -m experiments.selection.run --artifact ART --work bench-out/selection/cc --out experiments/selection/cc.json
+
+Killed at any moment, the same command goes on where it was. A run is named by its rows and seed: what two methods choose
+alike is trained on once.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from transformers.utils import logging as hf_logging
+
+from experiments.mistakes import in_one_line
+from experiments.selection.choices import METHODS, Choice, World
+from grasp.arrays import F64, I64
+from grasp.artifact.reader import ArtifactReader
+from grasp.files import write_whole, written_aside
+from grasp.training.recipe import TrainingRecipe, named_recipe
+from grasp.training.train import train_stacked
+
+RANDOM = "random"
+LEVEL = 0.95
+
+
+class Trainer:
+    """Trains a model on rows and keeps the loss of every question."""
+
+    def __init__(self, world: World, work: Path, recipe: TrainingRecipe) -> None:
+        self.world, self.work, self.recipe = world, work, recipe
+        (work / "runs").mkdir(parents=True, exist_ok=True)
+
+    def losses(self, rows: I64, seed: int) -> F64:
+        """Loss of every question in nats a token, (E,), after training on the rows."""
+        name = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        path = self.work / "runs" / f"{name}-{seed}.npy"
+        if not path.exists():
+            weight_N = np.zeros(self.world.artifact.n_rows)
+            weight_N[rows] = 1.0
+            inputs = self.world.inputs
+            trained = train_stacked(self.recipe, inputs.store, seeds=[seed], retained=[weight_N], device="cpu")
+            loss_E = trained.model.unit_losses(inputs.unit_tokens)[0]
+            with written_aside(path) as part, part.open("wb") as handle:
+                np.save(handle, loss_E, allow_pickle=False)
+        return np.load(path, allow_pickle=False)
+
+
+def measured(world: World, trainer: Trainer, choice: Choice, seed: int) -> dict[str, Any]:
+    """What one choice gains over random rows on the questions that were shown and on the others, question by question."""
+    shown, others = world.questions(choice.target, choice.draw)
+    random = Choice("", RANDOM, 0, choice.share, choice.draw)
+    random_rows = np.sort(
+        np.argsort(-METHODS[RANDOM](world, "", shown, choice.draw), kind="stable")[
+            : round(choice.share * world.artifact.n_rows)
+        ]
+    )
+    del random
+    rows = world.rows(choice)
+    gain_E = trainer.losses(random_rows, seed) - trainer.losses(rows, seed)
+    return asdict(choice) | {
+        "seed": seed,
+        "shown": [round(float(gain), 5) for gain in gain_E[shown[: choice.questions]]],
+        "others": [round(float(gain), 5) for gain in gain_E[others]],
+    }
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Mean and its 95 % interval; of one value the value alone."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return [round(mean, 3)]
+    half = float(student.ppf(0.5 + LEVEL / 2, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return [round(mean, 3), round(mean - half, 3), round(mean + half, 3)]
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By method, share and number of questions: mean gain over tasks and seeds, with intervals over tasks."""
+    cells: dict[tuple[str, float, int], list[dict[str, Any]]] = {}
+    for line in lines:
+        cells.setdefault((line["method"], line["share"], line["questions"]), []).append(line)
+    found = []
+    for (method, share, questions), own in sorted(cells.items()):
+        tasks = sorted({line["target"] for line in own})
+        by_task = {
+            side: [float(np.mean([np.mean(line[side]) for line in own if line["target"] == task])) for task in tasks]
+            for side in ("others", "shown")
+        }
+        found.append(
+            {
+                "method": method,
+                "share": share,
+                "questions": questions,
+                "others": interval(by_task["others"]),
+                "shown": interval(by_task["shown"]),
+                "carried": round(float(np.mean(by_task["others"]) / np.mean(by_task["shown"])), 3),
+                "tasks": {task: round(gain, 3) for task, gain in zip(tasks, by_task["others"], strict=True)},
+                "seeds": len({line["seed"] for line in own}),
+            }
+        )
+    return found
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Choose, train, write; what is there already costs nothing."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.selection.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions a task.")
+    parser.add_argument("--work", type=Path, required=True, help="Where runs are kept.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != RANDOM])
+    parser.add_argument("--targets", nargs="+", help="Tasks chosen for. Default: all of the artifact.")
+    parser.add_argument("--questions", type=int, nargs="+", default=[64], help="Questions that a method is shown.")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="Shares of the rows.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Training seeds.")
+    parser.add_argument("--recipe", default="tiny")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    world = World(ArtifactReader.open(given.artifact))
+    trainer = Trainer(world, given.work, named_recipe(given.recipe))
+    targets = given.targets or list(world.artifact.targets)
+    lines: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    for seed, share, questions, method, target in product(
+        given.seeds, given.shares, given.questions, given.methods, targets
+    ):
+        line = measured(world, trainer, Choice(target, method, questions, share), seed)
+        lines.append(line)
+        gains = f"others {np.mean(line['others']):.3f}, shown {np.mean(line['shown']):.3f}"
+        print(
+            f"[{time.perf_counter() - began:5.0f} s] {method} {target} {questions} {share} {seed}: {gains}", flush=True
+        )
+        result = {"rows": world.artifact.n_rows, "summary": summary(lines), "lines": lines}
+        write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
