@@ -116,11 +116,8 @@ def _mean(world: World, target: str, shown: I64, draw: int) -> F64:
     """The mean relevance to the questions that are shown: kernels of equal spread, added."""
     del draw
     units = UnitSelection((target,), shown, np.array([len(shown)]))
-    return (
-        Predictor.from_artifact(world.artifact, default_protocol(), [target], units=units)
-        .effect_NT[:, 0]
-        .astype(np.float64)
-    )
+    predictor = Predictor.from_artifact(world.artifact, default_protocol(), [target], units=units)
+    return predictor.effect_NT[:, 0].astype(np.float64)
 
 
 METHODS: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """Rows chosen for a task on some of its questions; models trained on them; loss on its other questions.
 
-    python -m experiments.selection.run --artifact ART --work bench-out/selection/cc --out experiments/selection/cc.json
+    python -m experiments.selection.run --artifact ART --work bench-out/selection/cc \
+        --out experiments/selection/cc.json
 
-Killed at any moment, the same command goes on where it was. A run is named by its rows and seed: what two methods choose
-alike is trained on once.
+Killed at any moment, the same command goes on where it was. A run is named by its rows and seed: what two methods
+choose alike is trained on once.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ class Trainer:
 
     def __init__(self, world: World, work: Path, recipe: TrainingRecipe) -> None:
         self.world, self.work, self.recipe = world, work, recipe
+        self._recipe = recipe.model_dump_json().encode()
         (work / "runs").mkdir(parents=True, exist_ok=True)
 
     def losses(self, rows: I64, seed: int) -> F64:
         """Loss of every question in nats a token, (E,), after training on the rows."""
-        name = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        name = hashlib.blake2b(self._recipe + rows.astype("<i8").tobytes(), digest_size=8).hexdigest()
         path = self.work / "runs" / f"{name}-{seed}.npy"
         if not path.exists():
             weight_N = np.zeros(self.world.artifact.n_rows)
@@ -56,17 +58,10 @@ class Trainer:
 
 
 def measured(world: World, trainer: Trainer, choice: Choice, seed: int) -> dict[str, Any]:
-    """What one choice gains over random rows on the questions that were shown and on the others, question by question."""
+    """What a choice gains over random rows, question by question: on those that were shown, and on the others."""
     shown, others = world.questions(choice.target, choice.draw)
-    random = Choice("", RANDOM, 0, choice.share, choice.draw)
-    random_rows = np.sort(
-        np.argsort(-METHODS[RANDOM](world, "", shown, choice.draw), kind="stable")[
-            : round(choice.share * world.artifact.n_rows)
-        ]
-    )
-    del random
-    rows = world.rows(choice)
-    gain_E = trainer.losses(random_rows, seed) - trainer.losses(rows, seed)
+    at_random = world.rows(replace(choice, method=RANDOM))
+    gain_E = trainer.losses(at_random, seed) - trainer.losses(world.rows(choice), seed)
     return asdict(choice) | {
         "seed": seed,
         "shown": [round(float(gain), 5) for gain in gain_E[shown[: choice.questions]]],
@@ -123,16 +118,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="Shares of the rows.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Training seeds.")
     parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--steps", type=int, help="In place of the recipe's.")
+    parser.add_argument("--batch-rows", type=int, help="In place of the recipe's.")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
     world = World(ArtifactReader.open(given.artifact))
-    trainer = Trainer(world, given.work, named_recipe(given.recipe))
+    changes = {"steps": given.steps, "batch_rows": given.batch_rows}
+    recipe = named_recipe(given.recipe).model_copy(update={name: value for name, value in changes.items() if value})
+    trainer = Trainer(world, given.work, recipe)
     targets = given.targets or list(world.artifact.targets)
     lines: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for seed, share, questions, method, target in product(
-        given.seeds, given.shares, given.questions, given.methods, targets
+    for seed, share, questions, target, method in product(
+        given.seeds, given.shares, given.questions, targets, given.methods
     ):
         line = measured(world, trainer, Choice(target, method, questions, share), seed)
         lines.append(line)
@@ -140,7 +139,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(
             f"[{time.perf_counter() - began:5.0f} s] {method} {target} {questions} {share} {seed}: {gains}", flush=True
         )
-        result = {"rows": world.artifact.n_rows, "summary": summary(lines), "lines": lines}
+        result = {
+            "rows": world.artifact.n_rows,
+            "recipe": recipe.model_dump(mode="json"),
+            "summary": summary(lines),
+            "lines": lines,
+        }
         write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
