@@ -3,22 +3,24 @@
 Shape letters: N rows, E units, K rows chosen.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from grasp.arrays import F32, F64, I64
+from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_documents
 from grasp.baselines.bm25 import query_text
 from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import bucket_counts, log_ratio
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import configured_methods, method_rows
-from grasp.predict.predictor import Predictor, UnitSelection, counted
+from grasp.predict.predictor import Predictor, UnitSelection, relevance_blocks
 from grasp.predict.scoring_rule import default_protocol, kernel_weights
+from grasp.predict.task_scores import TaskScores, estimate_tasks
 from grasp.seeds import stream
 
 BUCKETS = 10_000  # of DSIR
@@ -49,16 +51,6 @@ class World:
     @cached_property
     def texts(self) -> list[str]:
         return [text for start, stop in self.inputs.blocks() for text in self.inputs.texts(start, stop)]
-
-    @cached_property
-    def kernels(self) -> Mapping[str, F32]:
-        """Relevance by kernel as the built-in scoring rule counts it, (N, E)."""
-        rule = default_protocol().fitted(self.artifact.array_names, self.artifact.feature_settings)
-        found = {}
-        for kernel in kernel_weights(rule):
-            blocks = self.artifact.array_blocks(f"relevance_{kernel}")
-            found[kernel] = np.concatenate([counted(block, rule.negative_of(kernel)) for _, block in blocks])
-        return found
 
     def questions(self, target: str, draw: int = 0) -> tuple[I64, I64]:
         """Columns of the questions that may be shown, in the order in which they are, and of the others."""
@@ -120,10 +112,39 @@ def _mean(world: World, target: str, shown: I64, draw: int) -> F64:
     return predictor.effect_NT[:, 0].astype(np.float64)
 
 
+def estimated(world: World, target: str, shown: I64, *, text: bool = True) -> TaskScores:
+    """The estimate from the questions that are shown."""
+    artifact = world.artifact
+    rule = default_protocol().fitted(artifact.array_names, artifact.feature_settings)
+    weights = kernel_weights(rule)
+    blocks = {name: partial(relevance_blocks, artifact, name, shown, rule.negative_of(name)) for name in weights}
+
+    def tokens(row_index: I64) -> tuple[I32, I64]:
+        rows = world.inputs.rows_at(row_index)
+        return rows.flat_ids, rows.offsets
+
+    names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
+    return estimate_tasks(blocks, weights, [len(shown)], names, row_documents(artifact), tokens if text else None)
+
+
+def _estimate(world: World, target: str, shown: I64, draw: int) -> F64:
+    """The estimate of a row's mean over the questions of the task."""
+    del draw
+    return estimated(world, target, shown).score_NT[:, 0].astype(np.float64)
+
+
+def _both(world: World, target: str, shown: I64, draw: int) -> F64:
+    """The estimate and the classifier, of equal spread."""
+    scores = [method(world, target, shown, draw) for method in (_estimate, _classifier)]
+    return np.asarray(sum((score_N - score_N.mean()) / score_N.std() for score_N in scores))
+
+
 METHODS: dict[str, Any] = {
     "random": _random,
     "bm25": _of_units("bm25"),
     "dsir": _dsir,
     "classifier": _classifier,
     "mean": _mean,
+    "estimate": _estimate,
+    "estimate + classifier": _both,
 }
