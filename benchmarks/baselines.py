@@ -122,7 +122,9 @@ def projected(world: World, width: int, *layers: str, adam: bool = False) -> Sco
     if adam:
         moments = [torch.rand(block.left, block.right) for block in engine.layers.blocks]
         transform = adam_update(moments, moments, (0.9, 0.99))
-    featurizer = Featurizer.projecting(engine, width, seed=0, tokens=len(world.rows[0].input_ids), transform=transform)
+    featurizer = Featurizer.with_projection(
+        engine, width, seed=0, tokens=len(world.rows[0].input_ids), transform=transform
+    )
     featurizer.features(world.units)
     return featurizer.features
 

@@ -37,9 +37,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.model_pass import ModelPass, row_examples
+from grasp.build.model_pass import ModelPass, observe_part, row_examples
 from grasp.build.pipeline import build_artifact
-from grasp.build.score_shard import observe_part
 from grasp.corpus.row_store import RowStore
 from grasp.kernels.kernel import make_kernels
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows

@@ -35,7 +35,7 @@ from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, protocol_from
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, protocol_from
 from grasp.predict.slices import label_slices, slice_effects
 from grasp.report.build_report import report
 from grasp.select.mix import mix
@@ -95,7 +95,7 @@ def rows_table(start: int, stop: int) -> pa.Table:
 
 def geometric() -> ScoringProtocol:
     """The protocol that ships with a penalty on redundancy, so that sketches are read."""
-    return protocol_from(default_protocol().model_dump() | {"components": {"joint.pair": -0.1}}, "growth")
+    return protocol_from(DEFAULT_PROTOCOL.model_dump() | {"components": {"joint.pair": -0.1}}, "growth")
 
 
 def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
@@ -154,7 +154,7 @@ QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
 
 
 def _measured(question: str, path: Path, n_subsets: int, geometry: bool, again: bool, queue: Any) -> None:
-    before, protocol = peak_bytes(), geometric() if geometry else default_protocol()
+    before, protocol = peak_bytes(), geometric() if geometry else DEFAULT_PROTOCOL
     begun, cpu = time.perf_counter(), time.process_time()
     artifact = ArtifactReader.open(path)
     QUESTIONS[question](artifact, n_subsets, protocol)

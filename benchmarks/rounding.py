@@ -15,7 +15,7 @@ import numpy as np
 
 from grasp.api.evaluate import compare
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.retrained import Environment
 
 RELATIVE = 2.0**-11
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
-    protocols = {"default": default_protocol()} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
+    protocols = {"default": DEFAULT_PROTOCOL} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
     environment = Environment.open(args.environment)
     stored = fidelity(ArtifactReader.open(args.artifact), environment, protocols)
     again = [fidelity(RoundedAgain.open(args.artifact), environment, protocols) for _ in range(args.draws)]

@@ -1,7 +1,6 @@
-"""Pages that are made, not written: the reference of every package and command, and their places in the site."""
+"""Generate the reference pages of all packages and commands, and add them to the navigation."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
@@ -10,37 +9,23 @@ from mkdocs.structure.files import File, Files
 from grasp.cli import app
 
 PACKAGE = Path(__file__).parents[1] / "src" / "grasp"
-HOW_TO, REFERENCE, COMMANDS = "How to", "Reference", "reference/commands.md"
+REFERENCE, COMMANDS = "Reference", "reference/commands.md"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put pages that the settings do not name under "How to", and the reference before the last page."""
+    """Add the generated pages at the end of the section "Reference"."""
     assert config.nav is not None
-    named = set(_pages(config.nav))
-    others = [path.name for path in sorted(Path(config.docs_dir).glob("*.md")) if path.name not in named]
-    how_to = next(entry for entry in config.nav if isinstance(entry, dict) and HOW_TO in entry)
-    how_to[HOW_TO] += others
-    packages = [f"reference/{name}.md" for name in _packages()]
-    config.nav.insert(len(config.nav) - 1, {REFERENCE: [COMMANDS, *packages]})
+    section = next(entry for entry in config.nav if isinstance(entry, dict) and REFERENCE in entry)
+    section[REFERENCE] += [COMMANDS, *(f"reference/{name}.md" for name in _packages())]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the reference."""
+    """Add the generated pages to the site."""
     files.append(File.generated(config, COMMANDS, content=_commands()))
     for name in _packages():
         files.append(File.generated(config, f"reference/{name}.md", content=_package(name)))
     return files
-
-
-def _pages(entries: list[Any]) -> list[str]:
-    """Files that a navigation names, sections within sections."""
-    found: list[str] = []
-    for entry in entries:
-        inner = list(entry.values()) if isinstance(entry, dict) else [entry]
-        for one in inner:
-            found += _pages(one) if isinstance(one, list) else [one]
-    return found
 
 
 def _packages() -> list[str]:
@@ -48,7 +33,7 @@ def _packages() -> list[str]:
 
 
 def _package(name: str) -> str:
-    """A page with every public module of a package, and the modules of packages inside it."""
+    """Return a page with all public modules of a package and of its subpackages."""
     root = PACKAGE / name
     modules = sorted(path.relative_to(PACKAGE.parent).with_suffix("") for path in root.rglob("*.py"))
     dotted = [".".join(path.parts).removesuffix(".__init__") for path in modules if path.name != "__main__"]
@@ -56,12 +41,12 @@ def _package(name: str) -> str:
 
 
 def _commands() -> str:
-    """What every command says of itself."""
+    """Return a page with the help text of every command."""
     group = typer.main.get_command(app)
-    parts = ["# Commands", "What `grasp COMMAND --help` says."]
-    found = dict(group.commands)  # type: ignore[attr-defined]
-    found |= {f"runs {name}": command for name, command in found.pop("runs").commands.items()}
-    for name, command in sorted(found.items()):
+    parts = ["# Commands", "The output of `grasp COMMAND --help`."]
+    commands = dict(group.commands)  # type: ignore[attr-defined]
+    commands |= {f"runs {name}": command for name, command in commands.pop("runs").commands.items()}
+    for name, command in sorted(commands.items()):
         with command.make_context(f"grasp {name}", [], resilient_parsing=True) as context:
             parts.append(f"## grasp {name}\n\n```text\n{command.get_help(context).strip()}\n```")
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,6 @@
-"""Pictures of a report for the documentation: python docs/screenshots.py report.html docs/images
+"""Write pictures of a report for the documentation: python docs/screenshots.py report.html docs/images
 
-Needs playwright, pillow and a Chromium that is installed. Each picture is small: 128 colours, 1280 pixels wide.
+Requires playwright, pillow and an installed Chromium. Pictures have 128 colours and a width of 1280 pixels.
 """
 
 import io

@@ -6,6 +6,8 @@ import io
 import json
 import pydoc
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -156,3 +158,9 @@ def test_one_word_names_one_class():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names.update(n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))
     assert not [name for name, count in names.items() if count > 1]
+
+
+def test_runs_are_imported_only_if_there_are_some():
+    code = "import sys, grasp.api.predict, grasp.select.select, grasp.select.mix; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name for name in loaded if name.split(".")[:2] == ["grasp", "runs"] or name == "torch"}

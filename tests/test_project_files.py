@@ -20,7 +20,7 @@ def workflow_commands() -> str:
 
 def test_the_version_is_one():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    released = re.findall(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = re.findall(r"^## \[(\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == (grasp.__version__, citation["date-released"])
     assert citation["version"] == grasp.__version__
     assert "version" not in re.findall(r'^(\w+) = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What README.md and the tutorial tell people to type is run, in a directory that holds what they speak of."""
+"""The commands and Python examples of README.md, the recipes, the tutorial and the reference are executed."""
 
 import importlib.util
 import re
@@ -19,6 +19,7 @@ from tests.cli.grasp_command import succeed
 
 ROOT = Path(__file__).parents[1]
 TOPICS = ("Games", "Science", "Travel")
+RECIPES = "docs/howto/recipes.md"
 # Run here, unless they need an environment; the others train for long and have tests of their own.
 READING = {"build", "info", "verify", "score", "predict", "select", "mix", "detect", "report"}
 
@@ -51,19 +52,37 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @needs_tasks
-def test_the_python_example(place, capsys, monkeypatch):
+def test_the_python_example_of_the_readme(place, capsys, monkeypatch):
     build = partial(grasp.build, untrained=True)  # the checkpoint of the test is a random one
     monkeypatch.setattr(grasp, "build", build, raising=False)
     (example,) = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     assert grasp.open(place / "art").targets.keys() == {"sciq"}
+    assert "if dropped" in capsys.readouterr().out
+    assert len(pq.read_table(place / "kept")) == 6  # a fifth of 30
+
+
+@needs_tasks
+def test_the_commands_of_the_readme(place):
+    asked = [argv for argv in commands() if argv[0] == "grasp"]
+    assert [argv[1] for argv in asked] == ["build", "predict", "predict", "score"]
+    for argv in asked:
+        succeed(*argv[1:])
+
+
+@needs_tasks
+def test_the_python_recipe(place, capsys, monkeypatch):
+    monkeypatch.setattr(grasp, "build", partial(grasp.build, untrained=True), raising=False)
+    (example,) = blocks("python", RECIPES)
+    exec(compile(example, RECIPES, "exec"), {})
     assert "subset_id" in capsys.readouterr().out
     assert all(topic in (place / "report.html").read_text(encoding="utf-8") for topic in TOPICS)
 
 
 @needs_tasks
-def test_the_commands_in_their_order(place):
-    asked = [argv for argv in commands() if argv[:1] == ["grasp"] and argv[1] in READING and "--runs" not in argv]
+def test_the_recipes_in_their_order(place):
+    recipes = commands(RECIPES)
+    asked = [argv for argv in recipes if argv[:1] == ["grasp"] and argv[1] in READING and "--runs" not in argv]
     assert {argv[1] for argv in asked} == READING
     for argv in asked:
         succeed(*argv[1:])

@@ -1,6 +1,6 @@
-"""Write docs/howto/model_types.md: what becomes of every causal LM type of the installed transformers.
+"""Write docs/howto/model_types.md: the support of every causal LM type of the installed transformers.
 
-python -m tools.model_types      a minute
+python -m tools.model_types      takes a minute
 """
 
 import re
@@ -19,19 +19,19 @@ HEAD = """\
 
 {counts}
 
-A tiny random model of each was compared with its own autograd, in float64 where its code allows it, by
+A tiny random model of each type was compared with its own autograd, in float64 if its code allows it, by
 `tests/models/test_zoo.py` with transformers {version}.
 
-*Yes* means: in a padded batch, the loss of every row is that of the row alone. So are its gradients by the output
-layer, by the hidden states and by the layers that the gradient kernel looks at. Equal means equal up to rounding.
+*Yes* means that, in a padded batch, the loss of every row equals that of the row alone, up to rounding. The same holds
+for its gradients by the output layer, by the hidden states and by the layers that the gradient kernel samples.
 
-Encoders such as BERT are tried as decoders, with `is_decoder: true` in their config. Without it they are refused, since
-they see the tokens that they predict. Another checkpoint of the same type can still be refused when it is loaded.
-[Can my model be read?](models.md) says what is checked then.
+Encoders such as BERT were tested as decoders, with `is_decoder: true` in their config. Without it they are refused,
+since they see the tokens that they predict. A particular checkpoint of a supported type can still be refused when it is
+loaded; see [the checks](models.md).
 
 The last column names parameters that have no gradient for each row, so that the gradient kernel leaves them out.
 
-| `model_type` | read | why it is refused, or what the gradient kernel leaves out |
+| `model_type` | read | reason for refusal, or parameters that the gradient kernel leaves out |
 |---|---|---|
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
     cells: dict[str, str] = {}
     for name in TYPES:
         if name in NOT_BUILT:
-            kinds[name], cells[name] = "not tried", NOT_BUILT[name]
+            kinds[name], cells[name] = "not tested", NOT_BUILT[name]
             continue
         verdict = examine(name)
         kinds[name] = "yes" if verdict.refused is None else "refused"
@@ -52,8 +52,8 @@ def main() -> None:
     partly = sum(kinds[name] == "yes" and cells[name] != "" for name in TYPES)
     counts = (
         f"**{count['yes']} of the {len(TYPES)} causal LM types of transformers are read exactly.** {count['refused']} "
-        f"are refused, {count['not tried']} could not be tried. Of those that are read {partly} have parameters that "
-        "the gradient kernel leaves out."
+        f"are refused, {count['not tested']} could not be tested. Of those that are read, {partly} have parameters "
+        "that the gradient kernel leaves out."
     )
     order = sorted(TYPES, key=lambda name: (kinds[name] == "yes", name))  # the exceptions first
     lines = [f"| `{name}` | {kinds[name]} | {cells[name]} |" for name in order]

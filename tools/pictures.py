@@ -1,4 +1,4 @@
-"""The pictures of README and docs, drawn from committed results: python tools/pictures.py"""
+"""Draw the pictures of README and docs from committed results: python tools/pictures.py"""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 INK, QUIET, GOOD, BAD = "#1f2933", "#6b7785", "#2f6f4f", "#a8442a"
-# name in experiments/baselines/cc-format.json, what it is called here
+# name in experiments/baselines/cc-format.json, label of the bar
 METHODS = (
-    ("default", "GRASP, as it ships"),
+    ("default", "GRASP (built-in rule)"),
     ("influence-ekfac", "EK-FAC influence (backward pass)"),
     ("influence", "last-layer influence (backward pass)"),
     ("knn_shapley", "KNN-Shapley"),
@@ -18,7 +18,7 @@ METHODS = (
     ("pooled additive", "the paper's relevance, pooled"),
     ("trak", "TRAK (backward pass)"),
     ("tracin", "TracIn (backward pass)"),
-    ("random", "random numbers"),
+    ("random", "random scores"),
 )
 
 
@@ -32,10 +32,10 @@ class Bar(NamedTuple):
 
 
 def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = None, good: int = 1) -> str:
-    """Horizontal bars with intervals; negative ones to the left of zero. With a ceiling the first bar is ours.
+    """Draw horizontal bars with intervals, negative ones to the left of zero. With a ceiling the first bar is GRASP.
 
     Args:
-        good: the sign of what is drawn as good.
+        good: sign of the values that are drawn in the colour for good.
     """
     width, left, step, top = 720, 250, 26, 58
     low, high = min(0.0, *(bar.low for bar in bars)), max(0.0, *(bar.high for bar in bars), ceiling or 0.0)
@@ -59,7 +59,7 @@ def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = Non
     parts.append(_text(x(0), bottom + 16, "0", anchor="middle", colour=QUIET))
     if ceiling is not None:
         parts.append(f'<path d="M{x(ceiling)} {top}V{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>')
-        parts.append(_text(width - 16, bottom + 16, f"best possible: {ceiling:.2f}", anchor="end", colour=QUIET))
+        parts.append(_text(width - 16, bottom + 16, f"ceiling: {ceiling:.2f}", anchor="end", colour=QUIET))
         parts += [
             _text(x(bar.high) + 8, top + step * i + 17, f"{bar.value:.2f}", colour=QUIET) for i, bar in enumerate(bars)
         ]
@@ -67,51 +67,53 @@ def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = Non
 
 
 def evidence() -> str:
-    """How well each method predicts retraining."""
+    """Draw the rank correlation of each method with retraining."""
     path = ROOT / "experiments" / "baselines" / "cc-format.json"
     averages = {one["method"]: one for one in json.loads(path.read_text())["results"] if one["target"] == "average"}
     bars = [
         Bar(label, *(averages[name][key] for key in ("mean_lds", "mean_lds_low", "mean_lds_high")))
         for name, label in METHODS
     ]
-    title = "Who predicts what retraining does?"
-    axis = "LDS: rank correlation with 64 retrained subsets, mean over 640 questions; lines are 95 % intervals"
+    title = "Agreement of predictions with retraining"
+    axis = "LDS: rank correlation with 64 retrained subsets, mean over 640 questions; with 95 % intervals"
     return chart(bars, title, axis, ceiling=averages["default"]["lds_ceiling"])
 
 
 def topics() -> str:
-    """How SciQ changes without each topic of 10,482 web pages."""
+    """Draw the predicted change of SciQ without each topic of 10,482 web pages."""
     rows = json.loads((IMAGES / "topics.json").read_text())["topics"]
     bars = [Bar(row["topic"], row["if_dropped"], row["low"], row["high"]) for row in rows]
     bars.sort(key=lambda bar: bar.value)
-    title = "Which web pages teach school science (SciQ)?"
+    title = "Which web pages help on school science questions (SciQ)?"
     return chart(
         [*bars[:7], *bars[-7:]],
         title,
-        "what changes for SciQ without them; left of zero it loses, right it gains (14 of 23 topics)",
+        "predicted change of SciQ without the topic; left of zero is a loss (14 of 23 topics)",
         good=-1,
     )
 
 
 def relevance() -> str:
-    """A token of a row and a token of an answer: the same situation, the same mistake."""
+    """Draw a token of a row and a token of an answer with similar hidden states and residuals."""
     parts = [
-        _text(20, 30, "Both texts are read once. At each token the model guesses the next one.", size=15, weight=600),
+        _text(
+            20, 30, "The model reads both texts once and predicts the next token at each position", size=15, weight=600
+        ),
         *_sentence(70, "a row of the corpus", ["Plants", "turn", "light", "into", "energy"], 3),
         *_sentence(220, "a question and its answer", ["Leaves", "change", "sunlight", "into", "energy"], 3),
         f'<path d="M408 114V228" stroke="{GOOD}" stroke-width="3"/>',
-        _text(420, 144, "same situation?  after “into”: yes", colour=GOOD),
-        _text(420, 166, "same mistake?  it guessed “the”, it was “energy”: yes", colour=GOOD),
-        _text(420, 188, "so the row teaches the answer", colour=GOOD, weight=600),
-        _text(20, 290, "Relevance adds this up over all pairs of tokens, and takes the mean.", colour=QUIET),
+        _text(420, 144, "similar hidden state?  after “into”: yes", colour=GOOD),
+        _text(420, 166, "similar residual?  “the” instead of “energy”: yes", colour=GOOD),
+        _text(420, 188, "the row helps on the answer", colour=GOOD, weight=600),
+        _text(20, 290, "Relevance is the mean of this product over all pairs of tokens.", colour=QUIET),
     ]
-    return _svg(800, 310, parts, "What relevance is")
+    return _svg(800, 310, parts, "Relevance")
 
 
-def mistake() -> str:
-    """Probabilities less the word that came: up where the model should say a word more often."""
+def residual() -> str:
+    """Draw the residual at one token: predicted probabilities minus the one-hot vector of the next token."""
     words = [("the", 0.4), ("a", 0.2), ("heat", 0.1), ("energy", -0.9), ("food", 0.05)]
-    parts = [_text(20, 28, "The mistake at one token: what was guessed, less what came", size=15, weight=600)]
+    parts = [_text(20, 28, "Residual at one token: predicted probabilities minus one-hot label", size=15, weight=600)]
     for i, (word, value) in enumerate(words):
         x, height = 60 + 110 * i, abs(value) * 90
         y = 110 - height if value > 0 else 110
@@ -124,13 +126,13 @@ def mistake() -> str:
         )
     parts.append(f'<path d="M40 110H600" stroke="{INK}"/>')
     parts.append(
-        _text(330, 252, "too likely above the line, not likely enough below it", anchor="middle", colour=QUIET)
+        _text(330, 252, "above the line: too likely; below the line: not likely enough", anchor="middle", colour=QUIET)
     )
-    return _svg(640, 268, parts, "The mistake at one token")
+    return _svg(640, 268, parts, "Residual at one token")
 
 
 def _sentence(y: int, name: str, words: list[str], marked: int) -> list[str]:
-    """Words in boxes; the marked one is where the model stands, the next one is what came."""
+    """Draw words in boxes; the marked one is the current position, the next one is the label."""
     parts = [_text(20, y, name, colour=QUIET)]
     for i, word in enumerate(words):
         x = 20 + 112 * i
@@ -164,5 +166,5 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
-    for draw in (evidence, topics, relevance, mistake):
+    for draw in (evidence, topics, relevance, residual):
         (IMAGES / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")

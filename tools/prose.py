@@ -1,4 +1,4 @@
-"""Whether pages and printed sentences are easy to read: short sentences, short table cells, everyday words.
+"""Check that pages and printed sentences are easy to read: short sentences and short table cells.
 
 python tools/prose.py            every page and module over a limit, and exit code 1 if there is one
 python tools/prose.py --list     every page and module with its figures
@@ -19,17 +19,6 @@ FEWEST = 6  # words of a text that counts as a sentence that is printed
 NOT_PROSE = {"docs/paper_map.md"}
 # Made by scripts from results: cells are counted, sentences are not.
 MADE = {"table.md", "tables.md", "related.md", "cc.md", "pool.md"}
-# Words of our own that need a lesson first. The glossary is the lesson.
-HOUSE_WORDS = {
-    r"realized": "measured",
-    r"utilit(?:y|ies)": "loss, accuracy, or quality",
-    r"counterfactual": "what if",
-    r"provenance": "where it comes from",
-    r"oracle-selected": "chosen on the test",
-    r"hidden_match|residual_match": "agreement of hidden states, of mistakes",
-    r"standardisation": "common scale",
-}
-GLOSSARY = "docs/glossary.md"
 
 
 class Figures(NamedTuple):
@@ -39,7 +28,6 @@ class Figures(NamedTuple):
     mean: float
     longest: str
     cell: str
-    house: list[str]
 
     def faults(self) -> list[str]:
         """A line for each limit that the page breaks."""
@@ -50,7 +38,7 @@ class Figures(NamedTuple):
             found.append(f"a sentence of {words(self.longest)} words; at most {LONGEST}: {self.longest[:90]}...")
         if words(self.cell) > CELL:
             found.append(f"a table cell of {words(self.cell)} words; at most {CELL}: {self.cell[:90]}...")
-        return found + [f"house word: {word}" for word in self.house]
+        return found
 
 
 def words(text: str) -> int:
@@ -78,23 +66,16 @@ def sentences(text: str) -> list[str]:
     return [part for part in re.split(r"(?<=[.!?])[\"*)]*\s+(?=[\"*(`]*[A-Z\d`])", text) if words(part) > 1]
 
 
-def figures(page: str, *, glossary: bool = False, made: bool = False, module: bool = False) -> Figures:
-    """Count one page; of a module the longest sentence alone, as messages are made of clauses and name our things."""
+def figures(page: str, *, made: bool = False, module: bool = False) -> Figures:
+    """Count the words of a page; of a module only the longest sentence, since messages are made of clauses."""
     texts, cells = paragraphs(page)
     texts = [] if made else texts
     found = [sentence for text in texts for sentence in sentences(text)]
-    plain = re.sub(r"`[^`]*`", "", " ".join([*texts, *cells]))
-    house = [
-        f"{match} (say: {better})"
-        for word, better in HOUSE_WORDS.items()
-        for match in sorted(set(re.findall(rf"\b(?:{word})\b", plain, re.IGNORECASE)))
-    ]
     return Figures(
         sentences=len(found),
         mean=statistics.fmean(map(words, found)) if found and not module else 0.0,
         longest=max(found, key=words, default=""),
         cell=max(cells, key=words, default=""),
-        house=[] if glossary or made or module else house,
     )
 
 
@@ -142,9 +123,9 @@ def main() -> int:
         text = (ROOT / name).read_text(encoding="utf-8")
         module = name.endswith(".py")
         text = printed(text) if module else text
-        page = figures(text, glossary=name == GLOSSARY, made=Path(name).name in MADE, module=module)
+        page = figures(text, made=Path(name).name in MADE, module=module)
         if "--list" in sys.argv:
-            print(f"{page.mean:5.1f} {words(page.longest):4d} {words(page.cell):4d} {len(page.house):2d}  {name}")
+            print(f"{page.mean:5.1f} {words(page.longest):4d} {words(page.cell):4d}  {name}")
         else:
             print("".join(f"{name}: {fault}\n" for fault in page.faults()), end="")
         bad += bool(page.faults())

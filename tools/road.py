@@ -1,7 +1,7 @@
 """How long is the road of a command? What it passes of `src/grasp` on a small world, counted.
 
-    python -m tools.road            # prints the table of docs/road.md
-    python -m tools.road --names    # also what is passed, in order
+    python tools/road.py            # prints the table of docs/road.md
+    python tools/road.py --names    # also what is passed, in order
 
 A function is passed if it is called, in any thread. Lambdas and comprehensions are their function's; what runs while a
 module is imported counts for nothing. Depth is the most functions that wait for one another. Who reads the functions
@@ -21,11 +21,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, FrameType
 
-import grasp.cli
-from grasp.yaml_files import write_yaml
-from tests.build.world import world
-
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the tests' world, and this checkout, however the file is run
+
+import grasp.cli  # noqa: E402
+from grasp.yaml_files import write_yaml  # noqa: E402
+from tests.build.world import world  # noqa: E402
+
 HOUSE = str(ROOT / "src" / "grasp") + os.sep
 COMMANDS = {
     "grasp build": ("build", "--config", "settings.yaml", "--out", "made", "--untrained"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def batches(texts, size, steps):
-    """One batch a step, in a new order every time the corpus ends."""
+    """Yield one batch per step; shuffle the corpus again when it ends."""
     waiting = []
     for _ in range(steps):
         while len(waiting) < size:

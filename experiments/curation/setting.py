@@ -15,12 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.documents import Corpus
+from grasp.corpus.sources import open_source
 from grasp.errors import SettingsError
-from grasp.files import write_whole
+from grasp.files import temporary_path, write_whole
 from grasp.methods.contract import MethodInputs
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.seeds import stream
-from grasp.select.export import corpus_settings, kept_documents, kept_records, proven_rows, write_corpus
+from grasp.select.export import corpus_settings, kept_documents, kept_records, stored_rows, write_corpus
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import locked
 from grasp.targets import Unit, load_units
@@ -144,15 +146,16 @@ class World:
     @cached_property
     def protocol(self) -> ScoringProtocol:
         path = self.settings.protocol
-        return default_protocol() if path is None else load_protocol(path)
+        return DEFAULT_PROTOCOL if path is None else load_protocol(path)
 
     def pool_corpus(self) -> Path:
         """The corpus without the held-out documents, written once."""
         out = self.work / "pool"
         with locked(self.work / ".pool.lock", wait=True):
             if not out.exists():
-                rows = proven_rows(self.artifact, self.corpus, self.material.tokenizer)
-                kept = kept_documents(rows, self.pool_N, "any")
+                corpus = Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
+                with stored_rows(self.artifact, corpus, lambda: self.material.tokenizer, temporary_path(out)) as rows:
+                    kept = kept_documents(rows, self.pool_N, "any")
                 records = kept_records(self.corpus, kept.mask_M)
                 write_corpus(out, "parquet", "documents", records, kept.tokens, {})
         return out

@@ -41,7 +41,7 @@ def of_environment(path: Path, art: Path) -> World:
         else environment.utilities(seeds=environment.info.seeds[:1], partial=True)
     )
     order = np.array([environment.subset_ids.index(name) for name in utilities.subset_ids])
-    columns = [utilities.select(target).values_BSE.mean(axis=2) for target in predictor.targets]
+    columns = [utilities.select(target).values_BSE.mean(axis=2) for target in predictor.units.targets]
     return World("pool-dirichlet", features.take(order), np.stack(columns, axis=2))
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.runs.calibration import learn, measures
+from grasp.runs.calibration import learn
 from grasp.runs.retrained import Environment
 from grasp.select.mix import mix
 from grasp.select.select import select
@@ -65,13 +65,13 @@ def propose(asked: argparse.Namespace) -> None:
 def judge(asked: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
     trained = Environment.open(asked.chosen)
-    predictor = Predictor.from_artifact(artifact, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     expected, scored = learn(predictor, artifact, runs), Scored.from_environment(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
     )
-    targets = [scored.renamed[name] for name in predictor.targets]
+    targets = [scored.renamed[name] for name in predictor.units.targets]
     came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
     pairs = [
         {
@@ -84,7 +84,7 @@ def judge(asked: argparse.Namespace) -> None:
             "came": float(came_BT[b, t]),
         }
         for b, name in enumerate(trained.subset_ids)
-        for t, target in enumerate(predictor.targets)
+        for t, target in enumerate(predictor.units.targets)
     ]
     asked.out.write_text(json.dumps({"pairs": pairs}, indent=1) + "\n")
     for only in (True, False):

@@ -66,8 +66,12 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     times_BN = weights_BN * kept_B1 / weights_BN.sum(axis=1, keepdims=True)
     unit_NE = np.concatenate([block for _, block in predictor.unit_level.effects.blocks()])
     unit_base_E = predictor.unit_level.base_C / ANY_TEXT
-    real_BT = np.stack([utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1)
-    real_BE = np.concatenate([utilities.select(target).values_BSE.mean(axis=1) for target in predictor.targets], axis=1)
+    real_BT = np.stack(
+        [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
+    )
+    real_BE = np.concatenate(
+        [utilities.select(target).values_BSE.mean(axis=1) for target in predictor.units.targets], axis=1
+    )
     rng = stream(0, "exposure", "bootstrap")
     draws = [rng.integers(0, len(order), len(order)) for _ in range(DRAWS)]
     found: dict[str, dict[str, object]] = {}
@@ -87,13 +91,13 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
             rhos_T, gain_D = spearman(guess_BT, real_BT), lds_D - base_D
             found[called] = {
                 "rho": float(np.mean(rhos_T)),
-                "rhos": dict(zip(predictor.targets, rhos_T.tolist(), strict=True)),
+                "rhos": dict(zip(predictor.units.targets, rhos_T.tolist(), strict=True)),
                 "lds": float(np.nanmean(spearman(guess_BE, real_BE))),
                 "gain": float(gain_D.mean()),
                 "low": float(np.quantile(gain_D, 0.025)),
                 "high": float(np.quantile(gain_D, 0.975)),
             }
-    seeds = utilities.select(predictor.targets[0]).values_BSE.shape[1]
+    seeds = utilities.select(predictor.units.targets[0]).values_BSE.shape[1]
     return {"environment": environment.name, "subsets": len(order), "seeds": seeds, "laws": found}
 
 

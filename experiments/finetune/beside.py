@@ -24,9 +24,9 @@ from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.retraining.plan import row_names
-from grasp.runs.calibration import SubsetFeaturizer, measures
+from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import Environment
@@ -42,7 +42,7 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
     environment = Environment.open(HERE / name)
     utilities = environment.utilities(seeds=(0,))
-    predictor = Predictor.from_artifact(artifact, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
     names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
     shipped = [
@@ -51,7 +51,7 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
     every, corpus = SubsetFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
     values_RT = np.stack(
-        [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1
+        [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )
     runs, whole = (replace(one, kernel_BTM=one.kernel_BTM[:, :, shipped]) for one in (every, corpus))
     return runs, whole, values_RT

@@ -59,7 +59,7 @@ class Turned:
         out_BK = torch.zeros(len(examples), sample.size, dtype=engine.work)
 
         def consume(number: int, use: Use, rows: slice) -> None:
-            tile, turned = sample.tiles[number], self.bases[number].turned(use)
+            tile, turned = sample.tiles[number], self.bases[number].rotate_use(use)
             some = slice(tile.start, tile.start + tile.size)
             out_BK[rows, some] += tile.take(by_member(turned.left), by_member(turned.right))
 

@@ -183,7 +183,7 @@ def method_scores(artifact: ArtifactReader, label: str, checkpoints: Sequence[Pa
     """Scores of a method, (N, E); one that looks at no unit has the same for all."""
     (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
     began, used = time.time(), time.process_time()
-    found = method_rows(artifact, configured, checkpoints=checkpoints).found
+    found = method_rows(artifact, configured, checkpoints=checkpoints).scores
     score_NE = np.concatenate([block for _, block in found]).astype(np.float64)
     cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
     print(f"{artifact.path.name} {label}: {cost}; {'; '.join(found.account.notes)}", flush=True)

@@ -1,4 +1,4 @@
-"""The comparisons of all environments as the table of the page: mean LDS, its difference to what ships, task rho.
+"""Write the comparisons of all environments to the page: mean LDS, difference to the built-in rule, task rho.
 
 python -m experiments.finetune.table
 """
@@ -10,7 +10,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TITLES = {
     "token + input + shift + tilt": "**token + input + shift + tilt (the forward pass alone)**",
-    "token + input": "token + input (shipped at first)",
+    "token + input": "token + input (first default)",
     "pooled": "pooled (the paper)",
     "neighbour": "neighbour (kernel LM)",
     "repsim": "RepSim",
@@ -26,31 +26,31 @@ TITLES = {
     "ekfac": "EK-FAC, last block",
 }
 FORMS = {
-    "gradient + .25 of token + input": "**gradient + .25 of token + input (what ships)**",
+    "gradient + .25 of token + input": "**gradient + .25 of token + input (built-in rule)**",
     "gradient + .25 of token + input, by task": "the same, token and input averaged over the task",
     "gradient": "gradient",
-    "gradient of the mean loss": "gradient of the mean loss, not the whole",
+    "gradient of the mean loss": "gradient of the mean loss, not the sum",
     "gradient of the loss over the root of tokens": "gradient of the loss over the root of its tokens",
     "gradient + .125 of each": "gradient + .125 of each",
     "gradient + .5 of each": "gradient + .5 of each",
     "gradient + .25 of each": "gradient + .25 of each",
     "gradient + .25 of tilt": "gradient + .25 of tilt",
-    "token + input + shift + tilt": "token + input + shift + tilt (shipped before)",
+    "token + input + shift + tilt": "token + input + shift + tilt (previous default)",
 }
 STARTS = {
     "adapter: gradient": "the adapter before it is trained",
-    "adapter: what ships": "the same, and a quarter each of token and input (what ships)",
-    "start: gradient": "the plain model",
-    "start: what ships": "the same, and a quarter each of token and input (what ships)",
-    "warm-up: gradient": "the plain model after 12 steps on 96 rows",
+    "adapter: what ships": "the same, and a quarter each of token and input (built-in rule)",
+    "start: gradient": "the original model",
+    "start: what ships": "the same, and a quarter each of token and input (built-in rule)",
+    "warm-up: gradient": "the original model after 12 steps on 96 rows",
     "warm-up: what ships": "the same, and a quarter each of token and input",
-    "both: gradient": "the sum of the plain model's and these",
+    "both: gradient": "the sum of the original model's and these",
     "token + input": "no gradients: token + input",
 }
 EKFAC = {
     f"EK-FAC, all layers, damping {damping}{loss}": f"damping {damping}{said}"
     for damping in (".1 of a layer's mean (as published)", ".01 of it")
-    for loss, said in (("", ", a row's mean loss"), (", whole loss", ", its whole loss"))
+    for loss, said in (("", ", a row's mean loss"), (", whole loss", ", its summed loss"))
 }
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 

@@ -24,7 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import Environment
 
@@ -134,7 +134,7 @@ def write_json(found: dict[str, Any], out: Path | None) -> None:
 
 def run(artifact: ArtifactReader, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
     """Figures of every target that environment and artifact share."""
-    protocol = default_protocol() if path is None else load_protocol(path)
+    protocol = DEFAULT_PROTOCOL if path is None else load_protocol(path)
     found = {
         one.target: explain(one.values_BSE, one.predicted_B, one.predicted_BE)
         for one in compared(artifact, environment, protocol, targets)

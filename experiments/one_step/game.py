@@ -22,9 +22,9 @@ from grasp.baselines.gradients.gradient_sums import (
     EachGradient,
     InnerProducts,
     Matrices,
-    combined,
-    norm_of,
+    map_blocks,
     run_over,
+    total_norm,
 )
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.kernels.sketch import CountSketch
@@ -86,8 +86,8 @@ class Gradients:
         rows = []
         for i in range(len(players[0])):
             direction = [one[i] for one in players]
-            size = norm_of(direction)
-            length = RELATIVE_STEP * norm_of(self._weights) / size if size else 1.0
+            size = total_norm(direction)
+            length = RELATIVE_STEP * total_norm(self._weights) / size if size else 1.0
             self._move(direction, length)
             ahead_PE = self.products(players, units)
             self._move(direction, -length)
@@ -98,7 +98,7 @@ class Gradients:
         return np.asarray((found_PPE + found_PPE.transpose(1, 0, 2)) / 2.0)
 
     def _move(self, direction: Matrices, length: float) -> None:
-        self._parameters.write(combined(lambda weight, d: weight + length * d, self._weights, direction))
+        self._parameters.write(map_blocks(lambda weight, d: weight + length * d, self._weights, direction))
 
     def named(self, matrices: Matrices) -> dict[str, torch.Tensor]:
         """One gradient in the shapes and under the names of the parameters."""

@@ -38,7 +38,7 @@ from grasp.geometry.scored import Scored
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import Environment
 from grasp.seeds import stream
@@ -191,7 +191,7 @@ def gains(candidates: dict[str, F64], against: str, realized_BE: F64, unit_targe
 
 def _environment(scored: Scored, found: dict[str, F64], targets: list[str]) -> tuple[dict[str, F64], F64, list[str]]:
     """Candidates and realized utility of the units of some targets."""
-    (ships,) = scored.predict({SHIPS: default_protocol()}, targets)
+    (ships,) = scored.predict({SHIPS: DEFAULT_PROTOCOL}, targets)
     utilities = scored.environment.utilities().select(*targets)
     own = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}

@@ -72,7 +72,7 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     utilities = environment.utilities()
     assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids
     suffix = "@all" if art.endswith("-all") else ""
-    columns = [utilities.select(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
+    columns = [utilities.select(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.units.targets]
     return World(
         f"{name}{suffix}",
         SubsetFeatures.joined([known.features(block.weights) for block in blocks]),

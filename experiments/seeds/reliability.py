@@ -19,14 +19,14 @@ from experiments.lds_main.explain import Compared, compared, write_json
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import Environment
 
 
 def run(artifact: ArtifactReader, environment: Environment) -> dict[str, Any]:
     """By number of seeds and target: mean LDS, positive fraction and task rho, averaged over the choices of seeds."""
-    protocol = default_protocol()
+    protocol = DEFAULT_PROTOCOL
     targets = list(compared(artifact, environment, protocol))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for k in range(1, targets[0].values_BSE.shape[1] + 1):

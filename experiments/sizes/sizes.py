@@ -78,7 +78,7 @@ def predicted(name: str, artifact: ArtifactReader, environment: Environment, los
     task_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
     unit_BE = np.concatenate([predictor.unit_change(block.weights, predictor.sums(block.weights)) for block in blocks])
     ids = tuple(one for block in blocks for one in block.subset_ids)
-    order_T = [predictor.targets.index(target) for target in tasks.values()]
+    order_T = [predictor.units.targets.index(target) for target in tasks.values()]
     return Ranked(name, ids, task_BT[:, order_T], unit_BE[:, [column[unit] for unit in units]])
 
 
@@ -128,13 +128,13 @@ def carried_over(
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
     features = SubsetFeatures.joined([known.features(block.weights) for block in blocks])
     named = {task: target for target, task in tasks_of(environment, loss).items()}
-    columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.targets]
+    columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.units.targets]
     utility_BST = np.stack(columns, axis=2)
     held = np.isin(environment.subset_ids, subset_ids)
     learned = Learned.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
     order = [environment.subset_ids.index(one) for one in subset_ids]
     asked = features.take(np.array(order))
-    order_T = [predictor.targets.index(task) for task in named]
+    order_T = [predictor.units.targets.index(task) for task in named]
     ways = {"relevance": asked.relevance_BT, "learned": learned.predict(asked)[0]}
     ranked = [
         Ranked(f"{way} ({name})", tuple(subset_ids), value_BT[:, order_T], value_BT[:, order_T])

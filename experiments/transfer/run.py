@@ -21,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import Development, choose_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.retrained import Environment
 
@@ -57,7 +57,7 @@ def opened(path: Path) -> Environment:
 
 def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
     """A record for every row of the table."""
-    base = candidate_of(default_protocol(), artifact)
+    base = candidate_of(DEFAULT_PROTOCOL, artifact)
     family = family_of(base)
     chosen: dict[str, tuple[tuple[str, ...], Candidate]] = {
         "none": ((), Candidate(base.binding, base.match, ())),

@@ -20,7 +20,7 @@ from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import artifact_targets
 from grasp.runs.retrained import Environment
@@ -193,7 +193,7 @@ def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Envir
 
 def _agreement(evaluation: grasp.Result) -> str:
     """How the protocol that ships orders what was retrained, a line a target; the verb has far more."""
-    name = default_protocol().name
+    name = DEFAULT_PROTOCOL.name
     lines = [
         (
             line["target"],

@@ -1,20 +1,20 @@
-"""One tree of errors. A message is one line: where, what was found, what was expected, what to do next."""
+"""The exceptions of GRASP. A message is one line: where, what was found, what was expected, what to do next."""
 
 
 class GraspError(Exception):
-    """A mistake in the input that the user can mend; the command line prints it and exits with 2."""
+    """Base class of errors that the user can fix; the command line prints the message and exits with code 2."""
 
 
 class SettingsError(GraspError):
-    """A settings file or a flag does not hold what it must."""
+    """A setting, an option or an argument is missing or invalid."""
 
 
 class ShapeError(GraspError):
-    """Arrays that belong together have different shapes; the message carries both."""
+    """Arrays have incompatible shapes; the message has both."""
 
 
 class CorpusError(GraspError):
-    """The corpus cannot be read, or holds nothing that can be used."""
+    """The corpus cannot be read, or has no usable rows."""
 
 
 class TargetError(GraspError):
@@ -26,7 +26,7 @@ class SubsetError(GraspError):
 
 
 class ModelError(GraspError):
-    """The reference model cannot be used, or computed something that is not a number."""
+    """The reference model cannot be used, or computed NaN or infinity."""
 
 
 class ArtifactError(GraspError):
@@ -38,16 +38,16 @@ class ProtocolError(GraspError):
 
 
 class ProtocolLeakError(ProtocolError):
-    """Held-out results were handed to something that selects."""
+    """Held-out results were passed to a selection."""
 
 
 class EngineError(GraspError):
-    """The cluster cannot be reached, has no room, or its workers keep dying."""
+    """The cluster cannot be reached, has no free resources, or its workers keep dying."""
 
 
 class MissingExtraError(GraspError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra that contains it."""
 
 
 class EnvironmentDataError(GraspError):
-    """An environment, its utilities or a table of predictions is incomplete, damaged, or belongs to something else."""
+    """Runs, their utilities or a table of predictions are incomplete, damaged, or do not match the artifact."""

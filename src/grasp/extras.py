@@ -1,4 +1,4 @@
-"""Import optional dependencies where they are used, and say how to install the ones that are missing."""
+"""Import optional dependencies when they are needed, with an error that says how to install a missing one."""
 
 import importlib
 import re
@@ -11,7 +11,11 @@ PACKAGE = "grasp-attribution"
 
 
 def require(module: str, *, extra: str, feature: str) -> ModuleType:
-    """Import `module`, or say which packages of which extra bring it."""
+    """Import and return `module`.
+
+    Raises:
+        MissingExtraError: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as err:
@@ -19,13 +23,13 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
 
 
 def install_hint(*extras: str) -> str:
-    """Return a command that installs what some extras bring; GRASP itself is on no package index."""
+    """Return a command that installs the packages of some extras; GRASP itself is not on a package index."""
     try:
-        declared = requires(PACKAGE) or []
+        requirements = requires(PACKAGE) or []
     except PackageNotFoundError:  # run from a checkout that was never installed
-        declared = []
+        requirements = []
     of_extra = re.compile(rf"extra == ['\"](?:{'|'.join(map(re.escape, extras))})['\"]")
-    packages = sorted({line.partition(";")[0].strip() for line in declared if of_extra.search(line)})
+    packages = sorted({line.partition(";")[0].strip() for line in requirements if of_extra.search(line)})
     if not packages:
         return f"pip install '.[{','.join(extras)}]' in the checkout of GRASP"
     return f"pip install {' '.join(repr(package) for package in packages)}"

@@ -1,10 +1,10 @@
-"""Files that are whole or not there, and never in the place of something else. `store/locks.py` has who may write.
+"""Write files atomically, verify them, and claim output directories. `store/locks.py` decides which process may write.
 
-check_outputs                  before a command begins: may its results be written where it is told to?
-write_whole, written_aside     a file appears when it is whole, whatever happens meanwhile
-FileEntry, fault               what a file was when it was written, and what is wrong with it now
-check_place, own_directory     a directory for many files is new, empty or ours
-differences                    was it begun with the same settings?
+check_outputs                  before a command begins: check that its output files can be written
+write_whole, written_aside     write to a temporary file and rename it, so that no reader sees half a file
+FileEntry, fault               size and checksum of a file when it was written, and what differs now
+check_place, own_directory     check that a directory for many files is new, empty, or written by GRASP
+differences                    list the settings that differ from those of an earlier run
 """
 
 import errno
@@ -28,13 +28,13 @@ from pydantic import BaseModel, ConfigDict
 from grasp.errors import ArtifactError, SettingsError
 
 TABLES = (".parquet", ".csv")  # how the name of a table ends
-STREAMS = (Path("-"), Path("/dev/stdout"))  # what a user means by the terminal, or the next command of a pipe
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
+STREAMS = (Path("-"), Path("/dev/stdout"))  # names of standard output
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
 PART = ".part"
-NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
+NAME_BYTES = 200  # bytes of a name that its temporary file repeats: file systems accept 255
 STALE_SECONDS = 86_400.0
 UNSIGNED = "0" * 32
-# Where JSON has an indent of 1, and no text of it can hold a line break, only a field of the whole stands so.
+# In JSON with an indent of 1 only a top-level field can match this, since JSON strings hold no line breaks.
 _SIGNATURE = re.compile(rb'^ "checksum": "([0-9a-f]{32})"', re.MULTILINE)
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
@@ -50,26 +50,26 @@ def check_outputs(
     streamed: Collection[str] = (),
     tables: Collection[str] = (),
 ) -> None:
-    """See, before the work begins, that every output can be written and takes the place of nothing that is needed.
+    """Check before a command starts that every output can be written and overwrites none of its inputs.
 
     Args:
-        outputs: by what writes them, e.g. `--out` and `the summary of --out`; None: not asked for.
-        reads: what is read, by how a message goes on after "which": a file, a directory with all that is in it, or
-            several. A name that is not there (a URL, a repository) is in nobody's way.
-        streamed: those outputs for which `-` means standard output.
-        tables: those outputs that are Parquet or CSV, by the ending of the name.
+        outputs: path by the option that names it, e.g. `--out`; None: the option is not used.
+        reads: inputs (files or directories) by the phrase that continues "which" in a message. Names that do not
+            exist locally (a URL, a repository) are ignored.
+        streamed: options for which `-` means standard output.
+        tables: options whose file is Parquet or CSV, by its suffix.
     Raises:
-        SettingsError: no such directory; a directory, a device, a pipe or a symbolic link; two outputs of one name;
-            something that is read; another ending than that of a table.
+        SettingsError: the directory does not exist; the path is a directory, a device, a pipe or a symbolic link; two
+            outputs have the same name; the output is an input; the suffix is not that of a table.
     """
     written: dict[Path, str] = {}
     for flag, path in outputs.items():
         if path is None or (flag in streamed and path in STREAMS):
             continue
         if not path.parent.is_dir():
-            raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
+            raise SettingsError(f"{flag}: got {path}, but the directory {path.parent} does not exist; create it first")
         if path == Path("-") or (kind := kind_of(path)) is None:
-            raise SettingsError(f"{flag}: got {path}, which is no name for a file; expected one")
+            raise SettingsError(f"{flag}: got {path}, which is not a valid file name")
         if kind not in ("file", "nothing"):
             raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
         written[_check_apart(path, flag, reads, written)] = f"{flag} writes"
@@ -80,28 +80,28 @@ def check_outputs(
 def _check_apart(
     path: Path, flag: str, reads: Mapping[str, Reads] | None, written: Mapping[Path, str] | None = None
 ) -> Path:
-    """See that an output is UTF-8, as libraries want it, and nothing that is needed, nor inside of it.
+    """Check that an output has a UTF-8 name and is neither an input, another output, nor inside of one.
 
     Args:
-        written: what else is written, and by what.
+        written: the other outputs, each with the phrase for a message.
     Returns:
-        Where it lies, links followed.
+        The path with links resolved.
     """
     try:
         str(path).encode()
     except UnicodeEncodeError as err:
         raise SettingsError(
-            f"{flag}: got {path}, which is no name for a file: it is not UTF-8; choose another"
+            f"{flag}: got {path}, which is not a valid file name: not UTF-8; choose another name"
         ) from err
     known: dict[Path, str] = {}
     for phrase, places in (reads or {}).items():
         several = [places] if isinstance(places, Path | str) else places or ()
         known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
     place = path.parent.resolve() / path.name
-    for taken, phrase in (known | dict(written or {})).items():
-        if place == taken or (place.is_relative_to(taken) and taken.is_dir()):
-            inside = "" if place == taken else f" inside of {taken}"
-            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
+    for occupied, phrase in (known | dict(written or {})).items():
+        if place == occupied or (place.is_relative_to(occupied) and occupied.is_dir()):
+            inside = "" if place == occupied else f" inside of {occupied}"
+            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; choose another name")
     return place
 
 
@@ -115,9 +115,9 @@ _KINDS = {
 
 
 def kind_of(path: Path) -> str | None:
-    """What lies at `path`, links not followed: file, directory, symbolic link, pipe, socket, device or nothing.
+    """Return what `path` is, without following links: file, directory, symbolic link, pipe, socket, device or nothing.
 
-    None: no file system can have such a name.
+    Return None for a name that no file system can have.
     """
     try:
         return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "device")
@@ -127,24 +127,24 @@ def kind_of(path: Path) -> str | None:
         return None
 
 
-# --------------------------------------------------------------------------------------------------- whole or not there
+# ------------------------------------------------------------------------------------------------------- atomic writes
 
 
 def temporary_path(path: Path) -> Path:
-    """A name of our own beside `path`, so that two processes never write into one part file."""
-    return path.with_name(f"{_beginning(path)}{uuid.uuid4().hex}{PART}")
+    """Return a unique temporary name in the directory of `path`, so that two processes never share one."""
+    return path.with_name(f"{_part_prefix(path)}{uuid.uuid4().hex}{PART}")
 
 
-def _beginning(path: Path) -> str:
-    """What the names of all its parts begin with."""
+def _part_prefix(path: Path) -> str:
+    """Return the common prefix of the temporary names of `path`."""
     return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}."
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
-    """Write aside, flush, rename: a reader, or another writer, never sees half a file.
+    """Write to a temporary file, flush it, and rename it: neither a reader nor another writer sees half a file.
 
     Raises:
-        SettingsError: a device, a pipe or a link has this name, which a rename would replace.
+        SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
     """
     with written_aside(path, sweep=False) as part:
         part.write_bytes(data)
@@ -153,21 +153,21 @@ def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
 
 @contextmanager
 def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
-    """A place beside `path` to write to, a file or a directory, which is flushed and gets its name at the end.
+    """Yield a temporary path, for a file or a directory, that is flushed and renamed to `path` at the end.
 
-    Where the writing fails or is interrupted, nothing is left; of a process that was killed, until the next writer of
-    the same name a day later, or `remove_parts`.
+    If the block fails or is interrupted, the temporary file is removed. If the process is killed, it stays until
+    `remove_parts`, or until the next write to `path` at least a day later.
 
     Args:
-        sweep: remove what was left of this name; takes as long as the directory has names.
+        sweep: remove stale temporary files of `path`, which lists the directory.
     Raises:
-        SettingsError: a device, a pipe or a link has this name, which a rename would replace.
-        OSError: the disk is full; the message names `path`, whatever library wrote.
+        SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
+        OSError: the disk is full; the message names `path`, whichever library wrote.
     """
     part = temporary_path(path)
     if sweep:
-        for left in path.parent.glob(f"{glob.escape(_beginning(path))}*{PART}"):
-            remove_stale(left, older_than=STALE_SECONDS)
+        for abandoned in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART}"):
+            remove_stale(abandoned, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
     try:
@@ -178,22 +178,22 @@ def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
         except OSError as err:
             if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            raise SettingsError(f"{path}: another command has written there meanwhile; choose another place") from err
+            raise SettingsError(f"{path}: was written by another command in the meantime; choose another path") from err
         _flush(path.parent)
     except BaseException as err:
         discard(part)
         if isinstance(err, OSError):
             number = err.errno if err.errno in (*FULL, errno.EFBIG) else None
-        else:  # a library in Rust says it without a number
-            found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
-            number = None if found is None else int(found[1] or found[2])
+        else:  # libraries in Rust report the number in the message only
+            os_error = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
+            number = None if os_error is None else int(os_error[1] or os_error[2])
         if number is not None:
             raise OSError(number, os.strerror(number), str(path)) from err
         raise
 
 
 def _flush(path: Path) -> None:
-    """To the disk, with what a library wrote of it; a directory: the names in it."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,7 +202,7 @@ def _flush(path: Path) -> None:
 
 
 def remove_parts(*directories: Path) -> None:
-    """Remove what killed writers left aside in directories that nobody else writes to now."""
+    """Remove the temporary files of killed processes from directories that no other process writes to."""
     for directory in directories:
         for part in directory.iterdir():
             if is_part(part):
@@ -210,12 +210,12 @@ def remove_parts(*directories: Path) -> None:
 
 
 def is_part(path: Path) -> bool:
-    """Whether it is something that is still being written, or was when its writer was killed."""
+    """Return whether this is the temporary file of a writer that is still running or was killed."""
     return _PART_NAME.fullmatch(path.name) is not None
 
 
 def remove_stale(part: Path, *, older_than: float) -> None:
-    """Remove what a killed writer left aside; a young part may belong to one that is alive."""
+    """Remove the temporary file of a killed process; a recent one may belong to a process that still runs."""
     try:
         if time.time() - part.lstat().st_mtime > older_than:
             discard(part)
@@ -224,7 +224,7 @@ def remove_stale(part: Path, *, older_than: float) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a directory, if it is there."""
+    """Remove a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -233,21 +233,21 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Turn a full disk (or quota) into one clear line; `progress` says how much is safe already."""
+    """Turn a full disk or quota into a one-line ArtifactError; `progress` returns what is already saved."""
     try:
         yield
     except OSError as err:
         if err.errno not in (*FULL, errno.EFBIG):
             raise
-        what = "a file of this size may not be written" if err.errno == errno.EFBIG else "no space left on the device"
+        what = "file too large for the file system" if err.errno == errno.EFBIG else "no space left on the device"
         raise ArtifactError(f"{where}: {what}; {progress()}; free space and run again with --resume") from err
 
 
-# ----------------------------------------------------------------------------------------------- is it what was written
+# ----------------------------------------------------------------------------------------------------- verified content
 
 
 class FileEntry(BaseModel):
-    """Size in bytes and XXH3-128 checksum of one file: against accidents, not against forgers."""
+    """Size in bytes and XXH3-128 checksum of a file. Detects accidental damage, not forgery."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -256,35 +256,35 @@ class FileEntry(BaseModel):
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """XXH3-128 in hex; 17 times as fast as BLAKE2b, so that everything that is read can be checked."""
+    """Return the XXH3-128 checksum in hex; 17 times as fast as BLAKE2b, so that every read can be verified."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def with_checksum(data: bytes) -> bytes:
-    """JSON with an indent of 1, whose field `checksum` is UNSIGNED, with its own checksum in that field."""
+    """Put the checksum of JSON (indent 1, field `checksum` set to UNSIGNED) into its field `checksum`."""
     return _SIGNATURE.sub(b' "checksum": "' + checksum(data).encode() + b'"', data, count=1)
 
 
 def is_signed(data: bytes) -> bool:
-    """Whether JSON agrees with the checksum in it."""
-    found = _SIGNATURE.search(data)
-    if found is None:
+    """Return whether JSON matches the checksum that it contains."""
+    signature = _SIGNATURE.search(data)
+    if signature is None:
         return False
-    unsigned = data[: found.start(1)] + UNSIGNED.encode() + data[found.end(1) :]
-    return checksum(unsigned) == found.group(1).decode()
+    unsigned = data[: signature.start(1)] + UNSIGNED.encode() + data[signature.end(1) :]
+    return checksum(unsigned) == signature.group(1).decode()
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Size and checksum of a file on disk, read as a stream."""
+    """Return size and checksum of a file, read as a stream."""
     with path.open("rb") as handle:
         digest = hashlib.file_digest(handle, xxhash.xxh3_128)
         return FileEntry(bytes=handle.tell(), checksum=digest.hexdigest())
 
 
 def fault(root: Path, name: str, expected: FileEntry) -> str | None:
-    """What is wrong with the file `name` below `root`, in words; None: it is as it was written.
+    """Describe what is wrong with the file `name` below `root`; None: it is unchanged since it was written.
 
-    Nothing is opened but a regular file of the right size that lies below `root` itself, not behind a link.
+    Only a regular file of the expected size that lies below `root`, not behind a link, is opened.
     """
     steps = Path(name).parts
     for i in range(1, len(steps) + 1):
@@ -304,7 +304,7 @@ def fault(root: Path, name: str, expected: FileEntry) -> str | None:
 
 
 def mismatch(found: FileEntry, expected: FileEntry) -> str | None:
-    """What is wrong with the size or the bytes of a file, in words; a size that differs needs no checksum."""
+    """Describe how size or checksum of a file differ from what is expected; None: they match."""
     if found.bytes != expected.bytes:
         cut = found.bytes < expected.bytes
         return f"{'truncated' if cut else 'too long'}: {found.bytes} of {expected.bytes} bytes"
@@ -316,55 +316,55 @@ def mismatch(found: FileEntry, expected: FileEntry) -> str | None:
 
 
 def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
-    """See that a directory can be made.
+    """Check that a directory can be created.
 
     Args:
-        reads: what it may not lie in, as in `check_outputs`.
+        reads: inputs that must not contain it, as in `check_outputs`.
     Raises:
-        SettingsError: it is there already, or the directory that it is to lie in is not, or is something that is read.
+        SettingsError: it exists, its parent does not exist, or it is part of an input.
     """
     if os.path.lexists(path):
-        raise SettingsError(f"{path}: is there already; give another name, or remove it")
+        raise SettingsError(f"{path}: already exists; choose another name, or remove it")
     if not path.absolute().parent.is_dir():
-        raise SettingsError(f"{path}: there is no directory {path.parent}; make it first")
+        raise SettingsError(f"{path}: the directory {path.parent} does not exist; create it first")
     _check_apart(path, "out", reads)
 
 
 def own_directory(
     path: Path, marker: str, is_ours: Callable[[Path], bool], reads: Mapping[str, Reads] | None = None
 ) -> None:
-    """Make a directory that is ours, or see that it is: new, empty, with our marker in it, or known as `is_ours`.
+    """Create an output directory, or check that an existing one is empty, holds our marker, or passes `is_ours`.
 
     Args:
-        marker: name of the file that says so; made here where there is none.
-        reads: what it may not lie in, as in `check_outputs`.
+        marker: name of an empty file that marks the directory as ours; it is created if it is missing.
+        reads: inputs that must not contain it, as in `check_outputs`.
     Raises:
-        SettingsError: something else is there, or no directory can be.
+        SettingsError: the directory holds other files, or cannot be created.
     """
     if path == Path():
-        raise SettingsError("out: got the current directory, or no name at all; give the output one of its own")
+        raise SettingsError("out: expected the name of a new directory; got the current directory, or an empty name")
     _check_apart(path, "out", reads)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():
             if any(path.iterdir()) and not is_ours(path):
                 raise SettingsError(
-                    f"{path}: is not empty, and what is there is not ours; choose a new or an empty directory"
+                    f"{path}: is not empty and was not written by grasp; choose a new or an empty directory"
                 )
             (path / marker).touch()
     except FileExistsError as err:
-        raise SettingsError(f"{path}: is a file, expected a directory; choose another place") from err
+        raise SettingsError(f"{path}: is a file, expected a directory; choose another path") from err
     except OSError as err:
         raise SettingsError(
             f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
         ) from err
 
 
-# --------------------------------------------------------------------------------------------------- the same settings?
+# --------------------------------------------------------------------------------------------- comparison of settings
 
 
 def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Every leaf in which two plain values of JSON differ, as `field: was X, now Y`; null is as good as absent."""
+    """Yield every leaf in which two JSON values differ, as `field: was X, now Y`; null equals absent."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted(key for key in then.keys() | now.keys() if (then.get(key), now.get(key)) != (None, None)):
             yield from differences(

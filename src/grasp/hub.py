@@ -1,4 +1,7 @@
-"""Names of repositories on a hub: may a name be one, and does the hub answer? Asked once, where libraries retry."""
+"""Decide whether a name may be a repository on a model hub, and whether the hub can be reached.
+
+The hub is contacted at most once per process, since libraries would retry every request. Start with `refusal`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +14,11 @@ from urllib.request import Request, urlopen
 
 from grasp.text import did_you_mean, plain
 
-SECONDS = 5.0  # that a hub has to say anything at all
+SECONDS = 5.0  # timeout of the request that tests whether the hub answers
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that is not there was meant as a path: it is spelled as one, or its first part is a directory."""
+    """Return whether a missing name is a path: it is spelled like one, or its first part is a directory."""
     first, slash, _ = name.partition("/")
     return (
         name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or bool(slash and Path(first).is_dir())
@@ -23,13 +26,13 @@ def is_path(name: str) -> bool:
 
 
 def meant(name: str) -> str:
-    """` (did you mean 'ckpt'?)`, where something of its kind is there and spelled like it."""
+    """Return ` (did you mean 'ckpt'?)` if a file with the same suffix has a similar name; else an empty text."""
     path = Path(name)
     try:
-        there = [entry for entry in path.parent.iterdir() if entry.suffix == path.suffix]
+        candidates = [entry for entry in path.parent.iterdir() if entry.suffix == path.suffix]
     except OSError:
         return ""
-    return did_you_mean(path.stem, (entry.stem for entry in there)).replace("'?", f"{path.suffix}'?")
+    return did_you_mean(path.stem, (entry.stem for entry in candidates)).replace("'?", f"{path.suffix}'?")
 
 
 _only_here: ContextVar[str | None] = ContextVar("grasp_only_here", default=None)
@@ -37,8 +40,8 @@ _only_here: ContextVar[str | None] = ContextVar("grasp_only_here", default=None)
 
 @contextmanager
 def only_here(remedy: str) -> Iterator[None]:
-    """Ask no hub while the block runs: a name comes from an artifact, and what was fetched before has to do."""
-    token = _only_here.set(f"nothing is fetched because an artifact names it; {remedy}")
+    """Forbid downloads while the block runs, since the name comes from an artifact; cached files may be used."""
+    token = _only_here.set(f"names from an artifact are never downloaded; {remedy}")
     try:
         yield
     finally:
@@ -46,30 +49,30 @@ def only_here(remedy: str) -> Iterator[None]:
 
 
 def refusal() -> str | None:
-    """Why no hub is asked: it would be an artifact that decides it, or none answers. None: it may be asked."""
+    """Return why the hub must not be contacted, or cannot be reached; None: it may be contacted."""
     return _only_here.get() or unreachable()
 
 
 def fetched_before(name: str) -> str | None:
-    """The directory of what was fetched of a repository before; None: nothing was."""
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most commands never ask
+    """Return the cache directory of a repository; None: it was never downloaded."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most commands need no hub
 
-    found = (try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json"))
-    return next((str(Path(one).parent) for one in found if isinstance(one, str)), None)
+    cached = (try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json"))
+    return next((str(Path(path).parent) for path in cached if isinstance(path, str)), None)
 
 
 @cache
 def unreachable() -> str | None:
-    """Why nothing can be had from a hub now: one question, for some seconds. None: it answers, or nobody may ask it."""
-    from huggingface_hub import constants  # noqa: PLC0415 - most commands never ask
+    """Return why the hub cannot be reached, None: it answers, or is switched off."""
+    from huggingface_hub import constants  # noqa: PLC0415 - most commands need no hub
 
     if constants.HF_HUB_OFFLINE:
-        return None  # the libraries look into what they have fetched before
+        return None  # the libraries use their cache
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS).close()
     except HTTPError:
-        return None  # an answer all the same
+        return None  # an HTTP error is an answer, too
     except (OSError, HTTPException) as err:
         why = getattr(err, "reason", err)
-        return f"{constants.ENDPOINT} does not answer ({plain(why, 80)}); HF_HUB_OFFLINE=1 uses what was fetched before"
+        return f"{constants.ENDPOINT} does not answer ({plain(why, 80)}); HF_HUB_OFFLINE=1 uses cached files only"
     return None

@@ -1,29 +1,29 @@
-"""What a build tells whoever watches it. Nothing here prints."""
+"""The interface through which long operations report progress. Nothing here prints."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-Advance = Callable[[int, int], None]  # so many more rows and tokens are done
+Advance = Callable[[int, int], None]  # receives the numbers of rows and tokens that were processed since the last call
 
 
 class Progress(Protocol):
-    """Receives the stages of a build in order, one at a time."""
+    """Receives the stages of a build, in order."""
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
-        """A stage begins; totals where they are known."""
+        """Begin a stage; totals are None if they are unknown."""
 
     def advance(self, rows: int, tokens: int) -> None:
-        """So many more rows and tokens of the current stage are done."""
+        """Add to the rows and tokens of the current stage that were processed."""
 
     def plan(self, tokens: Mapping[str, int]) -> None:
-        """Tokens that the model reads in each of the stages ahead, in order: by them the time left in all is told."""
+        """Announce the tokens that the model reads in each later stage, in order, to estimate the remaining time."""
 
     def note(self, line: str) -> None:
-        """Something worth knowing, a sentence."""
+        """Report a sentence that the user should read."""
 
 
 class Silent:
-    """Watches nothing."""
+    """Ignores all progress."""
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         pass
@@ -39,4 +39,4 @@ class Silent:
 
 
 def ignore(rows: int, tokens: int) -> None:
-    """An `Advance` that nobody watches."""
+    """Ignore progress: the default `Advance`."""

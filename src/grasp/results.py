@@ -1,4 +1,4 @@
-"""What every verb gives back: a table that prints itself, and the way to pandas and Arrow."""
+"""The base class of results: a table that prints itself and converts to pandas and Arrow."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROWS_SHOWN = 20
-FORMULA = r"^[=+\-@\t\r]"  # how a cell begins that a spreadsheet would calculate
+FORMULA = r"^[=+\-@\t\r]"  # beginning of a cell that a spreadsheet would evaluate
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Result:
-    """A table, a line that says what it shows, and what is worth knowing of it.
+    """A table with a headline and notes.
 
     Attributes:
         table: the numbers; rows are named by their row_id, never by position.
         headline: the answer in one sentence.
-        notes: provenance and cautions, a sentence each; they stand under the table.
-        signs: whether its numbers are changes, which have one.
+        notes: provenance and warnings, one sentence each, printed below the table.
+        signs: whether its numbers are changes, which are printed with a sign.
     """
 
     most: ClassVar[int] = ROWS_SHOWN  # rows that are printed
@@ -40,16 +40,16 @@ class Result:
     signs: bool = True
 
     def to_arrow(self) -> pa.Table:
-        """The numbers as an Arrow table."""
+        """Return the table as an Arrow table."""
         return self.table
 
     def to_pandas(self) -> "pd.DataFrame":
-        """The numbers as a pandas DataFrame."""
+        """Return the table as a pandas DataFrame."""
         frame: pd.DataFrame = self.table.to_pandas()
         return frame
 
     def write(self, path: Path | str) -> Path:
-        """Write the numbers as Parquet or CSV, by the name's ending; the file appears only when whole."""
+        """Write the table as Parquet or CSV, by the suffix of `path`, and return the path. The write is atomic."""
         return write_table(self.table, Path(path))
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Result:
         return f"<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and the first rows as text."""
+        """Return the headings and the first rows as text."""
         names = list(self.table.column_names)
         rows = self.table.slice(0, self.most).to_pylist()
         return names, [[_cell(row[name], signs=self.signs) for name in names] for row in rows]
@@ -77,17 +77,17 @@ class Result:
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML; what stands in it is text, whoever wrote it."""
+    """Format a table as HTML; all cells are escaped."""
     head = "".join(f"<th>{escape(plain(heading))}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def write_table(table: pa.Table, path: Path) -> Path:
-    """Write a table as Parquet or CSV; the file appears only when whole.
+    """Write a table as Parquet or CSV, atomically.
 
-    A number that is not finite becomes an empty cell. In CSV a text that a spreadsheet would take for a formula gets an
-    apostrophe before it.
+    Numbers that are not finite become empty cells. In CSV, text that a spreadsheet would evaluate as a formula is
+    prefixed with an apostrophe.
     """
     if path.suffix not in TABLES:
         raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLES)}")
@@ -98,13 +98,13 @@ def write_table(table: pa.Table, path: Path) -> Path:
             names = _no_formula(pa.chunked_array([pa.array(table.column_names, pa.string())])).to_pylist()
             pacsv.write_csv(pa.table(columns, names), part)
         else:
-            kept = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
-            write_sealed(kept, part)
+            stored = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
+            write_sealed(stored, part)
     return path
 
 
 def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> int:
-    """Write tables one below the other: Parquet as they come, CSV in one go; returns how many lines they have."""
+    """Concatenate tables into one file, Parquet as a stream, CSV in memory; return the number of rows."""
     if path.suffix != ".parquet":
         whole = pa.concat_tables([schema.empty_table(), *tables])
         write_table(whole, path)

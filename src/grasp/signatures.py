@@ -1,7 +1,7 @@
-"""What a verb takes, declared once: its signature says names, kinds and defaults, its `Args:` what each is for.
+"""Read the arguments of a public function from its source: names, types and defaults, and descriptions in `Args:`.
 
-Options of commands and tools of agents are made from that. It is read from the source of the verb's module, which is
-not imported: help stays quick. What only Python can give comes last in a text, after "In Python".
+Command-line options and MCP tools are generated from them. The module is parsed, not imported, so that `--help` stays
+fast. In a description, the text after "In Python" applies to Python only and is left out. Start with `declared`.
 """
 
 import ast
@@ -16,27 +16,27 @@ from typing import Any, Final
 
 REQUIRED: Final = inspect.Parameter.empty
 KINDS: Final = {kind.__name__: kind for kind in (str, int, float, bool, Path)}
-PLACES: Final = {"Place": Path, "Runs": Path}  # words of `grasp.api.retrain` for a path, or what lies there
+PLACES: Final = {"Place": Path, "Runs": Path}  # type aliases of `grasp.api.retrain` for a path or the opened object
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a verb that can be written as text."""
+    """An argument that can be passed as text."""
 
     name: str
-    kind: type  # the first of its forms that can be written: str, int, float, bool or Path
-    default: Any  # REQUIRED where it has none; () where it may be given several times
-    in_commas: bool  # several names in one text, with commas between them
+    kind: type  # the first type of its union that can be passed as text: str, int, float, bool or Path
+    default: Any  # REQUIRED if it has none; () if it may be repeated
+    in_commas: bool  # several names in one text, separated by commas
     about: str
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be given several times."""
+        """Return whether the argument may be repeated."""
         return isinstance(self.default, tuple)
 
     @property
     def annotation(self) -> Any:
-        """Its type where it is given as text, e.g. `int | None` or `list[Path]`."""
+        """Return its type when it is passed as text, e.g. `int | None` or `list[Path]`."""
         if self.repeatable:
             return list[self.kind]  # type: ignore[name-defined]
         return self.kind | None if self.default is None else self.kind
@@ -44,7 +44,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a verb is for, and what it takes, in the order of its signature."""
+    """The description of a public function and its arguments, in the order of the signature."""
 
     about: str
     arguments: Mapping[str, Argument]
@@ -52,40 +52,35 @@ class Declaration:
 
 @cache
 def declared(module: str, verb: str) -> Declaration:
-    """Read what a verb declares.
-
-    Args:
-        module: dotted name.
-        verb: a function of the module.
-    """
-    begins = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)  # all that is parsed, to be quick
+    """Parse the signature and the docstring of the function `verb` of a module, given its dotted name."""
+    begins = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)  # its head only
     (function,) = (node for head in begins.findall(_source(module)) for node in ast.parse(head).body)
     assert isinstance(function, ast.FunctionDef)
     about, texts = _documented(ast.get_docstring(function) or "")
-    given, found = function.args, {}
-    required = [None] * (len(given.args) - len(given.defaults))
-    defaults = [*required, *given.defaults, *given.kw_defaults]
-    for argument, node in zip([*given.args, *given.kwonlyargs], defaults, strict=True):
+    parameters, arguments = function.args, {}
+    required = [None] * (len(parameters.args) - len(parameters.defaults))
+    defaults = [*required, *parameters.defaults, *parameters.kw_defaults]
+    for argument, node in zip([*parameters.args, *parameters.kwonlyargs], defaults, strict=True):
         forms = list(_forms(argument.annotation))
         kinds = [kind for form in forms if (kind := (KINDS | PLACES).get(form))]
         if kinds:
             default = _value(module, node) if node else None if "None" in forms else REQUIRED
             listed = kinds[0] is str and "Sequence" in forms and default != ()
-            found[argument.arg] = Argument(argument.arg, kinds[0], default, listed, texts.get(argument.arg, ""))
-    return Declaration(about, found)
+            arguments[argument.arg] = Argument(argument.arg, kinds[0], default, listed, texts.get(argument.arg, ""))
+    return Declaration(about, arguments)
 
 
 def signed(function: Any, parameters: Mapping[str, tuple[Any, Any]], about: str, returns: Any = None) -> None:
-    """Give a function of any keywords a signature and a text, for libraries that ask it for them.
+    """Set signature, annotations and docstring of a function with arbitrary keywords, for libraries that inspect them.
 
     Args:
         parameters: type and default by name.
     """
-    found = [
+    signature_parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
         for name, (kind, default) in parameters.items()
     ]
-    required_first = sorted(found, key=lambda parameter: parameter.default is not REQUIRED)
+    required_first = sorted(signature_parameters, key=lambda parameter: parameter.default is not REQUIRED)
     function.__signature__ = inspect.Signature(required_first, return_annotation=returns)
     function.__annotations__ = {name: kind for name, (kind, _) in parameters.items()} | {"return": returns}
     function.__doc__ = about
@@ -99,7 +94,7 @@ def _source(module: str) -> str:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says before its sections, and of each argument."""
+    """Return the text of a docstring before its sections, and the description of each argument."""
     about, _, rest = docstring.partition("\nArgs:\n")
     section = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
     _, *entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
@@ -112,7 +107,7 @@ def _for_all(text: str) -> str:
 
 
 def _forms(annotation: ast.expr | None) -> Iterator[str]:
-    """Names in a union of types; those in a sequence count as well."""
+    """Yield the names of a union of types, including the item types of sequences."""
     match annotation:
         case ast.BinOp():
             yield from _forms(annotation.left)
@@ -129,7 +124,7 @@ def _forms(annotation: ast.expr | None) -> Iterator[str]:
 
 
 def _value(module: str, node: ast.expr) -> Any:
-    """A default: a literal, or a constant of the module or of one that it imports from."""
+    """Evaluate a default: a literal, or a constant of the module or of a module that it imports from."""
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
     for statement in ast.parse(_source(module)).body:

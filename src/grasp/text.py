@@ -1,4 +1,7 @@
-"""Numbers, names and tables as text. Untrusted text becomes one line that steers no terminal."""
+"""Format numbers, names and tables as text.
+
+Untrusted text is reduced to one line without control characters, so that it cannot steer a terminal (`plain`).
+"""
 
 import csv
 import json
@@ -12,9 +15,9 @@ from grasp.errors import SettingsError
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
-LONGEST_EXAMPLE = 300  # of what is wrong with a record
-LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
-ROOM = 6  # for the number behind a name that would be cut to the same as another
+LONGEST_EXAMPLE = 300  # characters of an example of an unusable record
+LONGEST_CELL = 60  # characters of a cell, except ids (people copy them) and a last column of text
+SUFFIX_WIDTH = 6  # characters reserved for ` #2`, if two names are cut to the same text
 SIGNS_SHOWN = 6
 SIGNS = {
     " ": "\N{OPEN BOX}",
@@ -22,31 +25,31 @@ SIGNS = {
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
     "\r": "\N{SYMBOL FOR CARRIAGE RETURN}",
 }
-HUGE = 1e9  # from here on with an exponent
-NOISE = 1e-6  # what adding up float32 in another order may leave of zero
-WIDTH = 160  # where output is not a terminal
-KEPT = "\n\t\u200c\u200d"  # the last two join letters in some languages and emoji; they change no order
+HUGE = 1e9  # larger numbers are printed with an exponent
+NOISE = 1e-6  # rounding error of float32 sums; smaller numbers are printed as zero
+WIDTH = 160  # columns, if the output is not a terminal
+PRINTED_CONTROLS = "\n\t\u200c\u200d"  # the last two join letters in some scripts and emoji; they reorder nothing
 REPLACEMENT = "\ufffd"
 SKIPPED = {
     "empty": "empty documents",
     "whitespace": "documents of white space",
     "one_token": "rows of one token",
-    "short_end": "short ends of documents that were cut into rows",
-    "cut": "ends of documents that were cut",
-    "cut_begin": "beginnings of conversations too long for a row",
+    "short_end": "short last rows of long documents",
+    "cut": "truncated ends of documents",
+    "cut_begin": "truncated beginnings of conversations that exceed a row",
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
     "no_answer": "conversations without an answer",
-    "untrained": "conversations of which no answer is marked to be trained",
-    "trained_user": "conversations that train another turn than the assistant's",
-    "bad_call": "conversations with a function_call that is no JSON of name and arguments",
-    "refused": "conversations that the chat template refuses",
-    "unwritten": "conversations of which the chat template does not write an answer",
-    "rewritten": "conversations of which the chat template writes an answer otherwise once turns follow",
-    "cut_answer": "parts of answers that the chat template does not write",
-    "unmarked": "conversations of which the chat template does not say which {% generation %} is which answer's",
-    "no_calls": "tool calls that the chat template does not write, of answers with words",
-    "no_reasoning": "reasoning that the chat template does not write",
+    "untrained": "conversations without an answer marked for training",
+    "trained_user": "conversations with a turn other than the assistant's marked for training",
+    "bad_call": "conversations with a function_call that is not JSON with a name and arguments",
+    "refused": "conversations rejected by the chat template",
+    "unwritten": "conversations with an answer that the chat template omits",
+    "rewritten": "conversations with an answer that the chat template changes when later turns follow",
+    "cut_answer": "parts of answers that the chat template omits",
+    "unmarked": "conversations whose {% generation %} blocks cannot be matched to answers",
+    "no_calls": "tool calls that the chat template omits from answers with text",
+    "no_reasoning": "reasoning that the chat template omits",
     "no_loss": "rows without a token that carries loss",
     "no_image": "records without an image",
     "no_class": "images without a class",
@@ -54,40 +57,40 @@ SKIPPED = {
 }
 
 REMEDIES = {
-    "unwritten": "use a tokenizer whose template writes it (--tokenizer)",
-    "cut_answer": "what it writes of them carries loss; use a tokenizer whose template writes them whole (--tokenizer)",
-    "no_calls": "they are not read; use a tokenizer whose template writes them (--tokenizer)",
-    "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion, so that "
-    "the last answer alone carries loss",
+    "unwritten": "use a tokenizer whose template includes it (--tokenizer)",
+    "cut_answer": "only the included parts carry loss; use a tokenizer whose template includes them (--tokenizer)",
+    "no_calls": "they are ignored; use a tokenizer whose template includes them (--tokenizer)",
+    "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion to train "
+    "on the last answer only",
     "unmarked": "use a template that marks every answer with {% generation %} (--tokenizer)",
-    "turn_order": "expected user and assistant in turn, a system turn first",
+    "turn_order": "expected alternating user and assistant turns, optionally after a system turn",
 }
 
 
-def several(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One name or several, as people give them."""
-    return (given,) if isinstance(given, str) else tuple(given)
+def several(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one name or several names as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
-def listed(given: str | Sequence[str], known: Collection[str] = ()) -> tuple[str, ...]:
-    """Names: one, several, or several in one text with commas between them, as commands take them.
+def listed(names: str | Sequence[str], known: Collection[str] = ()) -> tuple[str, ...]:
+    """Split names that are separated by commas, as commands accept them, into a tuple.
 
-    A name with a comma in it stands in double quotes, as in CSV; one that is among the known needs none.
+    A name that contains a comma is put in double quotes, as in CSV, unless it is one of the `known` names.
 
     Raises:
-        SettingsError: quotes that do not close.
+        SettingsError: a quote is not closed.
     """
-    if not isinstance(given, str) or given in known:
-        return several(given)
+    if not isinstance(names, str) or names in known:
+        return several(names)
     try:
-        parts = next(csv.reader([given], skipinitialspace=True, strict=True), [])
+        parts = next(csv.reader([names], skipinitialspace=True, strict=True), [])
     except csv.Error as err:
-        raise SettingsError(f"got {given[:200]!r}, expected names separated by commas: {err}") from err
+        raise SettingsError(f"got {names[:200]!r}, expected names separated by commas: {err}") from err
     return tuple(part.strip() for part in parts if part.strip())
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes, e.g. `1.5 MB`."""
     power = 0
     while size >= 1000 and power < len(SIZES) - 1:
         size /= 1000
@@ -96,7 +99,7 @@ def size_text(size: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time for people."""
+    """Format a duration in seconds, e.g. `2 h 05 min`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -105,7 +108,7 @@ def duration_text(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
-    """Without a sign unless it is negative; a dash where there is none. What is not zero is never shown as zero."""
+    """Format a number; None and NaN become a dash. A number other than zero is never printed as zero."""
     if value is None or isnan(value):
         return "-"
     if abs(value) >= HUGE:
@@ -115,24 +118,24 @@ def number(value: float | None, digits: int = 3, sign: str = "") -> str:
 
 
 def signed(value: float | None, digits: int = 3) -> str:
-    """With its sign, of what is not zero one that shows: -0.0002, never +0.000."""
+    """Format a number with its sign; a number other than zero keeps a digit: -0.0002, never +0.000."""
     return number(value, digits, "+")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'sciq'?)`, where a name that is there is spelled like it; case does not matter."""
-    spelled = {one.lower(): one for one in known}
+    """Return ` (did you mean 'sciq'?)` if a known name is spelled similarly, ignoring case; else an empty text."""
+    spelled = {candidate.lower(): candidate for candidate in known}
     close = get_close_matches(name.lower(), spelled, n=1)
     return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
 
 
 def skipped_text(counts: Mapping[str, int]) -> str:
-    """Return what a corpus lost on the way to rows, by reason."""
+    """Format how many records were left out of a corpus, by reason."""
     return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
 
 
 def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the same a line each, with the places of the first of each and what to do about it."""
+    """Return one line per reason, with the positions of the first examples and what to do about them."""
     lines = []
     for reason, count in counts.items():
         places = ", ".join(plain(example, LONGEST_EXAMPLE) for example in examples.get(reason, ()))
@@ -144,15 +147,15 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
 def json_text(
     value: Any, indent: int | None = 1, *, only_ascii: bool = True, default: Callable[[Any], Any] | None = None
 ) -> str:
-    """JSON in which a number that is not finite is null; `default` gives values that JSON has for others."""
+    """Serialise to JSON with null for numbers that are not finite; `default` converts other types."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=only_ascii, default=default)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: not JSON, or nested deeper than anybody writes it.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -169,31 +172,33 @@ def _finite(value: Any) -> Any:
 
 
 def plain(text: object, longest: int | None = None) -> str:
-    """One line, without control or direction-changing characters, so that corpus text cannot rewrite the terminal."""
+    """Return one line without control or direction-changing characters, so that corpus text cannot steer a terminal."""
     if longest is None:
         return printable(" ".join(str(text).split()))
     return _cut(printable(" ".join(str(text)[: 4 * longest].split())), longest)
 
 
 def name(text: object) -> str:
-    """A name of a slice, a target or a method: short enough for a table."""
+    """Shorten the name of a slice, a target or a method for a table."""
     return plain(text, LONGEST_CELL)
 
 
 def ending(text: object, longest: int = 240) -> str:
-    """The end of a long text: of a prompt what the completion follows."""
+    """Return the end of a long text, e.g. the part of a prompt that precedes the completion."""
     line = plain(str(text)[-4 * longest :])
     return line if len(line) <= longest else "..." + line[3 - longest :]
 
 
 def printable(text: str) -> str:
-    """The same for text of several lines, tabs and all."""
+    """Replace control and direction-changing characters; line breaks and tabs are preserved."""
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-    return "".join(ch if ch in KEPT or unicodedata.category(ch) not in hidden else REPLACEMENT for ch in text)
+    return "".join(
+        ch if ch in PRINTED_CONTROLS or unicodedata.category(ch) not in hidden else REPLACEMENT for ch in text
+    )
 
 
 def visible(word: str) -> str:
-    """A word; white space that stands for itself gets signs, of a long run the first few, and keeps a line break."""
+    """Return a word; white space becomes visible signs, at most `SIGNS_SHOWN`, and a line break is preserved."""
     if not word or not word.isspace():
         return word
     signs = "".join(SIGNS.get(ch, SIGNS[" "]) for ch in word)
@@ -201,16 +206,16 @@ def visible(word: str) -> str:
 
 
 def different(names: Sequence[object], longest: int | None = None) -> list[str]:
-    """The names, with ` #2`, ` #3` behind those that are, or are cut to, the same as one before."""
-    shown = [str(one) if longest is None else plain(one, longest) for one in names]
-    taken: set[str] = set()
-    again: dict[str, int] = {}
+    """Make names unique: append ` #2`, ` #3` to those that equal an earlier name, also after truncation."""
+    shown = [str(label) if longest is None else plain(label, longest) for label in names]
+    used: set[str] = set()
+    counts: dict[str, int] = {}
     for place, short in enumerate(shown):
         spelled = short
-        while spelled in taken:
-            again[short] = again.get(short, 1) + 1
-            spelled = f"{short if longest is None else short[: longest - ROOM]} #{again[short]}"
-        taken.add(spelled)
+        while spelled in used:
+            counts[short] = counts.get(short, 1) + 1
+            spelled = f"{short if longest is None else short[: longest - SUFFIX_WIDTH]} #{counts[short]}"
+        used.add(spelled)
         shown[place] = spelled
     return shown
 
@@ -218,9 +223,9 @@ def different(names: Sequence[object], longest: int | None = None) -> list[str]:
 def text_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, width: int = WIDTH
 ) -> str:
-    """A table as text: the first `left` columns and any column `text` to the left, numbers to the right.
+    """Format a table: the first `left` columns and a column `text` are left-aligned, numbers right-aligned.
 
-    A last column of text is cut to `width`, other cells at `LONGEST_CELL`; names that are cut stay different.
+    A last column of text is truncated to `width`, other cells to `LONGEST_CELL`; truncated names stay unique.
     """
     headings = [plain(heading) for heading in headings]
     columns = [
@@ -243,7 +248,7 @@ def text_table(
 
 
 def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str]:
-    """One column as text; names that are cut stay different."""
+    """Format one column; truncated names stay unique."""
     if heading == "text" or heading.endswith("_id"):
         return [plain(cell) for cell in cells]
     if not is_name:

@@ -1,6 +1,7 @@
-"""What people write, and what is wrong in it: YAML files, and the mistakes of all settings in one line.
+"""Read, validate and write YAML settings; all errors of a file are reported in one line.
 
-The only place that reads or writes YAML. Leaves of nested settings have a dotted path, e.g. `model.classifier.factory`.
+No other module reads or writes YAML. Leaves of nested settings have a dotted path, e.g. `model.classifier.factory`.
+Start with `validated_yaml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +17,17 @@ from grasp.errors import GraspError, SettingsError
 from grasp.files import write_whole
 from grasp.text import plain
 
-DEEPEST = 50  # levels of a YAML file
-MOST_BYTES = 4 << 20  # of a YAML file
-MOST_VALUES = 100_000  # of a YAML file: alias bombs have billions
-SHOWN = 200  # characters of a wrong field or value in a message
-MOST_SHOWN = 20  # mistakes in a message
+DEEPEST = 50  # nesting levels of a YAML file
+MOST_BYTES = 4 << 20  # size of a YAML file
+MOST_VALUES = 100_000  # values of a YAML file with aliases expanded; alias bombs have billions
+SHOWN = 200  # characters of an invalid field or value in a message
+MOST_SHOWN = 20  # errors in a message
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def validated(kind: type[M], data: Mapping[str, Any], where: str, mistake: type[GraspError] = SettingsError) -> M:
-    """Check `data` and freeze it; every mismatch is in the message, which `where` begins."""
+    """Validate `data` against a model class; the error message starts with `where` and lists every mismatch."""
     try:
         return kind.model_validate(data)
     except ValidationError as err:
@@ -34,7 +35,7 @@ def validated(kind: type[M], data: Mapping[str, Any], where: str, mistake: type[
 
 
 def validated_yaml(kind: type[M], path: Path | str, what: str, mistake: type[GraspError]) -> M:
-    """Read a YAML file (JSON is YAML too), check it and freeze it."""
+    """Read and validate a YAML file (JSON is YAML, too)."""
     try:
         data = read_yaml(Path(path))
     except SettingsError as err:
@@ -43,13 +44,13 @@ def validated_yaml(kind: type[M], path: Path | str, what: str, mistake: type[Gra
 
 
 def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
-    """The mismatches, in one line; with the settings' class also what a misspelt field may have meant."""
+    """Format validation errors in one line; if `kind` is given, with suggestions for misspelt fields."""
     parts = []
     for item in err.errors()[:MOST_SHOWN]:
         field = plain(".".join(str(step) for step in item["loc"]), SHOWN)
         got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
         if item["type"] == "string_type" and isinstance(item["input"], dict):
-            got += "; a text with : or {} stands in quotes of its own, --set 'NAME=\"...\"'"
+            got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MOST_SHOWN} more" if err.error_count() > MOST_SHOWN else ""
@@ -61,8 +62,8 @@ _WORDS = {
     "extra_forbidden": "no such field",
     "model_type": "expected fields with names",
     "tuple_type": "expected a list",
-    "string_pattern_mismatch": "no name of ours",
-    "string_too_long": "no name of ours",
+    "string_pattern_mismatch": "invalid name",
+    "string_too_long": "name too long",
 }
 
 
@@ -80,16 +81,16 @@ def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
 
 
 class _Refused(yaml.YAMLError):
-    """What is YAML, and not what a person writes: the message says where."""
+    """Valid YAML that is refused; the message has the line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML in which no mapping has a key twice, and which no alias or nesting blows up."""
+    """Safe YAML without duplicate keys, with bounded nesting and alias expansion."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = self._values = 0  # values as they are once every alias is written out
-        self._size: dict[Any, int] = {}  # by node
+        self._depth = self._values = 0  # number of values with every alias expanded
+        self._size: dict[Any, int] = {}  # values of a node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
@@ -99,10 +100,10 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._size:
-            raise _Refused(f"line {line}: a value that holds itself")
+            raise _Refused(f"line {line}: recursive alias")
         self._values += self._size[node] if is_alias else 1
         if self._values > MOST_VALUES:
-            raise _Refused(f"line {line}: more than {MOST_VALUES:,} values, aliases written out")
+            raise _Refused(f"line {line}: more than {MOST_VALUES:,} values with aliases expanded")
         self._size.setdefault(node, self._values - before)
         return node
 
@@ -115,26 +116,26 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if (key.tag, key.value) in first:
                 raise _Refused(
-                    f"line {line}: {key.value!r} is there already, in line {first[key.tag, key.value]}; leave one out"
+                    f"line {line}: duplicate key {key.value!r}, first in line {first[key.tag, key.value]}; remove one"
                 )
             first[key.tag, key.value] = line
         return node
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """A YAML value of a person's size; `where` begins the message that refuses anything else."""
+    """Parse a YAML value of bounded size; error messages start with `where`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except _Refused as err:
         raise SettingsError(f"{where}: {err}") from err
-    except (yaml.YAMLError, ValueError) as err:  # ValueError: a date that there is not, a number of 5,000 digits
+    except (yaml.YAMLError, ValueError) as err:  # ValueError: an invalid date, a number of 5,000 digits
         raise SettingsError(f"{where}: not YAML: {plain(err, SHOWN)}") from err
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping; anything else is refused, and so is a key that stands twice."""
+    """Read a YAML mapping; any other value and duplicate keys are refused."""
     try:
-        with path.open("rb") as file:  # /dev/zero has no end
+        with path.open("rb") as file:  # bounded, since /dev/zero never ends
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise SettingsError(f"{path}: more than {MOST_BYTES:,} bytes; expected a YAML file of settings")
@@ -150,25 +151,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def plain_settings(given: Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
-    """Nested settings that may be changed: those given, those of a YAML file, or none."""
-    if isinstance(given, Mapping):
-        return deepcopy(dict(given))
-    return read_yaml(Path(given)) if given else {}
+def plain_settings(settings: Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
+    """Return nested settings as a new dictionary: a copy of a mapping, or the content of a YAML file."""
+    if isinstance(settings, Mapping):
+        return deepcopy(dict(settings))
+    return read_yaml(Path(settings)) if settings else {}
 
 
 def write_yaml(data: dict[str, Any], path: Path) -> None:
-    """A reader never sees half a file."""
+    """Write a mapping as a YAML file, atomically."""
     write_whole(path, yaml_text(data).encode())
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:
-    """A mapping as YAML, in the order that it has."""
+    """Format a mapping as YAML, in its own order."""
     return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
 
 
 def leaf(data: Any, name: str) -> Any:
-    """What stands at a dotted path; None where there is nothing."""
+    """Return the value at a dotted path; None: there is none."""
     for step in name.split("."):
         data = data.get(step) if isinstance(data, Mapping) else None
     return data
@@ -185,7 +186,7 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
 
 
 def put_all(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set leaves by their dotted paths; None says nothing."""
+    """Set leaves by their dotted paths; values of None are ignored."""
     for name, value in values.items():
         if value is not None:
             put(data, name, value)
@@ -193,20 +194,18 @@ def put_all(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
-    """See that nothing is left out; `flags` maps a flag to the leaves of which one must have a value.
+    """Check that required settings have a value; `flags` maps an option to the leaves of which one must be set.
 
     Raises:
-        SettingsError: every flag that is missing, with the setting that it stands for.
+        SettingsError: options are missing; the message lists them with their settings.
     """
     missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(leaf(data, path) for path in paths)]
     if missing:
-        raise SettingsError(
-            f"{where}: missing {', '.join(missing)}; give it as an argument, or in the settings (--set, --config)"
-        )
+        raise SettingsError(f"{where}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config")
 
 
 def pop_leaf(data: dict[str, Any], name: str) -> Any:
-    """Remove a leaf, and the groups that it leaves empty; None where there is nothing."""
+    """Remove and return a leaf, together with groups that become empty; None: there is none."""
     step, _, rest = name.partition(".")
     if not rest:
         return data.pop(step, None)
@@ -220,7 +219,7 @@ def pop_leaf(data: dict[str, Any], name: str) -> Any:
 
 
 def over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings, one over the other."""
+    """Override nested settings by other ones, in place."""
     for name, value in above.items():
         inner = below.get(name)
         below[name] = over(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value

@@ -26,11 +26,11 @@ def rows(n: int = 5, seed: int = 0, longest: int = 14) -> list[Example]:
 
 def units(n: int = 4, seed: int = 1) -> list[Example]:
     generator = np.random.default_rng(seed)
-    found = []
+    result = []
     for k in range(n):
         ids = generator.integers(1, VOCAB, size=int(generator.integers(5, 12))).astype(np.int32)
-        found.append(Example(ids, first=len(ids) - 1 - k % 3))
-    return found
+        result.append(Example(ids, first=len(ids) - 1 - k % 3))
+    return result
 
 
 def objective(logits: torch.Tensor, example: Example, output: str = "loss") -> torch.Tensor:
@@ -50,12 +50,12 @@ def autograd(model: ReferenceModel, example: Example, output: str = "loss") -> d
         parameter.requires_grad_(True)
     ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
     loss = objective(model.model(input_ids=ids, use_cache=False).logits[0], example, output)
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     return {
         name: torch.zeros_like(parameter) if grad is None else grad
-        for (name, parameter), grad in zip(parameters.items(), found, strict=True)
+        for (name, parameter), grad in zip(parameters.items(), result, strict=True)
     }
 
 

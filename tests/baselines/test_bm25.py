@@ -13,12 +13,12 @@ from grasp.baselines.bm25 import top_rows, words
 from grasp.errors import TargetError
 from grasp.methods.registry import scores
 from grasp.targets.units import UnitSet
-from tests.baselines.world import N_ROWS, asked, matrix, scored
+from tests.baselines.world import N_ROWS, configured_method, matrix, scored
 
 IDF = {
-    "lucene": lambda n, found: math.log(1 + (n - found + 0.5) / (found + 0.5)),
-    "robertson": lambda n, found: math.log(max(1.0, (n - found + 0.5) / (found + 0.5))),
-    "atire": lambda n, found: math.log(n / found),
+    "lucene": lambda n, result: math.log(1 + (n - result + 0.5) / (result + 0.5)),
+    "robertson": lambda n, result: math.log(max(1.0, (n - result + 0.5) / (result + 0.5))),
+    "atire": lambda n, result: math.log(n / result),
 }
 
 
@@ -28,31 +28,31 @@ def slow_bm25(rows, queries, k1, b, variant):
     out = np.zeros((len(rows), len(queries)))
     for e, query in enumerate(queries):
         for word in query:
-            found = sum(word in row for row in rows)
+            result = sum(word in row for row in rows)
             for i, row in enumerate(rows):
                 tf = row.count(word)
                 if tf:
                     saturation = tf / (tf + k1 * (1 - b + b * len(row) / mean))
-                    out[i, e] += IDF[variant](len(rows), found) * saturation * (k1 + 1 if variant == "atire" else 1)
+                    out[i, e] += IDF[variant](len(rows), result) * saturation * (k1 + 1 if variant == "atire" else 1)
     return out
 
 
-def texts_of(material, fields=("prompt", "completion")):
-    rows = [words(text) for text in material.texts(0, N_ROWS)]
-    return rows, [words("".join(getattr(unit, name) for name in fields)) for unit in material.units.units]
+def texts_of(inputs, fields=("prompt", "completion")):
+    rows = [words(text) for text in inputs.texts(0, N_ROWS)]
+    return rows, [words("".join(getattr(unit, name) for name in fields)) for unit in inputs.units.units]
 
 
 @pytest.mark.parametrize("variant", list(IDF))
 @pytest.mark.parametrize(("k1", "b", "query"), [(1.2, 0.75, "both"), (0.6, 0.0, "prompt"), (0.6, 0.5, "completion")])
 def test_scores_are_the_formula(variant, k1, b, query, world, tmp_path):
     fields = ("prompt", "completion") if query == "both" else (query,)
-    expected = slow_bm25(*texts_of(world.material(), fields), k1, b, variant)
-    found = scored(world, tmp_path, "bm25", variant=variant, k1=k1, b=b, query=query)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)  # kept as float16
+    expected = slow_bm25(*texts_of(world.inputs(), fields), k1, b, variant)
+    result = scored(world, tmp_path, "bm25", variant=variant, k1=k1, b=b, query=query)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)  # kept as float16
 
 
 def test_scores_are_those_of_bm25s_with_every_word_indexed(world, tmp_path):
-    rows, queries = texts_of(world.material())
+    rows, queries = texts_of(world.inputs())
     index = BM25(k1=1.2, b=0.75, method="lucene")
     index.index(rows, show_progress=False)
     expected = np.stack([index.get_scores([w for w in query if w in index.vocab_dict]) for query in queries], axis=1)
@@ -87,29 +87,29 @@ def test_rows_beyond_the_top_score_zero(world, tmp_path):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
 @settings(max_examples=60)
 def test_the_top_is_a_stable_sort_cut_off(values, data):
-    kept = data.draw(st.integers(1, len(values)))
+    n_top = data.draw(st.integers(1, len(values)))
     score = np.array(values, dtype=np.float32)
-    np.testing.assert_array_equal(top_rows(score, kept), np.sort(np.argsort(-score, kind="stable")[:kept]))
+    np.testing.assert_array_equal(top_rows(score, n_top), np.sort(np.argsort(-score, kind="stable")[:n_top]))
 
 
-def with_units(material, change):
+def with_units(inputs, change):
     """The same material with other texts of its units."""
-    units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(material.units.units)))
-    material.origin.__dict__["units"] = units  # what the cached property would have read
-    return material
+    units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(inputs.units.units)))
+    inputs.origin.__dict__["units"] = units  # what the cached property would have read
+    return inputs
 
 
 def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
     def silence(i, unit):
         return replace(unit, prompt="Which is the", completion=" a") if i == 2 else unit
 
-    material = with_units(world.material(), silence)
-    found = scores(asked("bm25"), material, tmp_path)
-    assert (matrix(found)[:, 2] == 0).all()
-    assert found.account.counts["units without a word to search for: 0 for every row"] == 1
+    inputs = with_units(world.inputs(), silence)
+    result = scores(configured_method("bm25"), inputs, tmp_path)
+    assert (matrix(result)[:, 2] == 0).all()
+    assert result.account.counts["units without a query word: 0 for every row"] == 1
 
 
 def test_units_without_any_word_are_refused(world, tmp_path):
-    material = with_units(world.material(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
-    with pytest.raises(TargetError, match="none of the 6 units has a word"):
-        scores(asked("bm25"), material, tmp_path)
+    inputs = with_units(world.inputs(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
+    with pytest.raises(TargetError, match="none of the 6 units has a query word"):
+        scores(configured_method("bm25"), inputs, tmp_path)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
+from grasp.baselines.checkpoints import find_checkpoints, training_checkpoints
 from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
@@ -24,50 +24,50 @@ def recipe_of(world):
 
 
 def test_a_run_gives_its_checkpoints_by_step_and_then_itself(world):
-    found = find_checkpoints([run_of(world)])
-    assert [one.step for one in found] == [8, 16, 24]
-    assert [one.path.name for one in found] == ["checkpoint-8", "checkpoint-16", "seed-0"]
-    assert len({one.fingerprint for one in found}) == 3
+    result = find_checkpoints([run_of(world)])
+    assert [checkpoint.step for checkpoint in result] == [8, 16, 24]
+    assert [checkpoint.path.name for checkpoint in result] == ["checkpoint-8", "checkpoint-16", "seed-0"]
+    assert len({checkpoint.fingerprint for checkpoint in result}) == 3
     recipe = recipe_of(world)
     rates = [recipe.learning_rate_at(step) for step in (7, 15, 23)]
-    assert [one.learning_rate for one in found] == rates
+    assert [checkpoint.learning_rate for checkpoint in result] == rates
     assert rates[-1] > 0
     run = run_of(world)  # or they are named one by one, in any order
     named = find_checkpoints([run / "checkpoint-16", run / "checkpoint-8", run / "checkpoint-16"])
-    assert [one.step for one in named] == [8, 16]
+    assert [checkpoint.step for checkpoint in named] == [8, 16]
 
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
-    material = world.material()
-    first = checkpoints_of(material)[0]
-    loaded = first.load(material)
-    assert loaded.tokenizer.fingerprint == material.tokenizer.fingerprint
-    own = LlamaForCausalLM.from_pretrained(first.path)
-    for name, tensor in own.state_dict().items():
+    inputs = world.inputs()
+    first = training_checkpoints(inputs)[0]
+    loaded = first.load(inputs)
+    assert loaded.tokenizer.fingerprint == inputs.tokenizer.fingerprint
+    expected_model = LlamaForCausalLM.from_pretrained(first.path)
+    for name, tensor in expected_model.state_dict().items():
         torch.testing.assert_close(loaded.model.state_dict()[name], tensor)
-    last = checkpoints_of(material)[-1].load(material)
-    assert last.fingerprint() == material.artifact.manifest.fingerprints["model"]
+    last = training_checkpoints(inputs)[-1].load(inputs)
+    assert last.fingerprint() == inputs.artifact.manifest.fingerprints["model"]
 
 
 def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """The same eight steps again, in this process."""
-    material, recipe = world.material(), recipe_of(world)
+    inputs, recipe = world.inputs(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
-    often_N = relative_weights(material.n_rows, recipe.batch_rows, None)
+    often_N = relative_weights(inputs.n_rows, recipe.batch_rows, None)
     order = batch_order(often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
-    for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
+    for batch in token_batches(inputs.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch)
-    found = checkpoints_of(material)[0].moments()
-    assert set(found) == set(
-        dict(LlamaForCausalLM.from_pretrained(checkpoints_of(material)[0].path).named_parameters())
+    result = training_checkpoints(inputs)[0].moments()
+    assert set(result) == set(
+        dict(LlamaForCausalLM.from_pretrained(training_checkpoints(inputs)[0].path).named_parameters())
     )
     first, second = (trainer.optimizer.state[trainer.model.matrices][name] for name in ("exp_avg", "exp_avg_sq"))
     size = 300 * 16  # the flat buffer of the matrices begins with the embedding
-    torch.testing.assert_close(found["model.embed_tokens.weight"][0].flatten(), first[:size])
-    torch.testing.assert_close(found["model.embed_tokens.weight"][1].flatten(), second[:size])
+    torch.testing.assert_close(result["model.embed_tokens.weight"][0].flatten(), first[:size])
+    torch.testing.assert_close(result["model.embed_tokens.weight"][1].flatten(), second[:size])
     gains = trainer.optimizer.state[trainer.model.vectors]["exp_avg"]
-    torch.testing.assert_close(found["model.norm.weight"][0], gains[-16:])
-    total = sum(moment.double().sum() for moment, _ in found.values())
+    torch.testing.assert_close(result["model.norm.weight"][0], gains[-16:])
+    total = sum(moment.double().sum() for moment, _ in result.values())
     assert float(total) == pytest.approx(float(first.double().sum() + gains.double().sum()), rel=1e-5)
 
 
@@ -76,34 +76,38 @@ def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 40, "log_history": []}))
     first, second = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
     save_file({"a.weight.exp_avg": first, "a.weight.exp_avg_sq": second}, path / "optimizer.safetensors")
-    (one,) = find_checkpoints([path])
-    (found,) = one.moments().values()
-    torch.testing.assert_close(found, (first, second))
-    assert one.moments_fingerprint
+    (checkpoint,) = find_checkpoints([path])
+    (result,) = checkpoint.moments().values()
+    torch.testing.assert_close(result, (first, second))
+    assert checkpoint.moments_fingerprint
     save_file({"a.weight.exp_avg": first}, path / "optimizer.safetensors")
     with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments of named parameters"):
-        one.moments()
+        checkpoint.moments()
     (path / "optimizer.safetensors").unlink()
-    (one,) = find_checkpoints([path])
-    assert not one.has_moments
-    with pytest.raises(ModelError, match=r"has no optimizer.safetensors"):
-        one.moments()
+    (checkpoint,) = find_checkpoints([path])
+    assert not checkpoint.has_moments
+    with pytest.raises(ModelError, match=r"no Adam moments: expected optimizer.safetensors"):
+        checkpoint.moments()
 
 
 def test_the_trainer_of_transformers_tells_its_learning_rate(tmp_path):
     path = write_checkpoint(tmp_path / "checkpoint-40")
-    (one,) = find_checkpoints([path])
-    assert (one.step, one.learning_rate) == (40, None)
+    (checkpoint,) = find_checkpoints([path])
+    assert (checkpoint.step, checkpoint.learning_rate) == (40, None)
     state = {"global_step": 40, "log_history": [{"learning_rate": 2e-4, "step": 20}, {"learning_rate": 1e-4}, {}]}
     (path / "trainer_state.json").write_text(json.dumps(state))
-    (one,) = find_checkpoints([path])
-    assert (one.step, one.learning_rate) == (40, 1e-4)
+    (checkpoint,) = find_checkpoints([path])
+    assert (checkpoint.step, checkpoint.learning_rate) == (40, 1e-4)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     (write_checkpoint(tmp_path / "bare") / "model.safetensors").unlink()
-    for name, said in {"gone": "no such directory", "": "neither config.json", "bare": "no model.safetensors"}.items():
-        with pytest.raises(ModelError, match=said):
+    for name, message in {
+        "gone": "no such directory",
+        "": "neither config.json",
+        "bare": "no model.safetensors",
+    }.items():
+        with pytest.raises(ModelError, match=message):
             find_checkpoints([tmp_path / name])
 
 
@@ -123,7 +127,7 @@ def test_another_architecture_is_refused_with_the_first_weight_that_differs(worl
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, eos_token_id=0
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
-    material = world.material(checkpoint_places=(tmp_path / "deep",))
-    (one,) = checkpoints_of(material)
+    inputs = world.inputs(checkpoint_paths=(tmp_path / "deep",))
+    (checkpoint,) = training_checkpoints(inputs)
     with pytest.raises(ModelError, match=r"e\.g\. model\.layers\.2\."):
-        one.load(material)
+        checkpoint.load(inputs)

@@ -11,20 +11,20 @@ import pytest
 import yaml
 
 from grasp.methods.registry import method_predictions, scores
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
 FAST = "bm25,loss,random,length,activation_similarity"
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def cache(tmp_path_factory):
     """Where the commands of this file keep scores."""
     return tmp_path_factory.mktemp("scores")
 
 
-def evaluate(world, kept, *arguments):
-    return "evaluate", world.root / "art", "--runs", world.root / "env", "--cache", kept, *arguments
+def evaluate(world, cache, *arguments):
+    return "evaluate", world.root / "art", "--runs", world.root / "env", "--cache", cache, *arguments
 
 
 def records(path):
@@ -32,9 +32,9 @@ def records(path):
         return {line["method"]: line for line in csv.DictReader(handle) if line["target"] == "facts"}
 
 
-def test_methods_stand_beside_grasp_with_floats_and_seconds(world, kept, tmp_path):
+def test_methods_are_listed_with_floats_and_seconds(world, cache, tmp_path):
     out = tmp_path / "result.csv"
-    printed = succeed(*evaluate(world, kept, "--methods", f"grasp,{FAST}", "--csv", out)).lines
+    printed = succeed(*evaluate(world, cache, "--methods", f"grasp,{FAST}", "--csv", out)).lines
     assert cells(printed[1])[-2:] == ["floats a row", "build s"]
     lines = {cells(line)[0]: cells(line) for line in printed[2:] if not line.startswith(("undefined", "left out"))}
     assert set(FAST.split(",")) < set(lines)
@@ -43,33 +43,33 @@ def test_methods_stand_beside_grasp_with_floats_and_seconds(world, kept, tmp_pat
     assert lines["loss"][-2] == "1"
     assert lines["output_layer additive"][-2] == str(N_UNITS)
     assert float(lines["output_layer additive"][-1]) > 0
-    found = records(out)
+    result = records(out)
     for name in FAST.split(","):
-        assert float(found[name]["build_wall_seconds"]) > 0
-        assert found[name]["standing"] == "predictor"
-    assert (found["activation_similarity"]["feature_floats"], found["loss"]["score_floats"]) == ("16", "1")
+        assert float(result[name]["build_wall_seconds"]) > 0
+        assert result[name]["standing"] == "predictor"
+    assert (result["activation_similarity"]["feature_floats"], result["loss"]["score_floats"]) == ("16", "1")
     assert any(line.startswith("bm25: covers text of the rows") for line in printed)
 
 
-def test_the_figures_are_those_of_the_library(world, kept, tmp_path):
+def test_the_figures_are_those_of_the_library(world, cache, tmp_path):
     out = tmp_path / "result.json"
-    succeed(*evaluate(world, kept, "--methods", "bm25", "--json", out))
+    succeed(*evaluate(world, cache, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
-    material = world.material()
-    found = method_predictions(asked("bm25"), material, material.environment.subsets, kept)
-    realized = material.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
-    ranks = [np.argsort(np.argsort(values)) for values in (found.values_BE.mean(axis=1), realized)]
+    inputs = world.inputs()
+    result = method_predictions(configured_method("bm25"), inputs, inputs.environment.subsets, cache)
+    realized = inputs.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
+    ranks = [np.argsort(np.argsort(values)) for values in (result.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
-def test_a_second_evaluation_computes_nothing_again(world, kept):
-    succeed(*evaluate(world, kept, "--methods", "bm25"))
-    files = {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()}
-    succeed(*evaluate(world, kept, "--methods", "bm25"))
-    assert {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()} == files
+def test_a_second_evaluation_reuses_stored_scores(world, cache):
+    succeed(*evaluate(world, cache, "--methods", "bm25"))
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+    succeed(*evaluate(world, cache, "--methods", "bm25"))
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
 
 
-def test_configurations_have_labels_and_what_was_chosen_on_the_utilities_stands_apart(world, kept, tmp_path):
+def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, cache, tmp_path):
     file = tmp_path / "methods.yaml"
     configurations = {
         "bm25-completion": {"method": "bm25", "query": "completion"},
@@ -77,30 +77,30 @@ def test_configurations_have_labels_and_what_was_chosen_on_the_utilities_stands_
         "datamodels": {"penalty": "ridge", "sees": "topic"},
     }
     file.write_text(yaml.safe_dump(configurations))
-    printed = succeed(*evaluate(world, kept, "--method-settings", file, "--oracle", "ridge:topic")).lines
+    printed = succeed(*evaluate(world, cache, "--method-settings", file, "--oracle", "ridge:topic")).lines
     names = [cells(line)[0] for line in printed]
     heading = [i for i, line in enumerate(printed) if line.startswith(("oracle-selected: ", "supervised oracles: "))]
     assert len(heading) == 2
     assert names.index("bm25-completion") < heading[0] < names.index("bm25-best") < heading[1]
     assert heading[1] < min(names.index("datamodels"), names.index("oracle-ridge-topic-share-of-subset"))
-    only = succeed(*evaluate(world, kept, "--methods", "bm25-best", "--method-settings", file)).out
+    only = succeed(*evaluate(world, cache, "--methods", "bm25-best", "--method-settings", file)).out
     assert "bm25-completion" not in only
 
 
-def test_rows_are_ranked_by_a_method(world, kept):
-    material = world.material()
-    found = matrix(scores(asked("bm25"), material, kept)).mean(axis=1)
-    command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", kept, "--top", 5
+def test_rows_are_ranked_by_a_method(world, cache):
+    inputs = world.inputs()
+    result = matrix(scores(configured_method("bm25"), inputs, cache)).mean(axis=1)
+    command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", cache, "--top", 5
     printed = succeed(*command, "--bottom", 2).lines
     assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
-    best = np.lexsort((np.arange(N_ROWS), -found))[:5]
+    best = np.lexsort((np.arange(N_ROWS), -result))[:5]
     assert [cells(line)[1] for line in printed[2:7]] == [f"row-{i}" for i in best]
-    assert [float(cells(line)[0]) for line in printed[2:7]] == pytest.approx(found[best], abs=6e-4)
-    assert float(cells(printed[7])[0]) == pytest.approx(found.min(), abs=6e-4)
+    assert [float(cells(line)[0]) for line in printed[2:7]] == pytest.approx(result[best], abs=6e-4)
+    assert float(cells(printed[7])[0]) == pytest.approx(result.min(), abs=6e-4)
 
 
-def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, kept):
-    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", kept).lines
+def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, cache):
+    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", cache).lines
     assert float(cells(printed[2])[0]) == world.artifact.rows(np.arange(N_ROWS))["n_tokens"].to_numpy().max()
 
 
@@ -124,44 +124,44 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
     listed = succeed("methods").out
     assert all(f"\n{name} " in listed for name in METHODS)
     assert "did you mean bm25?" in refused("methods", "bm52")
-    told = succeed("methods", "bm25").out
-    assert "looks at: rows and units, tokens" in told
-    assert "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'" in told
-    assert "k1, default 1.2" in told
+    description = succeed("methods", "bm25").out
+    assert "looks at: rows and units, tokens" in description
+    assert "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'" in description
+    assert "k1, default 1.2" in description
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--methods", "trakin"], "did you mean tracin?"),
-        ([], "cache: no meaning without methods"),
+        ([], "cache: requires methods"),
         (["--methods", ""], "--methods: got ''"),
         (["--methods", ","], "--methods: got ','"),
-        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: no meaning with these methods"),
+        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: none of these methods"),
         (["--methods", "tracin", "--checkpoints", "gone"], "checkpoints: gone: no such directory"),
         (["--method-settings", "methods.yaml"], "'output_layer additive' is a predictor of ours"),
     ],
 )
-def test_methods_that_evaluate_cannot_have_are_refused(flags, said, world, kept, tmp_path, monkeypatch):
+def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("methods.yaml").write_text("output_layer additive: {method: bm25}\n")
-    assert said in refused(*evaluate(world, kept, *flags))
+    assert message in refused(*evaluate(world, cache, *flags))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--checkpoints", "gone"], "checkpoints: no meaning without method"),
         (["--method", "loss", "--match", "output_layer"], "match: no meaning with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
-        (["--method", "retraining_shapley"], "name their directory (--runs)"),
+        (["--method", "retraining_shapley"], "pass their directory with --runs"),
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: no meaning with method loss"),
         (["--method", "loss", "--runs", "env"], "runs: no meaning with method loss"),
         (["--method", "bm25"], "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'"),
     ],
 )
-def test_a_method_that_ranks_no_rows_here_is_refused(flags, said, world, monkeypatch):
+def test_invalid_method_options_of_score_are_refused(flags, message, world, monkeypatch):
     monkeypatch.chdir(world.root)
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    assert said in refused("score", "art", "--target", "facts", *flags)
+    assert message in refused("score", "art", "--target", "facts", *flags)

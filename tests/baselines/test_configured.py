@@ -1,18 +1,23 @@
-"""Methods by name and by configuration: what is asked for is what runs, and mistakes are told in one line."""
+"""Methods by name and by configuration: selection, validation and one-line errors."""
 
 import re
 
 import pytest
 
 from grasp.errors import SettingsError
-from grasp.methods.registry import configured_methods, method_named
-from tests.baselines.world import METHODS, asked
+from grasp.methods.registry import configured_methods, find_method
+from tests.baselines.world import METHODS, configured_method
 
 
 def test_a_name_is_the_method_with_its_defaults():
-    one, two = configured_methods(["bm25", "loss"])
-    assert (one.label, one.method.name, one.method.settings.k1, one.oracle_selected) == ("bm25", "bm25", 1.2, False)
-    assert two.label == "loss"
+    first, second = configured_methods(["bm25", "loss"])
+    assert (first.label, first.method.name, first.method.settings.k1, first.oracle_selected) == (
+        "bm25",
+        "bm25",
+        1.2,
+        False,
+    )
+    assert second.label == "loss"
     assert configured_methods(["grasp"]) == ()
 
 
@@ -22,18 +27,18 @@ def test_a_file_configures_methods_and_gives_them_labels():
         "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
         "taught": {"method": "random", "negative": 0.25},
     }
-    one, two, three = configured_methods(None, file)
-    assert one.method.settings.k1 == 0.9
-    assert (two.method.name, two.method.settings.query, two.method.seed) == ("bm25", "completion", 3)
-    assert (two.oracle_selected, two.weighting, two.negative) == (True, "count", 1.0)
-    assert three.negative == 0.25
+    first, second, third = configured_methods(None, file)
+    assert first.method.settings.k1 == 0.9
+    assert (second.method.name, second.method.settings.query, second.method.seed) == ("bm25", "completion", 3)
+    assert (second.oracle_selected, second.weighting, second.negative) == (True, "count", 1.0)
+    assert third.negative == 0.25
     (only,) = configured_methods(["short"], file)
     assert only.label == "short"
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_loads_and_says_what_it_is(name):
-    kind = method_named(name).load()
+    kind = find_method(name).load()
     assert kind.__doc__
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
     assert all(field.description for field in kind.settings_type.model_fields.values())
@@ -42,28 +47,28 @@ def test_every_entry_loads_and_says_what_it_is(name):
 
 
 @pytest.mark.parametrize(
-    ("names", "file", "said"),
+    ("names", "file", "message"),
     [
-        (["bm52"], {}, r"got 'bm52'; did you mean bm25\?"),
-        (["nonsense"], {}, r"got 'nonsense'; there are activation_similarity, "),
-        (["lexical"], {"mine": {"method": "bm25"}}, r"got 'lexical'; file has mine"),
-        (["bm25", "bm25"], {}, r"got bm25 twice"),
-        (None, {"mine": {"k1": 1.0}}, r"mine is no method"),
+        (["bm52"], {}, r"unknown method 'bm52'; did you mean bm25\?"),
+        (["nonsense"], {}, r"unknown method 'nonsense'; available: activation_similarity, "),
+        (["lexical"], {"mine": {"method": "bm25"}}, r"unknown label 'lexical'; configured in file: mine"),
+        (["bm25", "bm25"], {}, r"bm25 given twice"),
+        (None, {"mine": {"k1": 1.0}}, r"mine is not a method"),
         (None, {"mine": {"method": "bm52"}}, r"did you mean bm25\?"),
         (None, {"mine": {"method": 3}}, r"mine: method: got 3"),
         (None, {"bm25": 3}, r"bm25: got 3, expected settings by name"),
         (None, {"bm25": {"seed": "one"}}, r"seed: .*, got 'one'"),
-        (None, {"datamodels": {"negative": 0.5}}, r"negative: datamodels predicts subsets and scores no"),
+        (None, {"datamodels": {"negative": 0.5}}, r"negative: not supported by datamodels"),
         (None, {"bm25": {"weighting": "meen", "sed": 1, "k1": -1}}, r"weighting: .*'meen'; k1: .* -1; sed: no such fi"),
     ],
 )
-def test_mistakes_are_told(names, file, said):
-    with pytest.raises(SettingsError, match=said):
+def test_invalid_input_is_reported(names, file, message):
+    with pytest.raises(SettingsError, match=message):
         configured_methods(names, file, "file")
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
         ("influence", {"curvature": "none", "damping": 0.1, "labels": "true"}, "damping, labels: of no effect"),
@@ -77,6 +82,6 @@ def test_mistakes_are_told(names, file, said):
         ("knn_shapley", {"k": 10, "nearest": 10}, "nearest: got 10, expected more than k, 10"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(name, settings, said):
-    with pytest.raises(SettingsError, match=said):
-        asked(name, **settings)
+def test_incompatible_settings_are_refused(name, settings, message):
+    with pytest.raises(SettingsError, match=message):
+        configured_method(name, **settings)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from grasp.methods.contract import RowMethod
-from grasp.methods.registry import method_named, method_predictions, scores
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, copies, matrix
+from grasp.methods.registry import find_method, method_predictions, scores
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, copies, matrix
 from tests.faults import Killed
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
-ROW_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), RowMethod)]
+ROW_METHODS = [name for name in METHODS if issubclass(find_method(name).load(), RowMethod)]
 
 
 @pytest.fixture(scope="module")
@@ -41,59 +41,59 @@ def scored(world, place):
     """Scores of a method, and its account."""
 
     def of(name):
-        material = world.material()
-        return scores(asked(name, **SMALL.get(name, {})), material, place)
+        inputs = world.inputs()
+        return scores(configured_method(name, **SMALL.get(name, {})), inputs, place)
 
     return of
 
 
-def again(world, place, name, **changes):
+def rescored(world, place, name, **changes):
     """The same method in a cache of its own."""
-    material = world.material(**changes)
-    return matrix(scores(asked(name, **SMALL.get(name, {})), material, place))
+    inputs = world.inputs(**changes)
+    return matrix(scores(configured_method(name, **SMALL.get(name, {})), inputs, place))
 
 
-def close(found, expected):
-    return np.abs(found - expected).max() <= TOLERANCE * max(np.abs(expected).max(), 1e-30)
+def close(result, expected):
+    return np.abs(result - expected).max() <= TOLERANCE * max(np.abs(expected).max(), 1e-30)
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_every_row_has_a_finite_score_for_every_unit(name, scored):
-    found = matrix(scored(name))
+    result = matrix(scored(name))
     targeted = name not in UNTARGETED
-    assert found.shape == (N_ROWS, N_UNITS if targeted else 1)
-    assert np.isfinite(found).all()
-    assert found.std() > 0
+    assert result.shape == (N_ROWS, N_UNITS if targeted else 1)
+    assert np.isfinite(result).all()
+    assert result.std() > 0
     assert scored(name).account.covers
     assert scored(name).seconds.wall > 0
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
-    kind = method_named(name).load()
-    if name in UNTARGETED or "environment" in kind.looks_at:
+    kind = find_method(name).load()
+    if name in UNTARGETED or "environment" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
-    found = matrix(scored(name))
-    own_E = found[copies(world.material()), np.arange(N_UNITS)]
-    others_NE = found[N_UNITS:]  # of each unit apart: momentum, say, lifts all rows of a unit alike
-    assert ((own_E - others_NE.mean(axis=0)) / others_NE.std(axis=0)).mean() > 0.5
+    result = matrix(scored(name))
+    copy_E = result[copies(world.inputs()), np.arange(N_UNITS)]
+    others_NE = result[N_UNITS:]  # of each unit apart: momentum, say, lifts all rows of a unit alike
+    assert ((copy_E - others_NE.mean(axis=0)) / others_NE.std(axis=0)).mean() > 0.5
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_blocks_and_batches_change_nothing_but_rounding(name, world, tmp_path, scored):
     expected = matrix(scored(name))
-    assert close(again(world, tmp_path / "blocks", name, block_rows=7), expected)
-    assert close(again(world, tmp_path / "batches", name, batch_tokens=70), expected)
+    assert close(rescored(world, tmp_path / "blocks", name, block_rows=7), expected)
+    assert close(rescored(world, tmp_path / "batches", name, batch_tokens=70), expected)
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_killed_and_resumed_gives_the_same_scores_bit_for_bit(name, world, tmp_path, scored):
     with pytest.raises(Killed):
-        again(world, tmp_path, name, progress=Clock(left=2))
+        rescored(world, tmp_path, name, progress=Clock(left=2))
     assert list(tmp_path.glob(f"{name}-*/plan.json"))
     assert not list(tmp_path.glob(f"{name}-*/method.json"))
     clock = Clock()
-    np.testing.assert_array_equal(again(world, tmp_path, name, progress=clock), matrix(scored(name)))
+    np.testing.assert_array_equal(rescored(world, tmp_path, name, progress=clock), matrix(scored(name)))
     assert not list(tmp_path.glob(f"{name}-*/plan.json"))
 
 
@@ -101,44 +101,46 @@ def test_killed_and_resumed_gives_the_same_scores_bit_for_bit(name, world, tmp_p
 def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored):
     expected = matrix(scored(name))
     clock = Clock(left=1)  # it would not survive a single block
-    np.testing.assert_array_equal(again(world, place, name, progress=clock), expected)
+    np.testing.assert_array_equal(rescored(world, place, name, progress=clock), expected)
     assert not any(name.startswith("scoring rows") for name in clock.announced)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(name, world, place):
-    material = world.material()
-    subsets = material.environment.subsets
-    one = asked(name, **SMALL.get(name, {}))
-    kept = place
-    found = method_predictions(one, material, subsets, kept, renamed={"facts": "theirs"})
-    predictions = found
+    inputs = world.inputs()
+    subsets = inputs.environment.subsets
+    configured = configured_method(name, **SMALL.get(name, {}))
+    cache = place
+    result = method_predictions(configured, inputs, subsets, cache, renamed={"facts": "theirs"})
+    predictions = result
     assert predictions.method == name
     assert predictions.targets == ("theirs",)
     assert len(predictions.units) == N_UNITS
     assert predictions.values_BE.shape == (8, N_UNITS)
     assert np.isfinite(predictions.values_BE).all()
-    assert all(line.startswith(f"{name}: ") for line in found.notes)
-    assert (predictions.standing == "supervised oracle") == one.method.supervised
-    backwards = method_predictions(one, material, subsets[::-1], kept)
+    assert all(line.startswith(f"{name}: ") for line in result.notes)
+    assert (predictions.standing == "supervised oracle") == configured.method.supervised
+    backwards = method_predictions(configured, inputs, subsets[::-1], cache)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
-    material = world.material()
-    one, kept = asked(name, **SMALL.get(name, {})), place
-    found = np.broadcast_to(matrix(scores(one, material, kept)), (N_ROWS, N_UNITS))
-    (block,) = material.environment.subsets
-    predicted = method_predictions(one, material, [block], kept)
+    inputs = world.inputs()
+    configured, cache = configured_method(name, **SMALL.get(name, {})), place
+    result = np.broadcast_to(matrix(scores(configured, inputs, cache)), (N_ROWS, N_UNITS))
+    (block,) = inputs.environment.subsets
+    predicted = method_predictions(configured, inputs, [block], cache)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices
-        of_rows = found[rows].mean(axis=0) if one.method.weighting == "mean" else found[rows].sum(axis=0)
+        of_rows = result[rows].mean(axis=0) if configured.method.weighting == "mean" else result[rows].sum(axis=0)
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
-    taught = method_predictions(replace(one, negative=0.0), material, [block], kept)
+    clipped = method_predictions(replace(configured, negative=0.0), inputs, [block], cache)
     rows = block.weights_BN[[0]].indices
-    summed = np.maximum(found[rows], 0.0).sum(axis=0)
-    np.testing.assert_allclose(taught.values_BE[0] * (len(rows) if one.method.weighting == "mean" else 1), summed)
+    summed = np.maximum(result[rows], 0.0).sum(axis=0)
+    np.testing.assert_allclose(
+        clipped.values_BE[0] * (len(rows) if configured.method.weighting == "mean" else 1), summed
+    )

@@ -12,12 +12,12 @@ from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
 from grasp.runs.metrics import spearman
-from tests.baselines.world import N_ROWS, asked
+from tests.baselines.world import N_ROWS, configured_method
 
 
 def planted(world, utility, n_subsets=64, seed=0):
     """The world's artifact beside an environment whose utilities are a function of the masks and a little noise."""
-    known = world.material().environment
+    known = world.inputs().environment
     (block,) = parse_family("uniform:0.5").draw(n_subsets, n_rows=N_ROWS, seed=seed, purpose="planted", block=n_subsets)
     masks = block.weights_BN.toarray()
     rng = np.random.default_rng(seed)
@@ -34,59 +34,57 @@ def few_rows(masks, e):
     return 2.0 * masks[:, e] - 3.0 * masks[:, e + 7] + masks[:, 20]
 
 
-def run(material, place, **choice):
-    subsets = material.environment.subsets
-    return method_predictions(asked("datamodels", **choice), material, subsets, place)
+def run(inputs, place, **settings):
+    subsets = inputs.environment.subsets
+    return method_predictions(configured_method("datamodels", **settings), inputs, subsets, place)
 
 
 @pytest.mark.parametrize("penalty", ["lasso", "ridge"])
 def test_planted_linear_utilities_are_predicted_out_of_fold(penalty, world, tmp_path):
-    material, values = planted(world, few_rows)
-    found = run(material, tmp_path, penalty=penalty)
-    assert spearman(found.values_BE, values).min() > (0.9 if penalty == "lasso" else 0.6)
-    assert found.standing == "supervised oracle"
+    inputs, values = planted(world, few_rows)
+    result = run(inputs, tmp_path, penalty=penalty)
+    assert spearman(result.values_BE, values).min() > (0.9 if penalty == "lasso" else 0.6)
+    assert result.standing == "supervised oracle"
 
 
 def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
     noise = np.random.default_rng(3).normal(size=(64, 6))
-    material, values = planted(world, lambda masks, e: noise[:, e])
-    found = run(material, tmp_path)
-    rho = np.nan_to_num(spearman(found.values_BE, values))  # nan: no coefficient is left, so it ranks nothing
+    inputs, values = planted(world, lambda masks, e: noise[:, e])
+    result = run(inputs, tmp_path)
+    rho = np.nan_to_num(spearman(result.values_BE, values))  # nan: no coefficient is left, so it ranks nothing
     assert abs(rho.mean()) < 0.25
 
 
 def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
-    material, _ = planted(world, few_rows)
-    expected = lasso_oracle(
-        mask_features(material.environment.subsets), material.environment.utilities, folds=4, seed=5
-    )
-    found = run(material, tmp_path, folds=4, seed=5)
-    np.testing.assert_array_equal(found.values_BE, expected.values_BE)
+    inputs, _ = planted(world, few_rows)
+    expected = lasso_oracle(mask_features(inputs.environment.subsets), inputs.environment.utilities, folds=4, seed=5)
+    result = run(inputs, tmp_path, folds=4, seed=5)
+    np.testing.assert_array_equal(result.values_BE, expected.values_BE)
 
 
 def test_shares_of_a_label_are_another_view(world, tmp_path):
     topic = np.arange(N_ROWS) % 3
-    material, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
-    found = run(material, tmp_path, sees="topic", penalty="ridge")
-    assert spearman(found.values_BE, values).min() > 0.9
-    assert found.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
+    inputs, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
+    result = run(inputs, tmp_path, sees="topic", penalty="ridge")
+    assert spearman(result.values_BE, values).min() > 0.9
+    assert result.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
 
 
 def test_the_lasso_needs_an_extra_and_ridge_none(world, tmp_path, monkeypatch):
-    material, _ = planted(world, few_rows)
+    inputs, _ = planted(world, few_rows)
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*scikit-learn"):
-        run(material, tmp_path)
-    assert run(material, tmp_path, penalty="ridge").notes
+        run(inputs, tmp_path)
+    assert run(inputs, tmp_path, penalty="ridge").notes
 
 
 def test_what_it_cannot_predict_is_refused(world, tmp_path):
-    material, _ = planted(world, few_rows)
+    inputs, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'"):
-        method_predictions(asked("datamodels"), material, [strange], tmp_path)
-    with pytest.raises(SettingsError, match=r"\(--runs\)"):
-        method_predictions(asked("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
+    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not in .*, e.g. 'mine'"):
+        method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
+    with pytest.raises(SettingsError, match=r"--runs"):
+        method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
     with pytest.raises(SubsetError, match="nonsense"):
-        run(material, tmp_path, sees="nonsense")
+        run(inputs, tmp_path, sees="nonsense")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.methods.registry import configured_methods, method_named
+from grasp.methods.registry import configured_methods, find_method
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +21,10 @@ def test_every_method_has_a_section_and_every_section_is_a_method():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_setting_and_the_floats_a_row_are_told(name):
-    told = SECTIONS[name]
-    fields = method_named(name).load().settings_type.model_fields
-    assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", told)] == []
-    assert "loats a row" in " ".join(told.split()) or name == "datamodels"
+    section = SECTIONS[name]
+    fields = find_method(name).load().settings_type.model_fields
+    assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", section)] == []
+    assert "loats a row" in " ".join(section.split()) or name == "datamodels"
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_every_setting_and_the_floats_a_row_are_told(name):
 )
 def test_settings_of_the_experiment_are_what_methods_take(file):
     configured = yaml.safe_load(file.read_text(encoding="utf-8"))
-    asked = configured_methods(None, configured, file.name)
-    assert [one.label for one in asked] == list(configured)
+    configured_list = configured_methods(None, configured, file.name)
+    assert [entry.label for entry in configured_list] == list(configured)
 
 
 def test_the_experiment_has_every_method_that_needs_no_retraining():
     configured = yaml.safe_load((ROOT / "experiments" / "baselines" / "methods.yaml").read_text(encoding="utf-8"))
-    used = {one.method.name for one in configured_methods(None, configured)}
+    used = {entry.method.name for entry in configured_methods(None, configured)}
     assert set(METHODS) - used == {"retraining_shapley"}

@@ -50,10 +50,10 @@ def model() -> ReferenceModel:
         max_position_embeddings=32,
         attn_implementation="eager",
     )
-    made = GPTNeoXForCausalLM(config)
-    for parameter in made.parameters():
+    network = GPTNeoXForCausalLM(config)
+    for parameter in network.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
-    return ReferenceModel(made, NoTokenizer(), batch_tokens=300)
+    return ReferenceModel(network, NoTokenizer(), batch_tokens=300)
 
 
 def tokens(n: int, seed: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ def test_trak_equals_traker_up_to_its_scale(model, tmp_path):
         @staticmethod
         def get_output(net, weights, buffers, ids):
             logits = torch.func.functional_call(net, (weights, buffers), (ids[None],)).logits[0]
-            own = log_p(logits, ids)
-            return (own - torch.log1p(-own.exp())).mean()
+            label_log_p = log_p(logits, ids)
+            return (label_log_p - torch.log1p(-label_log_p.exp())).mean()
 
         @staticmethod
         def get_out_to_loss_grad(net, weights, buffers, batch):
@@ -232,7 +232,7 @@ def test_ekfac_influence_equals_kronfluence(model, tmp_path):
 
     engine = PerExample(model, choose_layers(model, ["*layers.1*dense_4h_to_h"]))
     fisher = Fisher(examples(rows), None)
-    bases = [Basis.from_factors(one) for one in second_moments(engine, fisher, full_width=64)]
+    bases = [Basis.from_factors(factors_of_block) for factors_of_block in second_moments(engine, fisher, full_width=64)]
     queries = Queries.collect(engine, examples(units), [True])
     apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
     ours, _ = exact_products(queries, examples(rows))

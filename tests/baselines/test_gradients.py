@@ -50,10 +50,10 @@ def test_every_parameter_has_the_gradient_that_autograd_gives_one_row_alone(fami
     engine, examples = engine_of(family), rows()
     matrices = held(engine, examples, output)
     for i, expected in enumerate(references(engine, examples, output)):
-        found = torch.cat([matrix[i].flatten() for matrix in matrices])
+        result = torch.cat([matrix[i].flatten() for matrix in matrices])
         wanted = covered(engine, expected)
         assert engine.layers.size == len(wanted) == sum(g.numel() for g in expected.values())
-        assert float((found - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
+        assert float((result - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
 
 
 def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
@@ -97,17 +97,17 @@ def test_a_tied_weight_has_the_sum_of_both_uses_under_either_name(family):
 def test_batches_and_padding_do_not_matter():
     whole = held(engine_of("gpt-neox", batch_tokens=10_000), rows(7))
     for i, row in enumerate(rows(7)):
-        alone = held(engine_of("gpt-neox"), [row])
-        for one, other in zip(whole, alone, strict=True):
-            torch.testing.assert_close(one[i], other[0], rtol=0, atol=1e-12)
+        single = held(engine_of("gpt-neox"), [row])
+        for actual, other in zip(whole, single, strict=True):
+            torch.testing.assert_close(actual[i], other[0], rtol=0, atol=1e-12)
 
 
 def test_head_in_pieces_of_the_batch(monkeypatch):
     expected = held(engine_of("llama-tied"), rows())
     monkeypatch.setattr("grasp.models.gradients.CPU_LOGITS", 2 * 13 * VOCAB)
-    found = held(engine_of("llama-tied"), rows())
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    result = held(engine_of("llama-tied"), rows())
+    for actual, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("elements", [1, 500])
@@ -159,7 +159,7 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
 def test_projection_of_factors_is_that_of_whole_gradients(family, form):
     engine = engine_of(family)
-    featurizer = Featurizer.projecting(engine, 8, seed=3, tokens=10, form=form)
+    featurizer = Featurizer.with_projection(engine, 8, seed=3, tokens=10, form=form)
     expected = torch.zeros(len(rows()), 8, dtype=torch.float64)
     for number, matrix in enumerate(held(engine, rows())):
         expected += featurizer.projection.of_matrix(number, matrix)
@@ -189,20 +189,20 @@ def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right
 @pytest.mark.parametrize(("form", "spread"), [("dense", 2 / 16), ("two-sided", 2 / 16 + 4 / 32)])
 def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread):
     generator = torch.Generator().manual_seed(0)
-    one = Use(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
-    size = float(squared_norm([one], 40)[0])
-    found = []
+    use = Use(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
+    size = float(squared_norm([use], 40)[0])
+    result = []
     for seed in range(600):
         out = torch.zeros(1, 16, dtype=torch.float64)
-        projection_of(40, 50, form, seed=seed).add(0, one, out)
-        found.append(float(out.square().sum()) / size)
-    assert np.mean(found) == pytest.approx(1.0, abs=4 * np.std(found) / 600**0.5)
-    assert 0.6 * spread < np.var(found) < 1.4 * spread
+        projection_of(40, 50, form, seed=seed).add(0, use, out)
+        result.append(float(out.square().sum()) / size)
+    assert np.mean(result) == pytest.approx(1.0, abs=4 * np.std(result) / 600**0.5)
+    assert 0.6 * spread < np.var(result) < 1.4 * spread
 
 
 def test_projections_of_blocks_are_independent():
     engine = engine_of("llama", ["*layers.1.self_attn*"])
-    value = Featurizer.projecting(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
+    value = Featurizer.with_projection(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
     expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
     expected = expected @ expected.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
@@ -213,7 +213,7 @@ def test_projection_depends_on_the_seed_alone():
     engine = engine_of("llama", ["block:-1"])
 
     def value(seed, width=16):
-        return Featurizer.projecting(engine, width, seed=seed, tokens=10).features(rows()).value_NK
+        return Featurizer.with_projection(engine, width, seed=seed, tokens=10).features(rows()).value_NK
 
     assert np.array_equal(value(0), value(0))
     assert not np.allclose(value(0), value(1), atol=1e-2)
@@ -281,9 +281,9 @@ def test_patterns_over_names():
 def test_a_bias_or_a_weight_alone(family_):
     for pattern in ("*.bias", "*.weight"):
         engine = engine_of(family_, [pattern])
-        found = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
+        result = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
         wanted = covered(engine, references(engine, rows()[:1])[0])
-        torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max()))
+        torch.testing.assert_close(result, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -300,18 +300,18 @@ def test_a_string_is_a_list_in_which_an_expression_keeps_its_commas(text, patter
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         (["modle.norm"], "'modle.norm' matches no parameter .* such as model.norm"),
         (["nothing*"], "expected all, head, .* model.embed_tokens.weight"),
         (["block:2"], "the model has blocks 0 to 1"),
-        (["head", "!head"], "chooses nothing"),
-        ([], "chooses nothing"),
-        (["re:("], "is no regular expression"),
+        (["head", "!head"], "selects no parameters"),
+        ([], "selects no parameters"),
+        (["re:("], "is not a valid regular expression"),
     ],
 )
-def test_layers_that_are_not_there_are_refused(patterns, said):
-    with pytest.raises(SettingsError, match=said):
+def test_layers_that_are_not_there_are_refused(patterns, message):
+    with pytest.raises(SettingsError, match=message):
         choose_layers(reference("llama"), patterns)
 
 
@@ -340,53 +340,53 @@ def test_the_padding_token_of_an_embedding_is_not_trained():
     engine = PerExample(model, choose_layers(model, ["embedding"]))
     row = Example(np.array([7, 3, 7, 4], dtype=np.int32))
     expected = autograd(model, row)["model.embed_tokens.weight"]
-    (found,) = held(engine, [row])
+    (result,) = held(engine, [row])
     assert not expected[7].any()
-    torch.testing.assert_close(found[0], expected, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(result[0], expected, rtol=0, atol=CLOSE)
 
 
 def test_a_module_that_does_more_than_its_type_says_is_refused():
-    made = llama()
-    made.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
-    model = ReferenceModel(made, NoTokenizer())
+    network = llama()
+    network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
+    model = ReferenceModel(network, NoTokenizer())
     with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) gives something else"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
 
 def test_what_has_no_per_example_form_is_refused():
-    made = llama()
-    made.model.table = _Table()
-    model = ReferenceModel(made, NoTokenizer())
+    network = llama()
+    network.model.table = _Table()
+    model = ReferenceModel(network, NoTokenizer())
     with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
         choose_layers(model, ["all"])
-    made.model.table = nn.Linear(3, 4)
+    network.model.table = nn.Linear(3, 4)
     with pytest.raises(ModelError, match=r"model.table took no part in a row's loss"):
         PerExample(model, choose_layers(model, ["all"]))
 
 
 def test_a_layer_that_sees_tokens_without_their_rows_is_refused():
-    made = llama()
-    inner = made.model.layers[0].mlp.forward
-    made.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
-    model = ReferenceModel(made, NoTokenizer())
+    network = llama()
+    inner = network.model.layers[0].mlp.forward
+    network.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
+    model = ReferenceModel(network, NoTokenizer())
     with pytest.raises(ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\)"):
         PerExample(model, choose_layers(model, ["block:0"]))
 
 
 def test_float16_that_overflows_is_refused():
-    made = llama()
-    made.lm_head.weight.data *= 1e6
-    model = ReferenceModel(made.half(), NoTokenizer())
+    network = llama()
+    network.lm_head.weight.data *= 1e6
+    model = ReferenceModel(network.half(), NoTokenizer())
     with pytest.raises(ModelError, match="loss is nan in float16, expected a number; float16 overflows"):
         PerExample(model, choose_layers(model, ["head"]))
-    made = llama()
-    made.model.norm.weight.data.fill_(2e-5)
-    made.lm_head.weight.data = 5e4 * made.lm_head.weight.data.sign()
-    model = ReferenceModel(made.half(), NoTokenizer())
+    network = llama()
+    network.model.norm.weight.data.fill_(2e-5)
+    network.lm_head.weight.data = 5e4 * network.lm_head.weight.data.sign()
+    model = ReferenceModel(network.half(), NoTokenizer())
     engine = PerExample(model, choose_layers(model, ["final_norm"]))
-    with pytest.raises(ModelError, match=r"example 0 of 5 has a gradient that is not finite .* in float16, expected"):
-        Featurizer.projecting(engine, 8, seed=0, tokens=8).features(rows())
+    with pytest.raises(ModelError, match=r"example 0 of 5: its gradient is not finite in float16"):
+        Featurizer.with_projection(engine, 8, seed=0, tokens=8).features(rows())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -409,5 +409,5 @@ def test_a_gpu_gives_what_a_cpu_gives():
         model = reference("llama-tied", torch.float32)
         model = ReferenceModel(model.model.to(device), NoTokenizer(), batch_tokens=64)
         engine = PerExample(model, choose_layers(model, ["all"]))
-        values.append(Featurizer.projecting(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
+        values.append(Featurizer.with_projection(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
     np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grasp.baselines.inrun import STATE, InRun, _trainable
+from grasp.baselines.inrun import STATE, InRun, _trainable_copy
 from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
@@ -14,51 +14,53 @@ from grasp.methods.registry import scores
 from grasp.models.gradients import Example
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference
-from tests.baselines.world import N_ROWS, N_UNITS, Clock, asked, matrix
+from tests.baselines.world import N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
 QUICK = {"learning_rate": 1e-3}
 
 
-def scored(world, place, material=None, **settings):
-    material = material or world.material()
-    return scores(asked("inrun", **QUICK | settings), material, place)
+def scored(world, place, inputs=None, **settings):
+    inputs = inputs or world.inputs()
+    return scores(configured_method("inrun", **QUICK | settings), inputs, place)
 
 
-def by_hand(material, batches, **settings):
+def by_hand(inputs, batches, **settings):
     """A replay over batches of row indices, all units' mean as its loss: {row: value}."""
-    given = {"layers": ("all",), "order": 1, "update": "sgd"} | QUICK | settings
-    units = [Example(unit.input_ids, unit.first) for unit in material.unit_tokens]
-    replay = Replay(_trainable(material.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**given))
-    found = {}
+    arguments = {"layers": ("all",), "order": 1, "update": "sgd"} | QUICK | settings
+    units = [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
+    replay = Replay(
+        _trainable_copy(inputs.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**arguments)
+    )
+    result = {}
     for index in batches:
-        rows = material.rows_at(np.array(index))
+        rows = inputs.rows_at(np.array(index))
         value = replay.advance([Example(rows.ids(i)) for i in range(len(index))])
-        found |= dict(zip(index, value[:, 0], strict=True))
-    return found
+        result |= dict(zip(index, value[:, 0], strict=True))
+    return result
 
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_batches_are_those_of_the_seed_and_the_last_one_may_be_short(world, tmp_path, order):
-    material = world.material()
+    inputs = world.inputs()
     permuted = stream(5, "inrun", "order").permutation(30).tolist()
-    expected = by_hand(material, [permuted[i:j] for i, j in pairwise([0, 12, 24, 30])], order=order)
-    found = matrix(scored(world, tmp_path, utility="global", prefix_rows=30, batch_rows=12, order=order, seed=5))
-    assert found.shape == (N_ROWS, 1)
-    np.testing.assert_allclose(found[:30, 0], [expected[i] for i in range(30)], rtol=1e-5, atol=1e-10)
+    expected = by_hand(inputs, [permuted[i:j] for i, j in pairwise([0, 12, 24, 30])], order=order)
+    result = matrix(scored(world, tmp_path, utility="global", prefix_rows=30, batch_rows=12, order=order, seed=5))
+    assert result.shape == (N_ROWS, 1)
+    np.testing.assert_allclose(result[:30, 0], [expected[i] for i in range(30)], rtol=1e-5, atol=1e-10)
 
 
 def test_the_prefix_can_be_replayed_in_corpus_order(world, tmp_path):
-    expected = by_hand(world.material(), [range(8), range(8, 16)])
-    found = matrix(scored(world, tmp_path, utility="global", prefix_rows=16, batch_rows=8, shuffle=False))
-    np.testing.assert_allclose(found[:16, 0], [expected[i] for i in range(16)], rtol=1e-5, atol=1e-10)
+    expected = by_hand(world.inputs(), [range(8), range(8, 16)])
+    result = matrix(scored(world, tmp_path, utility="global", prefix_rows=16, batch_rows=8, shuffle=False))
+    np.testing.assert_allclose(result[:16, 0], [expected[i] for i in range(16)], rtol=1e-5, atol=1e-10)
 
 
 def test_rows_after_the_prefix_score_zero_and_are_counted(world, tmp_path):
-    found = scored(world, tmp_path, prefix_rows=30)
-    assert (matrix(found)[30:] == 0).all()
-    assert (matrix(found)[:30] != 0).all()
-    assert found.account.counts == {"rows after the prefix, scored 0": 10}
+    result = scored(world, tmp_path, prefix_rows=30)
+    assert (matrix(result)[30:] == 0).all()
+    assert (matrix(result)[:30] != 0).all()
+    assert result.account.counts == {"rows after the prefix, scored 0": 10}
     longer = scored(world, tmp_path, prefix_rows=1000)
     assert not longer.account.counts
     assert (matrix(longer) != 0).all()
@@ -66,7 +68,9 @@ def test_rows_after_the_prefix_score_zero_and_are_counted(world, tmp_path):
 
 def test_utilities_agree_where_they_must(world, tmp_path):
     """One target here: its loss is the mean over all units; every unit's own values average to it."""
-    together, target, unit = (matrix(scored(world, tmp_path, utility=one)) for one in ("global", "target", "unit"))
+    together, target, unit = (
+        matrix(scored(world, tmp_path, utility=utility)) for utility in ("global", "target", "unit")
+    )
     np.testing.assert_allclose(target, np.broadcast_to(together, target.shape))
     np.testing.assert_allclose(unit.mean(axis=1), together[:, 0], rtol=1e-3, atol=1e-9)
     assert unit.std(axis=1).min() > 0
@@ -79,10 +83,10 @@ def test_units_of_the_validation_loss_are_drawn_once(world, tmp_path):
 
 
 def test_the_reference_model_is_left_as_it_was(world, tmp_path):
-    material = world.material()
-    before = material.model.fingerprint()
-    scored(world, tmp_path, material)
-    assert material.model.fingerprint() == before
+    inputs = world.inputs()
+    before = inputs.model.fingerprint()
+    scored(world, tmp_path, inputs)
+    assert inputs.model.fingerprint() == before
 
 
 @pytest.mark.parametrize("keep_seconds", [0.0, 60.0])
@@ -91,31 +95,35 @@ def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monke
     settings = {"order": 2, "update": "adam", "batch_rows": 8}
     expected = matrix(scored(world, tmp_path / "whole", **settings))
     with pytest.raises(Killed):
-        scored(world, tmp_path / "cut", world.material(progress=Clock(left=3)), **settings)
+        scored(world, tmp_path / "cut", world.inputs(progress=Clock(left=3)), **settings)
     assert bool(list(tmp_path.glob(f"cut/inrun-*/work/{STATE}"))) == (keep_seconds == 0.0)
     rest = Clock()
     np.testing.assert_array_equal(
-        matrix(scored(world, tmp_path / "cut", world.material(progress=rest), **settings)), expected
+        matrix(scored(world, tmp_path / "cut", world.inputs(progress=rest), **settings)), expected
     )
     assert rest.announced["replaying training"] == (16 if keep_seconds == 0.0 else 40)
 
 
 def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
-    with pytest.raises(ModelError, match=r"replay: step [12].* rows? \d+.*expected a number.*lower learning_rate"):
+    with pytest.raises(
+        ModelError, match=r"replay: step [12].* rows? \d+.*expected a finite number.*lower learning_rate"
+    ):
         scored(world, tmp_path, learning_rate=1e30, batch_rows=4)
 
 
 def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp_path):
-    material = world.material()
-    scorer = InRun(asked("inrun", prefix_rows=20, **QUICK).method.settings).prepare(material, WorkArea(tmp_path), 0)
+    inputs = world.inputs()
+    scorer = InRun(configured_method("inrun", prefix_rows=20, **QUICK).method.settings).prepare(
+        inputs, WorkArea(tmp_path), 0
+    )
     whole = scorer.score(0, N_ROWS)
     np.testing.assert_array_equal(scorer.score(15, 25), whole[15:25])
     np.testing.assert_array_equal(scorer.score(30, 40), np.zeros((10, N_UNITS)))
 
 
-@pytest.mark.parametrize(("given", "own"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_a_replay_has_weights_wide_enough_for_its_steps(given, own):
-    model = reference("llama", given)
-    copy = _trainable(model)
-    assert copy.dtype == own
-    assert model.dtype == given
+@pytest.mark.parametrize(("dtype", "expected_dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_a_replay_has_weights_wide_enough_for_its_steps(dtype, expected_dtype):
+    model = reference("llama", dtype)
+    copy = _trainable_copy(model)
+    assert copy.dtype == expected_dtype
+    assert model.dtype == dtype

@@ -11,7 +11,7 @@ from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, N_UNITS, asked, matrix
+from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
 
 
 def voting_game(distance_N, right_N, k):
@@ -33,27 +33,27 @@ def points(n, seed):
 @settings(max_examples=40)
 def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
-    found = knn_shapley(train, labels, test, test_labels, k)
+    result = knn_shapley(train, labels, test, test_labels, k)
     for e in range(len(test)):
         game = voting_game(((train - test[e]) ** 2).sum(axis=1), labels == test_labels[e], k)
-        np.testing.assert_allclose(found[:, e], exact_shapley(game, n)[:, 0], atol=1e-12)
+        np.testing.assert_allclose(result[:, e], exact_shapley(game, n)[:, 0], atol=1e-12)
 
 
 @given(n=st.integers(1, 60), k=st.integers(1, 20), seed=st.integers(0, 999))
 @settings(max_examples=40)
 def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
-    found = knn_shapley(train, labels, test, test_labels, k)
+    result = knn_shapley(train, labels, test, test_labels, k)
     for e in range(len(test)):
         nearest = np.argsort(((train - test[e]) ** 2).sum(axis=1), kind="stable")[:k]
-        assert found[:, e].sum() == pytest.approx((labels[nearest] == test_labels[e]).sum() / k)
+        assert result[:, e].sum() == pytest.approx((labels[nearest] == test_labels[e]).sum() / k)
 
 
-@given(n=st.integers(2, 80), kept=st.integers(1, 80), k=st.integers(1, 9), seed=st.integers(0, 99))
+@given(n=st.integers(2, 80), n_kept=st.integers(1, 80), k=st.integers(1, 9), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, kept, k, seed):
+def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, n_kept, k, seed):
     right = np.random.default_rng(seed).random(n) < 0.4
-    m = min(n, kept)
+    m = min(n, n_kept)
     off = values_by_rank(right[:m], k, n_points=n) - values_by_rank(right, k, n_points=n)[:m]
     assert np.abs(off).max() <= 1 / max(k, m) + 1e-12
     assert np.ptp(off) <= 1e-12  # the same for all, so no rank changes
@@ -62,8 +62,8 @@ def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, kept, k, seed):
 
 
 def test_equal_distances_go_to_the_point_that_comes_first():
-    found = knn_shapley(np.zeros((2, 1)), [1, 0], np.zeros((1, 1)), [1], 1)
-    np.testing.assert_allclose(found[:, 0], exact_shapley(voting_game(np.zeros(2), np.array([1, 0]), 1), 2)[:, 0])
+    result = knn_shapley(np.zeros((2, 1)), [1, 0], np.zeros((1, 1)), [1], 1)
+    np.testing.assert_allclose(result[:, 0], exact_shapley(voting_game(np.zeros(2), np.array([1, 0]), 1), 2)[:, 0])
 
 
 def test_what_does_not_fit_is_refused():
@@ -75,19 +75,19 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
-    material = world.material()
-    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, tmp_path))
+    inputs = world.inputs()
+    result = matrix(scores(configured_method("knn_shapley", k=3, nearest=nearest), inputs, tmp_path))
     # float64 on either side but for the scores, which are kept as float32
-    np.testing.assert_allclose(found, slow_text(material, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
+    np.testing.assert_allclose(result, slow_text(inputs, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
 
 
 def test_hidden_states_are_those_of_the_plain_model(world):
-    material = world.material()
-    units = states(material)
-    for k, unit in enumerate(material.unit_tokens):
+    inputs = world.inputs()
+    units = states(inputs)
+    for k, unit in enumerate(inputs.unit_tokens):
         with torch.inference_mode():
             ids = torch.tensor(unit.input_ids[None].astype(int))
-            plain_LH = material.model.model.model(input_ids=ids).last_hidden_state[0].numpy()
+            plain_LH = inputs.model.model.model(input_ids=ids).last_hidden_state[0].numpy()
         hidden_PH, label_P = units[k]
         # two layers and a norm in float32: some tens of roundings, one after the other
         close = 128 * np.finfo(np.float32).eps * np.abs(plain_LH).max()
@@ -95,38 +95,38 @@ def test_hidden_states_are_those_of_the_plain_model(world):
         assert label_P.tolist() == unit.input_ids[unit.first :].tolist()
 
 
-def states(material):
+def states(inputs):
     """Hidden states of each unit's supervised positions and the tokens after them, float64."""
-    units = material.unit_tokens
-    found = hidden_at(material.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
-    return by_sequence(found, len(units))
+    units = inputs.unit_tokens
+    result = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    return by_sequence(result, len(units))
 
 
-def by_sequence(found, n_sequences):
+def by_sequence(result, n_sequences):
     return [
-        (found.hidden_PH[found.sequence_P == i].astype(np.float64), found.label_P[found.sequence_P == i])
+        (result.hidden_PH[result.sequence_P == i].astype(np.float64), result.label_P[result.sequence_P == i])
         for i in range(n_sequences)
     ]
 
 
-def slow_text(material, k, nearest):
+def slow_text(inputs, k, nearest):
     """All positions sorted at once.
 
     Hidden states are those of the method's own batches: in others they are rounded otherwise, and of positions that
     are equally far another would come first.
     """
     parts = []
-    for start, stop in material.blocks():
-        rows = material.rows(start, stop)
+    for start, stop in inputs.blocks():
+        rows = inputs.rows(start, stop)
         ids = [rows.ids(i) for i in range(len(rows))]
-        parts += by_sequence(hidden_at(material.model, ids, [0] * len(ids), "all"), len(ids))
+        parts += by_sequence(hidden_at(inputs.model, ids, [0] * len(ids), "all"), len(ids))
     hidden, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     row_of = np.repeat(np.arange(N_ROWS), [len(p[1]) for p in parts])
     out = np.zeros((N_ROWS, N_UNITS))
-    units = states(material)
-    scale = 1e-5 * np.mean([(h**2).sum() for own, _ in units for h in own])
-    for e, (own, right) in enumerate(units):
-        for h, label in zip(own, right, strict=True):
+    units = states(inputs)
+    scale = 1e-5 * np.mean([(h**2).sum() for hidden_states, _ in units for h in hidden_states])
+    for e, (hidden_states, right) in enumerate(units):
+        for h, label in zip(hidden_states, right, strict=True):
             order = np.argsort(np.round(((hidden - h) ** 2).sum(axis=1) / scale), kind="stable")[:nearest]
             value = values_by_rank(labels[order] == label, k, n_points=len(labels))
             np.add.at(out[:, e], row_of[order], value / len(right))

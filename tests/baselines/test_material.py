@@ -10,92 +10,90 @@ from safetensors.torch import load_file, save_file
 from grasp import files
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.checkpoints import training_checkpoints
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.methods.contract import MethodInputs
-from grasp.methods.registry import method_named, scores
+from grasp.methods.registry import find_method, scores
 from grasp.models import checkpoint
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
 
 
 def test_blocks_cover_every_row_once_from_anywhere(world):
-    material = world.material(block_rows=7)
-    assert list(material.blocks()) == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(material.blocks(14)) == [(14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(material.blocks(16)) == [(16, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(world.material().blocks()) == [(0, 16), (16, 32), (32, 40)]
+    inputs = world.inputs(block_rows=7)
+    assert list(inputs.blocks()) == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(inputs.blocks(14)) == [(14, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(inputs.blocks(16)) == [(16, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(world.inputs().blocks()) == [(0, 16), (16, 32), (32, 40)]
 
 
 def test_texts_are_what_was_read(world):
-    material = world.material()
-    for unit in material.units.units:
+    inputs = world.inputs()
+    for unit in inputs.units.units:
         row = int(unit.unit_id.removeprefix("facts-"))
-        (text,) = material.texts(row, row + 1)
+        (text,) = inputs.texts(row, row + 1)
         assert (unit.prompt + unit.completion).startswith(text)
-    assert len(material.texts(0, N_ROWS)) == N_ROWS
+    assert len(inputs.texts(0, N_ROWS)) == N_ROWS
 
 
 def test_rows_and_units_are_the_artifact_s(world):
-    material = world.material()
-    rows = material.rows(5, 9)
+    inputs = world.inputs()
+    rows = inputs.rows(5, 9)
     assert (rows.start, len(rows)) == (5, 4)
     assert rows.table["row_id"].to_pylist() == ["row-5", "row-6", "row-7", "row-8"]
-    assert len(material.unit_tokens) == material.n_units == N_UNITS
-    assert material.artifact.manifest.fingerprints["targets"] == material.units.fingerprint
-    np.testing.assert_array_equal(material.column("n_tokens")[5:9], np.diff(rows.offsets))
+    assert len(inputs.unit_tokens) == inputs.n_units == N_UNITS
+    assert inputs.artifact.manifest.fingerprints["targets"] == inputs.units.fingerprint
+    np.testing.assert_array_equal(inputs.column("n_tokens")[5:9], np.diff(rows.offsets))
 
 
 @pytest.fixture
-def own(world, tmp_path):
+def copied(world, tmp_path):
     """A copy of the artifact, to be changed."""
-    return Own(shutil.copytree(world.root / "art", tmp_path / "art"))
+    return CopiedArtifact(shutil.copytree(world.root / "art", tmp_path / "art"))
 
 
-class Own:
+class CopiedArtifact:
     def __init__(self, path):
         self.path = path
 
-    def material(self):
+    def inputs(self):
         return MethodInputs(ArtifactReader.open(self.path))
 
 
-def test_rows_without_tokens_are_refused(own):
-    shutil.rmtree(own.path / "tokens")
+def test_rows_without_tokens_are_refused(copied):
+    shutil.rmtree(copied.path / "tokens")
     with pytest.raises(ArtifactError, match=r"keeps no rows; build it with keep_tokens: true"):
-        _ = own.material().store
+        _ = copied.inputs().store
 
 
-def test_tokens_of_another_corpus_are_refused(own):
-    store, material = own.path / "tokens/store.json", own.material()
+def test_tokens_of_another_corpus_are_refused(copied):
+    store, inputs = copied.path / "tokens/store.json", copied.inputs()
     summary = RowStore.signed.read(store.parent)
-    store.write_text(store.read_text().replace(material.store.fingerprint, "0" * 32))
+    store.write_text(store.read_text().replace(inputs.store.fingerprint, "0" * 32))
     with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
-        _ = own.material().store
+        _ = copied.inputs().store
     RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
-    manifest = material.artifact.manifest
+    manifest = inputs.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
-    SIGNED_MANIFEST.write(own.path, manifest.model_copy(update={"rows_kept": noted}))
+    SIGNED_MANIFEST.write(copied.path, manifest.model_copy(update={"rows_kept": noted}))
     with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
-        _ = own.material().store
+        _ = copied.inputs().store
 
 
-def test_a_model_that_changed_is_refused(world, own, tmp_path):
+def test_a_model_that_changed_is_refused(world, copied, tmp_path):
     model = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "model")
-    material = own.material()
-    moved = material.settings.model_copy(
-        update={"model": material.settings.model.model_copy(update={"path": str(model)})}
-    )
-    material.origin.__dict__["settings"] = moved
-    assert material.model.vocab_size == 300
+    inputs = copied.inputs()
+    moved = inputs.settings.model_copy(update={"model": inputs.settings.model.model_copy(update={"path": str(model)})})
+    inputs.origin.__dict__["settings"] = moved
+    assert inputs.model.vocab_size == 300
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] += torch.ones_like(weights["model.norm.weight"])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    del material.__dict__["model"], material.origin.__dict__["model"]
+    del inputs.__dict__["model"], inputs.origin.__dict__["model"]
     with pytest.raises(ArtifactError, match=r"model changed since it was built \(model [0-9a-f]+, was [0-9a-f]+\)"):
-        _ = material.model
+        _ = inputs.model
 
 
 @pytest.fixture
@@ -103,23 +101,23 @@ def on_a_hub(world, monkeypatch):
     """The world as if its artifact's model had been built from the hub name `me/tiny`, which was fetched before."""
     place = {"me/tiny": str(world.root / "env/reference/seed-0")}
     monkeypatch.setattr(checkpoint, "fetched_before", place.get)
-    material = world.material()
-    model = material.settings.model.model_copy(update={"path": "me/tiny"})
-    material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
-    return material
+    inputs = world.inputs()
+    model = inputs.settings.model.model_copy(update={"path": "me/tiny"})
+    inputs.origin.__dict__["settings"] = inputs.settings.model_copy(update={"model": model})
+    return inputs
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in method_named(name).load().looks_at])
+@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in find_method(name).load().requires])
 def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
-    found = matrix(scores(asked(name, **settings), on_a_hub, tmp_path / "hub"))
-    (one,) = checkpoints_of(on_a_hub)
-    assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
-    if "checkpoints" in method_named(name).load().settings_type.model_fields:
+    result = matrix(scores(configured_method(name, **settings), on_a_hub, tmp_path / "hub"))
+    (checkpoint,) = training_checkpoints(on_a_hub)
+    assert (checkpoint.fingerprint, checkpoint.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
+    if "checkpoints" in find_method(name).load().settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}
-    material = world.material()
-    expected = matrix(scores(asked(name, **settings), material, tmp_path / "disk"))
-    np.testing.assert_array_equal(found, expected)
+    inputs = world.inputs()
+    expected = matrix(scores(configured_method(name, **settings), inputs, tmp_path / "disk"))
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
@@ -137,6 +135,6 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     }
 
 
-def test_a_method_without_an_environment_cannot_have_one(own):
-    with pytest.raises(SettingsError, match=r"name their directory \(--runs\)"):
-        _ = own.material().environment
+def test_a_method_without_runs_is_refused(copied):
+    with pytest.raises(SettingsError, match=r"pass their directory with --runs"):
+        _ = copied.inputs().environment

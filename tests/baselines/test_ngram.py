@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, asked, matrix
+from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
 def utility(rows, unit, weight_N, order, uniform, vocabulary):
@@ -17,26 +17,26 @@ def utility(rows, unit, weight_N, order, uniform, vocabulary):
                     gram = tuple(ids[t - n + 1 : t + 1])
                     whole[gram] = whole.get(gram, 0.0) + weight
                     context[gram[:-1], n] = context.get((gram[:-1], n), 0.0) + weight
-    found = []
+    result = []
     ids = unit.input_ids.tolist()
     for t in range(unit.first, len(ids)):
         grams = [tuple(ids[t - n + 1 : t + 1]) for n in range(1, order + 1) if t - n + 1 >= 0]
         ratios = [whole.get(g, 0.0) / context[g[:-1], len(g)] for g in grams if context.get((g[:-1], len(g)), 0.0) > 0]
-        found.append(np.log(uniform / vocabulary + (1 - uniform) * np.mean(ratios)))
-    return np.mean(found)
+        result.append(np.log(uniform / vocabulary + (1 - uniform) * np.mean(ratios)))
+    return np.mean(result)
 
 
 @pytest.mark.parametrize("order", [1, 3])
 def test_scores_are_the_derivative_of_the_refitted_model(order, world, tmp_path):
-    material = world.material()
-    found = matrix(scores(asked("ngram", order=order, uniform=0.1), material, tmp_path))
-    shard = material.rows(0, N_ROWS)
+    inputs = world.inputs()
+    result = matrix(scores(configured_method("ngram", order=order, uniform=0.1), inputs, tmp_path))
+    shard = inputs.rows(0, N_ROWS)
     rows = [shard.ids(i).tolist() for i in range(N_ROWS)]
-    vocabulary = material.artifact.manifest.details["vocab_size"]
-    for e, unit in enumerate(material.unit_tokens[:2]):
+    vocabulary = inputs.artifact.manifest.details["vocab_size"]
+    for e, unit in enumerate(inputs.unit_tokens[:2]):
         for i in (0, 7, 23):
             more, less = np.ones(N_ROWS), np.ones(N_ROWS)
             more[i], less[i] = 1 + 1e-4, 1 - 1e-4
             settings = (order, 0.1, vocabulary)
             slope = (utility(rows, unit, more, *settings) - utility(rows, unit, less, *settings)) / 2e-4
-            np.testing.assert_allclose(found[i, e], slope * N_ROWS, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(result[i, e], slope * N_ROWS, rtol=1e-3, atol=1e-5)

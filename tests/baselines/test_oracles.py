@@ -37,12 +37,12 @@ def test_features_count_what_is_retained():
     blocks, _ = world(5)
     masks = oracles.mask_features(blocks).values_BF
     share = oracles.fraction_features(blocks, LABELS).values_BF
-    kept = oracles.fraction_features(blocks, LABELS, of="label").values_BF
+    retained_share = oracles.fraction_features(blocks, LABELS, of="label").values_BF
     for b in range(5):
         for f in range(6):
-            own = masks[b, np.arange(300) % 6 == f]
-            assert share[b, f] == pytest.approx(own.sum() / masks[b].sum())
-            assert kept[b, f] == pytest.approx(own.mean())
+            mask = masks[b, np.arange(300) % 6 == f]
+            assert share[b, f] == pytest.approx(mask.sum() / masks[b].sum())
+            assert retained_share[b, f] == pytest.approx(mask.mean())
     np.testing.assert_allclose(share.sum(axis=1), 1)
 
 

@@ -6,22 +6,22 @@ import pytest
 from grasp.baselines.bm25 import query_text, words
 from grasp.errors import TargetError
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, asked, matrix
+from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
 @pytest.mark.parametrize("query", ["both", "prompt", "completion"])
 def test_scores_are_shares_of_sets(query, world, tmp_path):
-    material = world.material()
-    found = matrix(scores(asked("overlap", query=query), material, tmp_path))
-    rows = [set(words(text)) for text in material.texts(0, N_ROWS)]
-    queries = [set(words(query_text(unit, query))) for unit in material.units.units]
+    inputs = world.inputs()
+    result = matrix(scores(configured_method("overlap", query=query), inputs, tmp_path))
+    rows = [set(words(text)) for text in inputs.texts(0, N_ROWS)]
+    queries = [set(words(query_text(unit, query))) for unit in inputs.units.units]
     expected = [[len(row & query) / len(query) for query in queries] for row in rows]
-    np.testing.assert_allclose(found, expected, atol=1e-3)  # kept as float16
-    assert len(np.unique(found)) > 3
+    np.testing.assert_allclose(result, expected, atol=1e-3)  # kept as float16
+    assert len(np.unique(result)) > 3
 
 
 def test_units_without_words_are_refused(world, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.baselines.overlap.words", lambda _: [])
-    material = world.material()
-    with pytest.raises(TargetError, match="none of the 6 units has a word"):
-        scores(asked("overlap"), material, tmp_path)
+    inputs = world.inputs()
+    with pytest.raises(TargetError, match="none of the 6 units has a query word"):
+        scores(configured_method("overlap"), inputs, tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.methods.registry import configured_methods, method_named, methods, scores
+from grasp.methods.registry import configured_methods, find_method, methods, scores
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed
@@ -50,46 +50,48 @@ def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_
     assert printed.lines[0] == "the 3 most helpful of 40 rows for facts, by loud"
     command = "evaluate", art, "--runs", world.root / "env", "--methods", "loud,bm25", "--cache", cache
     assert re.search(r"^loud +facts", succeed(*command).out, flags=re.MULTILINE)
-    material = world.material()
-    shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in material.texts(0, material.n_rows)]
+    inputs = world.inputs()
+    shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in inputs.texts(0, inputs.n_rows)]
     (configured,) = configured_methods(["loud"])
-    np.testing.assert_array_equal(matrix(scores(configured, material))[:, 0], -np.array(shares))
+    np.testing.assert_array_equal(matrix(scores(configured, inputs))[:, 0], -np.array(shares))
 
 
 def test_without_the_package_there_is_no_such_method():
-    with pytest.raises(SettingsError, match="method: got 'loud'; there are activation_similarity, bm25, "):
-        method_named("loud")
+    with pytest.raises(SettingsError, match="method: unknown method 'loud'; available: activation_similarity, bm25, "):
+        find_method("loud")
 
 
 def test_two_packages_of_one_name_are_refused(loud, install):
     install("other", SOURCE, "loud = other:Loud", package="other")
-    with pytest.raises(SettingsError, match=r"method loud: packages (loudness and other|other and loudness) both have"):
+    with pytest.raises(
+        SettingsError, match=r"method loud: packages (loudness and other|other and loudness) both register"
+    ):
         methods()
 
 
 @pytest.mark.parametrize(
-    ("point", "said"),
+    ("point", "message"),
     [
         ("gone:Loud", "method loud: gone:Loud of package broken cannot be imported: No module named 'gone'"),
         ("broken:Quiet", "method loud: broken:Quiet of package broken cannot be imported: .* has no attribute 'Quiet'"),
     ],
 )
-def test_a_package_that_is_broken_is_named(point, said, install):
+def test_a_package_that_is_broken_is_named(point, message, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
-    with pytest.raises(MissingExtraError, match=said):
-        method_named("loud").load()
+    with pytest.raises(MissingExtraError, match=message):
+        find_method("loud").load()
 
 
 def test_what_is_no_method_is_refused(install, world):
     install("plain", "class Loud: ...\n", "loud = plain:Loud", package="plain")
-    told = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
-    assert told.startswith(
+    message_text = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
+    assert message_text.startswith(
         "method loud: plain:Loud of package plain: got <class 'plain.Loud'>, expected a class derived"
     )
 
 
 def test_scores_of_another_shape_are_refused(install, world):
-    install("short", SOURCE.replace("0, material.n_rows", "0, 3"), "loud = short:Loud", package="short")
+    install("short", SOURCE.replace("0, inputs.n_rows", "0, 3"), "loud = short:Loud", package="short")
     (configured,) = configured_methods(["loud"])
     with pytest.raises(ShapeError, match=r"method loud: got scores of shape \(3, 1\), expected \(40, 6\) or \(40, 1\)"):
-        scores(configured, world.material())
+        scores(configured, world.inputs())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite
+from grasp.baselines.replay import Replay, ReplaySettings, check_finite
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
@@ -21,9 +21,9 @@ MEAN = np.full((1, 4), 0.25)
 TWO = np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.25, 0.75]])
 
 
-def close(found, expected, tolerance=CLOSE):
+def close(result, expected, tolerance=CLOSE):
     """Within a share of the largest entry."""
-    assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance * np.abs(np.asarray(expected)).max()
+    assert np.abs(np.asarray(result) - np.asarray(expected)).max() <= tolerance * np.abs(np.asarray(expected)).max()
 
 
 def of_differences(gradient, product):
@@ -69,11 +69,11 @@ class Slow:
         with sdpa_kernel(SDPBackend.MATH):
             loss = self.loss(weight_E)
             first = torch.autograd.grad(loss, list(named.values()), create_graph=True, materialize_grads=True)
-            gradient = torch.cat([one.flatten() for one in first])
+            gradient = torch.cat([tensor.flatten() for tensor in first])
             product = torch.autograd.grad(gradient @ direction, list(named.values()), materialize_grads=True)
         for parameter in named.values():
             parameter.requires_grad_(False)
-        return gradient.detach(), torch.cat([one.flatten() for one in product])
+        return gradient.detach(), torch.cat([tensor.flatten() for tensor in product])
 
     def loss_at(self, weight_E, step):
         """Validation loss after the weights moved by `step`."""
@@ -83,9 +83,9 @@ class Slow:
             for _, parameter in sorted(moved.named_parameters()):
                 parameter.add_(step[begin : begin + parameter.numel()].view(parameter.shape))
                 begin += parameter.numel()
-            kept, self.model.model = self.model.model, moved
+            original, self.model.model = self.model.model, moved
             loss = float(self.loss(weight_E))
-            self.model.model = kept
+            self.model.model = original
         return loss
 
 
@@ -127,9 +127,9 @@ def test_second_order_in_float32_is_within_a_thousandth_of_its_correction():
 def test_both_orders_are_the_shapley_values_of_the_taylor_game():
     slow = Slow("llama")
     gradient = slow.row_gradients()
-    found = [slow.gradient_and_hessian_product(MEAN[0], one) for one in gradient]
-    linear = RATE * (gradient @ found[0][0]).numpy()
-    curvature = RATE**2 * (gradient @ torch.stack([product for _, product in found]).T).numpy()
+    result = [slow.gradient_and_hessian_product(MEAN[0], direction) for direction in gradient]
+    linear = RATE * (gradient @ result[0][0]).numpy()
+    curvature = RATE**2 * (gradient @ torch.stack([product for _, product in result]).T).numpy()
 
     def utility(masks):
         first = masks @ linear
@@ -137,7 +137,7 @@ def test_both_orders_are_the_shapley_values_of_the_taylor_game():
 
     expected = exact_shapley(utility, 5)
     close(replayed(order=1).advance(rows())[:, 0], expected[:, 0])
-    allowed = of_differences(gradient, torch.stack([product for _, product in found]).sum(dim=0))
+    allowed = of_differences(gradient, torch.stack([product for _, product in result]).sum(dim=0))
     np.testing.assert_allclose(replayed(order=2).advance(rows())[:, 0], expected[:, 1], rtol=0, atol=allowed)
 
 
@@ -217,19 +217,23 @@ def test_the_adaptive_form_predicts_what_a_scaled_step_takes_off_the_loss():
 
 def test_only_the_layers_asked_for_are_trained_and_valued():
     replay = replayed(layers=("block:0", "!*.mlp.*"), order=2)
-    before = {name: one.clone() for name, one in replay.engine.model.model.named_parameters()}
+    before = {name: tensor.clone() for name, tensor in replay.engine.model.model.named_parameters()}
     values = replay.advance(rows())
     slow = Slow("llama")
     parts = [autograd(slow.model, row) for row in slow.batch]
     validation = [autograd(slow.model, unit) for unit in units()]
     trained = {name for name in before if ".layers.0." in name and ".mlp." not in name}
     first = [
-        RATE * c * sum(float((part[name] * sum(one[name] for one in validation)).sum()) / 4 for name in trained)
+        RATE
+        * c
+        * sum(float((part[name] * sum(gradients[name] for gradients in validation)).sum()) / 4 for name in trained)
         for c, part in zip(slow.share, parts, strict=True)
     ]
     np.testing.assert_allclose(replayed(layers=("block:0", "!*.mlp.*")).advance(rows())[:, 0], first, rtol=1e-8)
     assert np.abs(values[:, 0] - first).max() > 1e-9
-    changed = {name for name, one in replay.engine.model.model.named_parameters() if not torch.equal(one, before[name])}
+    changed = {
+        name for name, tensor in replay.engine.model.model.named_parameters() if not torch.equal(tensor, before[name])
+    }
     assert changed == trained
 
 
@@ -249,10 +253,12 @@ def test_a_kept_state_goes_on_bit_for_bit(tmp_path, dtype):
 
 
 def test_the_hessian_leaves_the_weights_where_they_were():
-    one, two = replayed(order=1), replayed(order=2)
-    one.advance(rows())
-    two.advance(rows())
-    for ours, theirs in zip(one.engine.model.model.parameters(), two.engine.model.model.parameters(), strict=True):
+    first_order, second_order = replayed(order=1), replayed(order=2)
+    first_order.advance(rows())
+    second_order.advance(rows())
+    for ours, theirs in zip(
+        first_order.engine.model.model.parameters(), second_order.engine.model.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -267,7 +273,7 @@ def test_what_is_no_number_is_told():
     with pytest.raises(ModelError, match="its loss is nan"):
         replay.advance(rows())
     with pytest.raises(ModelError, match="step 7: value of row 40 is inf"):
-        refuse_non_finite(np.array([[1.0, 2.0], [np.inf, 3.0]]), np.array([12, 40]), 7)
+        check_finite(np.array([[1.0, 2.0], [np.inf, 3.0]]), np.array([12, 40]), 7)
 
 
 def test_a_batch_of_one_row_is_its_own_game():

@@ -7,7 +7,7 @@ import pytest
 
 from grasp.baselines.retraining_shapley import RetrainingGame
 from grasp.baselines.shapley import exact_shapley
-from grasp.baselines.stored import shared_of
+from grasp.baselines.stored import shared_directory
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.methods.registry import method_predictions, scores
@@ -15,7 +15,7 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.runs.retrained import Environment
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import train
-from tests.baselines.world import N_ROWS, N_UNITS, asked, matrix
+from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
 
 TOPIC = np.arange(N_ROWS) % 3
 
@@ -26,14 +26,14 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("games")
 
 
-def game_of(material, place):
-    work = WorkArea(place / "work", shared_of(place, material, 1))
-    return RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
+def game_of(inputs, place):
+    work = WorkArea(place / "work", shared_directory(place, inputs, 1))
+    return RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
 
 
-def trained_one_by_one(material):
+def trained_one_by_one(inputs):
     """Utility of a coalition of topics by `train` and the plain model."""
-    recipe = TrainingRecipe.model_validate(material.environment.environment.info.recipe_settings)
+    recipe = TrainingRecipe.model_validate(inputs.environment.environment.info.recipe_settings)
 
     def utility(masks_BG):
         out = []
@@ -41,61 +41,61 @@ def trained_one_by_one(material):
             retained = mask[TOPIC]
             if retained.sum() < recipe.batch_rows:
                 return np.full((1, N_UNITS), np.nan)
-            model = train(recipe, material.store, seed=0, retained=retained).model
-            out.append(-evaluate_units(model, material.unit_tokens))
+            model = train(recipe, inputs.store, seed=0, retained=retained).model
+            out.append(-evaluate_units(model, inputs.unit_tokens))
         return np.stack(out)
 
     return utility
 
 
-def run(material, place, **choice):
-    choice = {"players": "topic", "permutations": 0} | choice
-    return scores(asked("retraining_shapley", **choice), material, place)
+def run(inputs, place, **settings):
+    settings = {"players": "topic", "permutations": 0} | settings
+    return scores(configured_method("retraining_shapley", **settings), inputs, place)
 
 
 def test_a_coalition_is_worth_what_training_on_it_gives(world, place):
-    material = world.material()
-    game = game_of(material, place)
+    inputs = world.inputs()
+    game = game_of(inputs, place)
     masks = np.array([[True, False, True], [True, True, True]])
-    np.testing.assert_allclose(game(masks), trained_one_by_one(material)(masks), rtol=1e-5)
+    np.testing.assert_allclose(game(masks), trained_one_by_one(inputs)(masks), rtol=1e-5)
 
 
 def test_values_by_enumeration_are_the_formula_shared_by_the_rows_of_a_group(world, place):
-    material = world.material()
-    game = game_of(material, place)
-    found = matrix(run(material, place))
+    inputs = world.inputs()
+    game = game_of(inputs, place)
+    result = matrix(run(inputs, place))
     expected = exact_shapley(game, 3)
     for topic in range(3):
-        np.testing.assert_allclose(found[topic == TOPIC].sum(axis=0), expected[topic], rtol=1e-5, atol=1e-7)
-        assert np.ptp(found[topic == TOPIC], axis=0).max() == 0
+        np.testing.assert_allclose(result[topic == TOPIC].sum(axis=0), expected[topic], rtol=1e-5, atol=1e-7)
+        assert np.ptp(result[topic == TOPIC], axis=0).max() == 0
 
 
 def test_values_add_up_to_what_training_gained(world, place):
-    material = world.material()
-    found = matrix(run(material, place, permutations=2))
-    game = game_of(material, place)
+    inputs = world.inputs()
+    result = matrix(run(inputs, place, permutations=2))
+    game = game_of(inputs, place)
     nothing, everything = game(np.array([[False] * 3, [True] * 3]))
-    np.testing.assert_allclose(found.sum(axis=0), everything - nothing, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.sum(axis=0), everything - nothing, rtol=1e-4, atol=1e-5)
     assert (everything > nothing).all()
 
 
 def test_a_coalition_is_trained_once_whoever_asks(world, tmp_path):
-    material, work = world.material(), WorkArea(tmp_path)
-    first = RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
+    inputs, work = world.inputs(), WorkArea(tmp_path)
+    first = RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
     masks = np.array([[True, True, False], [True, True, False], [True, False, False]])
     answers = first(masks)
-    again = RetrainingGame.from_inputs(material, work, TOPIC, seed=0)
-    np.testing.assert_array_equal(again(masks), answers)
-    assert (first.trained, again.trained) == (2, 0)
-    assert again.ready.wall > 0
-    by_row = RetrainingGame.from_inputs(material, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
+    reopened = RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
+    np.testing.assert_array_equal(reopened(masks), answers)
+    assert (first.trained, reopened.trained) == (2, 0)
+    assert reopened.ready.wall > 0
+    by_row = RetrainingGame.from_inputs(inputs, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
     np.testing.assert_array_equal(by_row((TOPIC == 0)[None]), answers[2:])
     assert by_row.trained == 0
 
 
 def test_coalitions_too_small_to_train_on_are_worth_an_untrained_model(world, tmp_path):
-    material = world.material()
-    game = RetrainingGame.from_inputs(material, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
+    inputs = world.inputs()
+    game = RetrainingGame.from_inputs(inputs, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
     masks = np.zeros((3, N_ROWS), dtype=bool)
     masks[1, :3] = True  # the recipe's batch has 4 rows
     masks[2, 10:12] = True
@@ -105,17 +105,19 @@ def test_coalitions_too_small_to_train_on_are_worth_an_untrained_model(world, tm
 
 
 def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
-    material = world.material()
-    one, many = matrix(run(material, place)), matrix(run(material, tmp_path, stack=4))
-    np.testing.assert_allclose(one, many, atol=2e-4 * np.abs(one).max())
+    inputs = world.inputs()
+    single, stacked = matrix(run(inputs, place)), matrix(run(inputs, tmp_path, stack=4))
+    np.testing.assert_allclose(single, stacked, atol=2e-4 * np.abs(single).max())
 
 
 def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
-    material = world.material()
-    subsets = material.environment.subsets
+    inputs = world.inputs()
+    subsets = inputs.environment.subsets
     place = tmp_path
     first, second = (
-        method_predictions(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place)
+        method_predictions(
+            configured_method("retraining_shapley", players="topic", permutations=n), inputs, subsets, place
+        )
         for n in (0, 1)
     )
     assert first.cost is not None
@@ -124,16 +126,16 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
 
 
 def test_players_decide_what_stored_values_are_of(world):
-    material = world.material()
+    inputs = world.inputs()
     decided = [
-        asked("retraining_shapley", players=players).method.decided_by(material)
+        configured_method("retraining_shapley", players=players).method.extra_identity(inputs)
         for players in ("rows", "topic", "label")
     ]
     assert decided[0] != decided[1] == decided[2]
 
 
 @pytest.mark.parametrize(
-    ("choice", "error", "said"),
+    ("settings", "error", "message"),
     [
         ({"players": "rows", "permutations": 100}, SettingsError, "more than most_runs 2,000"),
         ({"players": "rows"}, SettingsError, "at most 16 players"),
@@ -141,15 +143,15 @@ def test_players_decide_what_stored_values_are_of(world):
         ({"truncation": 0.1}, SettingsError, "truncation: of no effect"),
     ],
 )
-def test_games_that_cannot_be_played_are_refused(choice, error, said, world, tmp_path):
-    with pytest.raises(error, match=said):
-        run(world.material(), tmp_path, **choice)
+def test_games_that_cannot_be_played_are_refused(settings, error, message, world, tmp_path):
+    with pytest.raises(error, match=message):
+        run(world.inputs(), tmp_path, **settings)
 
 
 def test_an_environment_without_its_recipe_is_refused(world, tmp_path):
-    material = world.material()
-    known = material.environment
+    inputs = world.inputs()
+    known = inputs.environment
     info = known.environment.info.model_copy(update={"recipe_settings": {}})
     bare = replace(known, environment=Environment(known.environment.path, info))
     with pytest.raises(EnvironmentDataError, match="recipe_settings: name: missing"):
-        run(replace(material, retrained=bare), tmp_path)
+        run(replace(inputs, retrained=bare), tmp_path)

@@ -96,23 +96,23 @@ def test_standard_error_is_that_of_marginals_over_permutations():
 
 
 def test_no_subset_is_asked_about_twice_and_the_count_is_right():
-    asked = []
+    evaluated = []
 
     def game(masks):
-        asked.extend(map(bytes, np.packbits(masks, axis=1)))
+        evaluated.extend(map(bytes, np.packbits(masks, axis=1)))
         return masks.sum(axis=1).astype(float)
 
     sampled = permutation_shapley(game, 8, permutations=50, seed=0, block=3)
-    assert len(asked) == len(set(asked)) == sampled.evaluations
+    assert len(evaluated) == len(set(evaluated)) == sampled.evaluations
 
 
 @given(block=st.integers(1, 64))
 @settings(max_examples=10)
 def test_blocks_do_not_change_the_values(block):
     game = table_game(6, 1)
-    one = permutation_shapley(game, 6, permutations=20, seed=0, block=block)
-    other = permutation_shapley(game, 6, permutations=20, seed=0)
-    np.testing.assert_array_equal(one.value_PE, other.value_PE)
+    first = permutation_shapley(game, 6, permutations=20, seed=0, block=block)
+    second = permutation_shapley(game, 6, permutations=20, seed=0)
+    np.testing.assert_array_equal(first.value_PE, second.value_PE)
 
 
 def test_truncation_saves_evaluations_and_leaves_later_players_nothing():

@@ -32,13 +32,13 @@ def test_random_numbers_are_another_draw_for_another_seed(world, tmp_path):
 @pytest.mark.parametrize("unit_tokens", ["all", "supervised"])
 @pytest.mark.parametrize("centre", [False, True])
 def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_tokens, centre, world, tmp_path):
-    material = world.material()
-    rows = material.rows(0, N_ROWS)
-    row_NH = np.stack([slow_mean(material.model, rows.ids(i), 0, spec) for i in range(N_ROWS)])
+    inputs = world.inputs()
+    rows = inputs.rows(0, N_ROWS)
+    row_NH = np.stack([slow_mean(inputs.model, rows.ids(i), 0, spec) for i in range(N_ROWS)])
     unit_EH = np.stack(
         [
-            slow_mean(material.model, unit.input_ids, unit.first - 1 if unit_tokens == "supervised" else 0, spec)
-            for unit in material.unit_tokens
+            slow_mean(inputs.model, unit.input_ids, unit.first - 1 if unit_tokens == "supervised" else 0, spec)
+            for unit in inputs.unit_tokens
         ]
     )
     mean_H = row_NH.mean(axis=0) if centre else 0.0
@@ -46,8 +46,8 @@ def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_to
     for i, row in enumerate(row_NH - mean_H):
         for e, unit in enumerate(unit_EH - mean_H):
             expected[i, e] = row @ unit / np.linalg.norm(row) / np.linalg.norm(unit)
-    choice = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
-    np.testing.assert_allclose(scored(world, tmp_path, "activation_similarity", **choice), expected, atol=2e-5)
+    settings_given = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
+    np.testing.assert_allclose(scored(world, tmp_path, "activation_similarity", **settings_given), expected, atol=2e-5)
 
 
 def slow_mean(model, ids, first, spec):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, place_of, shared_of
+from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, result_directory, shared_directory
 from grasp.baselines.work import WorkArea
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
 from grasp.methods.contract import Account, NoSettings, Seconds
-from grasp.methods.registry import method_named, scores
+from grasp.methods.registry import find_method, scores
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.predictions import read_row_scores
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, asked, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
 NAN, INF = float("nan"), float("inf")
@@ -33,12 +33,12 @@ class Fake(BlockMethod[NoSettings]):
 
     def __init__(self, *, seed=0):
         super().__init__(NoSettings(), name="fake", seed=seed)
-        self.asked = []
+        self.calls = []
 
-    def parts(self, material):
+    def parts(self, inputs):
         return self.n_parts
 
-    def prepare(self, material, work, part):
+    def prepare(self, inputs, work, part):
         return FakeScorer(self, part)
 
 
@@ -47,7 +47,7 @@ class FakeScorer(RowScorer):
         self.method, self.part = method, part
 
     def score(self, start, stop):
-        self.method.asked.append((self.part, start, stop))
+        self.method.calls.append((self.part, start, stop))
         out = value(self.part)[start:stop]
         for (row, unit), bad in self.method.spoil.items():
             if start <= row < stop:
@@ -67,99 +67,99 @@ def kind(**attributes):
 
 
 def test_parts_are_added_up(world, tmp_path):
-    method, material = kind(n_parts=3)(), world.material()
-    found = method.scores(material, tmp_path)
-    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
-    assert found.account == FakeScorer(method, 0).account()
+    method, inputs = kind(n_parts=3)(), world.inputs()
+    result = method.scores(inputs, tmp_path)
+    np.testing.assert_array_equal(matrix(result), value(0) + value(1) + value(2))
+    assert result.account == FakeScorer(method, 0).account()
 
 
 @pytest.mark.parametrize("kill", range(1, 10))
 def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(kill, world, tmp_path):
     first, second = kind(n_parts=3)(), kind(n_parts=3)()
-    material = world.material(progress=Clock(left=kill))
+    inputs = world.inputs(progress=Clock(left=kill))
     with pytest.raises(Killed):
-        first.scores(material, tmp_path)
-    material = world.material()
-    found = second.scores(material, tmp_path)
-    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
-    blocks = [(part, *bounds) for part in range(3) for bounds in material.blocks()]
-    assert first.asked + second.asked == blocks
-    assert len(first.asked) == kill
+        first.scores(inputs, tmp_path)
+    inputs = world.inputs()
+    result = second.scores(inputs, tmp_path)
+    np.testing.assert_array_equal(matrix(result), value(0) + value(1) + value(2))
+    blocks = [(part, *bounds) for part in range(3) for bounds in inputs.blocks()]
+    assert first.calls + second.calls == blocks
+    assert len(first.calls) == kill
 
 
 @pytest.mark.parametrize(
-    ("attributes", "error", "said"),
+    ("attributes", "error", "message"),
     [
         *(({"spoil": {(19, 4): bad}}, ModelError, f"row 19 for unit 'facts-4' is {bad}") for bad in (NAN, INF, -INF)),
-        ({"spoil": {(2, 0): 7e4}, "dtype": "float16"}, ModelError, "70000.0 .* expected a number that float16 holds"),
+        ({"spoil": {(2, 0): 7e4}, "dtype": "float16"}, ModelError, "70000.0 .* expected a finite float16 number"),
         ({"shape": (16, 2)}, ShapeError, r"rows 0 to 16: got shape \(16, 2\)"),
         ({"n_parts": 0}, ModelError, "got 0 passes over the rows"),
     ],
 )
-def test_what_is_no_score_is_refused_and_not_kept(attributes, error, said, world, tmp_path):
-    with pytest.raises(error, match=said):
-        kind(**attributes)().scores(world.material(), tmp_path)
+def test_what_is_no_score_is_refused_and_not_kept(attributes, error, message, world, tmp_path):
+    with pytest.raises(error, match=message):
+        kind(**attributes)().scores(world.inputs(), tmp_path)
     assert not list(tmp_path.glob("fake-*/method.json"))
 
 
 def test_what_decides_the_numbers_decides_the_name(world):
-    material = world.material()
+    inputs = world.inputs()
 
     def name(method):
-        return place_of(material.artifact.path, identity(method, material)).name
+        return result_directory(inputs.artifact.path, identity(method, inputs)).name
 
     names = [
-        name(asked("bm25").method),
-        name(asked("bm25", seed=1).method),
-        name(asked("bm25", k1=1.3).method),
+        name(configured_method("bm25").method),
+        name(configured_method("bm25", seed=1).method),
+        name(configured_method("bm25", k1=1.3).method),
         name(kind(version=2)()),
         name(kind()()),
-        name(kind(looks_at=frozenset({"model"}))()),
-        name(kind(looks_at=frozenset({"model", "checkpoints"}))()),
-        name(kind(looks_at=frozenset({"environment"}))()),
+        name(kind(requires=frozenset({"model"}))()),
+        name(kind(requires=frozenset({"model", "checkpoints"}))()),
+        name(kind(requires=frozenset({"environment"}))()),
     ]
     assert len(set(names)) == len(names)
-    assert names[0] == name(asked("bm25").method)
+    assert names[0] == name(configured_method("bm25").method)
 
 
-def other(material, **changes):
+def other(inputs, **changes):
     """The material of an artifact that differs: `fingerprints` of its manifest, or settings of its targets."""
-    manifest = material.artifact.manifest
+    manifest = inputs.artifact.manifest
     fingerprints = {**manifest.fingerprints, **changes.pop("fingerprints", {})}
-    artifact = copy.copy(material.artifact)
+    artifact = copy.copy(inputs.artifact)
     artifact.__dict__["manifest"] = manifest.model_copy(update={"fingerprints": fingerprints})
-    changed = replace(material, artifact=artifact)
-    targets = material.settings.targets.model_copy(update=changes)
-    changed.origin.__dict__["settings"] = material.settings.model_copy(update={"targets": targets})
+    changed = replace(inputs, artifact=artifact)
+    targets = inputs.settings.targets.model_copy(update=changes)
+    changed.origin.__dict__["settings"] = inputs.settings.model_copy(update={"targets": targets})
     return changed
 
 
-READERS = [name for name in METHODS if {"tokens", "model"} & method_named(name).load().looks_at]
+READERS = [name for name in METHODS if {"tokens", "model"} & find_method(name).load().requires]
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_an_artifact_was_made_with_decides_the_name(name, world):
     """Artifacts of one corpus may share a cache: with another model, another tokenizer, units cut elsewhere."""
-    material, method = world.material(), asked(name).method
-    looks_at = method.looks_at
+    inputs, method = world.inputs(), configured_method(name).method
+    requires = method.requires
     decides = {
         "corpus": True,
-        "model": bool(looks_at & {"model", "checkpoints"}),
-        "tokenizer": "tokens" in looks_at,
+        "model": bool(requires & {"model", "checkpoints"}),
+        "tokenizer": "tokens" in requires,
     }
-    expected = identity(method, material)
-    assert identity(method, other(material)) == expected
+    expected = identity(method, inputs)
+    assert identity(method, other(inputs)) == expected
     for what, differs in decides.items():
-        assert (identity(method, other(material, fingerprints={what: "f" * 32})) != expected) == differs, what
-    assert (identity(method, other(material, max_length=9)) != expected) == ("tokens" in looks_at)
+        assert (identity(method, other(inputs, fingerprints={what: "f" * 32})) != expected) == differs, what
+    assert (identity(method, other(inputs, max_length=9)) != expected) == ("tokens" in requires)
 
 
 def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tmp_path):
     run = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "run")
 
     def names():
-        material = world.material(checkpoint_places=(run,))
-        return [identity(asked("less", adam=adam).method, material) for adam in ("auto", "never")]
+        inputs = world.inputs(checkpoint_paths=(run,))
+        return [identity(configured_method("less", adam=adam).method, inputs) for adam in ("auto", "never")]
 
     with_moments = names()
     assert names() == with_moments
@@ -169,59 +169,59 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
     other_moments = names()
     path.unlink()
     without = names()
-    assert len({str(found[0]) for found in (with_moments, other_moments, without)}) == 3
+    assert len({str(result[0]) for result in (with_moments, other_moments, without)}) == 3
     assert with_moments[1] == other_moments[1] == without[1]
 
 
 def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
-    material = world.material()
+    inputs = world.inputs()
     places = [
-        shared_of(tmp_path, material, 1),
-        shared_of(tmp_path, material, 2),
+        shared_directory(tmp_path, inputs, 1),
+        shared_directory(tmp_path, inputs, 2),
         *(
-            shared_of(tmp_path, other(material, fingerprints={what: "f" * 32}), 1)
+            shared_directory(tmp_path, other(inputs, fingerprints={what: "f" * 32}), 1)
             for what in ("model", "tokenizer", "corpus")
         ),
     ]
     assert len(set(places)) == len(places)
-    assert shared_of(tmp_path, other(material), 1) == places[0]
-    scores(asked("tracin", checkpoints="last"), material, tmp_path)
+    assert shared_directory(tmp_path, other(inputs), 1) == places[0]
+    scores(configured_method("tracin", checkpoints="last"), inputs, tmp_path)
     (area,) = tmp_path.glob("shared-*/gradients-*")
-    assert area.parent == shared_of(tmp_path, material, 1)
+    assert area.parent == shared_directory(tmp_path, inputs, 1)
 
 
 def test_two_processes_do_not_compute_the_same(world, tmp_path):
-    material, method = world.material(), kind()()
-    place = place_of(tmp_path, identity(method, material))
+    inputs, method = world.inputs(), kind()()
+    place = result_directory(tmp_path, identity(method, inputs))
     place.mkdir()
     with (place / LOCK).open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(ArtifactError, match=r"locked by another process; .*: wait for it or stop it"):
-            method.scores(material, tmp_path)
-    assert method.asked == []
+            method.scores(inputs, tmp_path)
+    assert method.calls == []
 
 
 def test_a_damaged_result_is_refused(world, tmp_path):
-    material = world.material()
-    found = kind()().scores(material, tmp_path)
-    (found.path / "scores.npy").write_bytes(b"no array")
+    inputs = world.inputs()
+    result = kind()().scores(inputs, tmp_path)
+    (result.path / "scores.npy").write_bytes(b"no array")
     with pytest.raises(SettingsError, match=r"fake-.*/scores.npy: truncated: .*; delete its directory"):
-        kind()().scores(material, tmp_path)
+        kind()().scores(inputs, tmp_path)
 
 
 def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
     (tmp_path / "file").write_text("")
-    material = world.material()
-    with pytest.raises(SettingsError, match=r"scores cannot be kept here .* name another place with --cache"):
-        kind()().scores(material, tmp_path / "file")
+    inputs = world.inputs()
+    with pytest.raises(SettingsError, match=r"scores cannot be stored here .* another directory with --cache"):
+        kind()().scores(inputs, tmp_path / "file")
 
 
 def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):
-    material = world.material()
-    found = scores(asked("bm25"), material, tmp_path)
-    read = read_row_scores(found.path / "scores.npy", RowIndex.from_parquet(material.artifact.rows_path))
-    assert read.columns == tuple((unit.target, unit.unit_id) for unit in material.units.units)
-    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(found))
+    inputs = world.inputs()
+    result = scores(configured_method("bm25"), inputs, tmp_path)
+    read = read_row_scores(result.path / "scores.npy", RowIndex.from_parquet(inputs.artifact.rows_path))
+    assert read.columns == tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
+    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(result))
 
 
 def test_a_work_area_keeps_arrays_records_and_time(tmp_path):
@@ -230,7 +230,7 @@ def test_a_work_area_keeps_arrays_records_and_time(tmp_path):
     assert work.read("a") is None
     calls = []
     for _ in range(2):
-        np.testing.assert_array_equal(work.kept("a", lambda: calls.append(1) or np.arange(3)), np.arange(3))
+        np.testing.assert_array_equal(work.load_or_compute("a", lambda: calls.append(1) or np.arange(3)), np.arange(3))
     assert calls == [1]
     work.write("a", {"rows": 3})
     assert WorkArea(tmp_path / "own").read("a") == {"rows": 3}

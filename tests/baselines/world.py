@@ -44,10 +44,10 @@ class World:
     def artifact(self) -> ArtifactReader:
         return ArtifactReader.open(self.root / "art")
 
-    def material(self, **changes: Any) -> MethodInputs:
+    def inputs(self, **changes: Any) -> MethodInputs:
         """The artifact with its environment, opened afresh."""
         scored = Joined.from_environment(self.environment, self.artifact)
-        known = Retrained.from_joined(scored, self.environment.utilities())
+        known = Retrained.from_alignment(scored, self.environment.utilities())
         return replace(MethodInputs(self.artifact, retrained=known), **changes)
 
 
@@ -95,25 +95,25 @@ def make(root: Path) -> World:
     return World(root)
 
 
-def asked(name: str, **settings: Any) -> ConfiguredMethod:
+def configured_method(name: str, **settings: Any) -> ConfiguredMethod:
     """One method with settings, and `seed` among them."""
-    (found,) = configured_methods([name], {name: settings})
-    return found
+    (result,) = configured_methods([name], {name: settings})
+    return result
 
 
-def matrix(found: MethodScores) -> np.ndarray:
+def matrix(result: MethodScores) -> np.ndarray:
     """All stored scores, float64."""
-    return np.concatenate([block for _, block in found]).astype(np.float64)
+    return np.concatenate([block for _, block in result]).astype(np.float64)
 
 
-def copies(material: MethodInputs) -> np.ndarray:
+def copies(inputs: MethodInputs) -> np.ndarray:
     """The row that is the unit itself, (E,)."""
-    return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in material.units.units])
+    return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in inputs.units.units])
 
 
 def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
     """All scores of one method with these settings, computed or found at the place, float64."""
-    return matrix(scores(asked(name, **settings), world.material(), place))
+    return matrix(scores(configured_method(name, **settings), world.inputs(), place))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.build.build import add_targets
-from grasp.build.forecast import foretell
+from grasp.build.forecast import forecast
 from grasp.build.merge import merge
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
@@ -187,7 +187,7 @@ def test_a_model_that_knows_nothing_and_other_features_are_refused_with_given_mo
         with pytest.raises(ModelError, match="looks untrained"):
             build_artifact(settings, tmp_path / "art", must_be_trained=True)
     other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
-    for ask in (build_artifact, lambda *_: foretell(tmp_path / "art", other.model_dump(), untrained=True)):
+    for ask in (build_artifact, lambda *_: forecast(tmp_path / "art", other.model_dump(), untrained=True)):
         with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
             ask(other, tmp_path / "art")
     assert not (tmp_path / "art" / "work").exists()

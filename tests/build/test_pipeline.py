@@ -1,6 +1,7 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
 import functools
+import gzip
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -24,20 +27,18 @@ from grasp.artifact.inspection import verify
 from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
-from grasp.build.forecast import foretell
+from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
-from grasp.build.model_pass import read_batches
-from grasp.build.pipeline import build_artifact, decided, has_work, regime
+from grasp.build.model_pass import observe_part, read_batches
+from grasp.build.pipeline import Sample, build_artifact, decided, regime
 from grasp.build.provenance import BuildSource
-from grasp.build.sample import Sample
-from grasp.build.score_shard import observe_part
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
 from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
-from grasp.predict.scoring_rule import BESIDE_GRADIENT, default_protocol
+from grasp.predict.scoring_rule import BESIDE_GRADIENT, DEFAULT_PROTOCOL
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
@@ -390,7 +391,7 @@ def test_the_kernels_of_a_build_are_what_the_scoring_rule_reads_and_two_sketches
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
         stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
-        fitted = default_protocol().fitted(stored, features.model_dump())
+        fitted = DEFAULT_PROTOCOL.fitted(stored, features.model_dump())
         assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
     assert {train for _, train in KERNELS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
@@ -402,7 +403,7 @@ def test_the_settings_of_the_paper_come_with_its_rule():
     assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
     assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
     assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
-    assert default_protocol().fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
+    assert DEFAULT_PROTOCOL.fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
 
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
@@ -449,7 +450,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
     by_loss = np.argsort(-losses[0], kind="stable")
     assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
     with pytest.raises(ProtocolError, match="needs array 'relevance_toy'"):
-        default_protocol().model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
+        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
 
     # a target is added to it as to any other
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -591,26 +592,43 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"train": "further", "keep_features": True}])
-def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_path, more):
+def test_a_forecast_counts_what_the_build_writes_and_writes_nothing_itself(root, tmp_path, more):
     settings, out = world(root, **more), tmp_path / "art"
-    rows, questions, kernels, lasts, disk = foretell(out, settings.model_dump(), untrained=True).splitlines()
-    assert not has_work(out)
-    notes = Notes()
-    build_artifact(settings, out, progress=notes)
+    rows, questions, kernels, duration, disk = forecast(out, settings.model_dump(), untrained=True).splitlines()
+    assert not out.exists()
+    build_artifact(settings, out)
     art = ArtifactReader.open(out)
-    assert notes.rows < 2 * art.n_rows + 40  # the corpus was cut already
     assert (rows, questions) == (f"rows: {art.n_rows} of 40 documents", "questions: 6 of facts")
     ranking = {f"relevance_{name}" for name in kernels.removeprefix("kernels: ").split(", ")}
     assert ranking == {n for n in art.array_names if n.startswith("relevance_")}
-    assert ranking < set(art.array_names)  # sketches are there as well, and rank nothing
-    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, by the first \d+ rows", lasts)
+    assert ranking < set(art.array_names)  # sketches are built as well, and rank nothing
+    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, timed on [\d,]+ tokens", duration)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    told, unit = re.match(r"disk: about ([\d.]+) (\w+), and .* more until it is finished", disk).groups()
-    assert size / 2 < float(told) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
-    with pytest.raises(ArtifactError, match="is finished, so there is nothing to foretell"):
-        foretell(out, settings.model_dump())
+    number, unit = re.match(r"disk: about ([\d.]+) (\w+), and .* more until it is finished", disk).groups()
+    assert size / 2 < float(number) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
+    with pytest.raises(ArtifactError, match="is finished"):
+        forecast(out, settings.model_dump())
     with pytest.raises(ModelError, match="looks untrained"):
-        foretell(tmp_path / "new", settings.model_dump())
+        forecast(tmp_path / "new", settings.model_dump())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, monkeypatch, suffix):
+    settings = world(root)
+    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
+    lines = [line | {"row_id": f"{line['row_id']}-{k}"} for k in range(50) for line in lines]
+    path = tmp_path / f"corpus{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(lines), path)
+    else:
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    settings = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(path)})})
+    monkeypatch.setattr(sys.modules["grasp.build.forecast"], "PROBE_DOCUMENTS", 400)
+    line = forecast(tmp_path / "art", settings.model_dump(), untrained=True).splitlines()[0]
+    rows, documents = (int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+)", line))
+    assert documents == 2_000
+    assert rows == round(65 / 40 * documents)
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
@@ -850,7 +868,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
         weights = dict.fromkeys(("output_layer", "embedding"), BESIDE_GRADIENT) | {"gradient": 1.0}
-    assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
+    assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
 def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):

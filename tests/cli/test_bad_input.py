@@ -112,7 +112,7 @@ BOMB = "model.path=[" + ", ".join(f"&a{i} [{nine}]" for i, nine in enumerate(NIN
         ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
         (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
         (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: line 1: nested deeper than 50"),
-        ("model.path=&a [*a]", "--set model.path: line 1: a value that holds itself"),
+        ("model.path=&a [*a]", "--set model.path: line 1: recursive alias"),
         (BOMB, "--set model.path: line 1: more than 100,000 values"),
     ],
 )
@@ -131,8 +131,8 @@ def test_every_wrong_setting_is_in_one_message(build):
     [
         (b"- 1", "got list, expected a mapping of settings"),
         (b"a: [", "not YAML: while parsing a flow node"),
-        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: 'a' is there already, in line 1"),
-        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: 'z' is there already, in line 2"),
+        (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: duplicate key .a., first in line 1"),
+        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: duplicate key .z., first in line 2"),
         (b"\xff", "not YAML: "),
         (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
         (None, "no such settings file"),

@@ -67,15 +67,12 @@ def lines_of(path: Path) -> list[dict]:
 # build, info, verify
 
 
-def test_a_forecast_says_what_a_build_would_be_and_its_rows_are_kept(root, tmp_path):
-    asked = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "new")
-    told = succeed(*asked, "--forecast")
-    assert [line.partition(":")[0] for line in told.lines[:5]] == ["rows", "questions", "kernels", "time", "disk"]
-    assert told.lines[5] == f"{tmp_path / 'new'}: has the rows; the same command without --forecast goes on from there"
-    assert "cutting into rows: " in told.err
-    built = succeed(*asked)
-    assert "cutting into rows: " not in built.err
-    assert "--workers: no meaning with --forecast" in refused(*asked, "--forecast", "--workers", 2)
+def test_a_forecast_estimates_a_build_and_writes_nothing(root, tmp_path):
+    command = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "new")
+    estimate = succeed(*command, "--forecast")
+    assert [line.partition(":")[0] for line in estimate.lines] == ["rows", "questions", "kernels", "time", "disk"]
+    assert not (tmp_path / "new").exists()
+    assert "--workers: no meaning with --forecast" in refused(*command, "--forecast", "--workers", 2)
 
 
 def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):

@@ -23,7 +23,7 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.runs.retrained import Environment
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -285,11 +285,11 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
         )
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
-    assert f"protocol default: {default_protocol().provenance}" in out
+    assert f"protocol default: {DEFAULT_PROTOCOL.provenance}" in out
     realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
-    (own,) = scored(art, env).predict({"default": default_protocol()}, ["facts"])
+    (own,) = scored(art, env).predict({"default": DEFAULT_PROTOCOL}, ["facts"])
     predicted = {"default": own.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
         for kernel in kernels
@@ -313,7 +313,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
     with (tmp_path / "r.csv").open() as file:
         table = {line["method"]: line for line in csv.DictReader(file)}
     assert report["notes"][:2] == [
-        f"protocol default: {default_protocol().provenance}",
+        f"protocol default: {DEFAULT_PROTOCOL.provenance}",
         "protocol planted: not selected on development environments",
     ]
     assert "default" in printed

@@ -202,7 +202,7 @@ def test_a_text_that_ends_with_eos_gets_no_other(kind):
     for fields in ({"text": f"it is{EOS}"}, {"text": "it is"}, pair):
         for packing in ("document", "concat") if fields is not pair else ("document",):
             asked = settings_for("none", max_length=40, packing=packing)
-            (row,) = pack([_document(**fields)], asked, tokenizer, with_texts=True)
+            (row,) = pack([_document(**fields)], asked, tokenizer)
             assert row.input_ids.tolist().count(eos_id) == 1
             assert row.input_ids[-1] == eos_id
-            assert row.text == fields["text"]
+            assert row.spans == ((0, 0, len(fields["text"])),)

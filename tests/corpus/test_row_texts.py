@@ -1,6 +1,6 @@
-"""Every row knows its text: the rows of a document put together are the document, and the rows are those of a store."""
+"""Every row knows its text: the rows of a document put together are the document."""
 
-import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import RowStore, read_documents
-from grasp.corpus.packing import pack, row_bytes
+from grasp.corpus.documents import Corpus
+from grasp.corpus.packing import pack
+from grasp.corpus.sources import open_source
+from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from tests.corpus.world import Words, rows_of, settings_for, write_jsonl
+from tests.corpus.world import Words, settings_for, write_jsonl
 
 TEXTS = (
     " ".join(f"w{i}" for i in range(20)),
@@ -28,8 +31,17 @@ def bytes_tokenizer() -> HfTokenizer:
     return HfTokenizer(train_tokenizer(["fire is hot, and so on"] * 4, vocab_size=270), vocab_size=270)
 
 
-def rows_with_texts(asked, tokenizer):
-    return list(pack(read_documents(asked), asked, tokenizer, with_texts=True))
+def texts_of(store, asked, tokenizer, row_index):
+    corpus = Corpus(open_source(asked.path), asked)
+    return list(store.texts(np.asarray(row_index, dtype=np.int64), corpus, lambda: tokenizer))
+
+
+def rows_with_texts(asked, tokenizer, directory):
+    """Rows of a store with their texts, and the documents that packing names."""
+    store = RowStore.write(directory, asked, tokenizer, shard_rows=5)
+    texts = texts_of(store, asked, tokenizer, range(store.n_rows))
+    documents = [row.document for row in pack(read_documents(asked), asked, tokenizer)]
+    return [SimpleNamespace(text=text, document=d) for text, d in zip(texts, documents, strict=True)]
 
 
 def write(directory, texts, **changes):
@@ -40,22 +52,33 @@ def write(directory, texts, **changes):
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @settings(max_examples=20)
 @given(texts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)), min_size=1, max_size=8))
-def test_rows_and_texts_are_those_of_the_store(packing, texts, bytes_tokenizer, tmp_path_factory):
+def test_texts_do_not_depend_on_the_shards_or_on_which_are_asked_for(packing, texts, bytes_tokenizer, tmp_path_factory):
     place = tmp_path_factory.mktemp("texts")
     asked = write(place, [*texts, "there is one at least"], packing=packing)
     store = RowStore.write(place / "rows", asked, bytes_tokenizer, shard_rows=5)
-    found = rows_with_texts(asked, bytes_tokenizer)
-    digest = hashlib.blake2b(RowStore.seed, digest_size=16)
-    for row in found:
-        digest.update(row_bytes(row.row_id, row.input_ids, row.labelled))
-    assert [(row.row_id, row.input_ids.tolist()) for row in found] == [(r["row_id"], ids) for r, ids in rows_of(store)]
-    assert digest.hexdigest() == store.fingerprint
+    every = texts_of(store, asked, bytes_tokenizer, range(store.n_rows))
+    other = RowStore.write(place / "other", asked, bytes_tokenizer, shard_rows=2)
+    assert texts_of(other, asked, bytes_tokenizer, range(other.n_rows)) == every
+    assert texts_of(store, asked, bytes_tokenizer, range(0, store.n_rows, 3)) == every[::3]
+
+
+def test_a_corpus_that_has_changed_is_told_by_its_documents(tmp_path):
+    asked = write(tmp_path, ["one two three", "four five six"])
+    store = RowStore.write(tmp_path / "rows", asked, Words(), shard_rows=5)
+    assert store.keeps_spans_of(open_source(asked.path))
+    write(tmp_path, ["one two three"])
+    assert not store.keeps_spans_of(open_source(asked.path))
+    with pytest.raises(CorpusError, match="ends before document 1; the corpus changed"):
+        texts_of(store, asked, Words(), [1])
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "one two", "row_id": name} for name in "ab"])
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: is '\w+-0', was '\w+-0'; the corpus changed"):
+        texts_of(store, asked, Words(), [0])
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bytes"])
 def test_the_rows_of_a_document_put_together_are_the_document(tokenizer, bytes_tokenizer, tmp_path):
     chosen = Words(eos_id=None) if tokenizer == "words" else bytes_tokenizer
-    found = rows_with_texts(write(tmp_path, TEXTS), chosen)
+    found = rows_with_texts(write(tmp_path, TEXTS), chosen, tmp_path / "rows")
     for i, text in enumerate(TEXTS):
         parts = [row for row in found if row.document == i]
         skipped = tokenizer == "words" and len(text.split()) < 2  # a row of one token is none
@@ -65,7 +88,8 @@ def test_the_rows_of_a_document_put_together_are_the_document(tokenizer, bytes_t
 
 def test_a_row_of_a_stream_holds_the_spans_of_its_documents(tmp_path):
     texts = ["one two three", "four five", "six seven eight nine ten"]
-    found = rows_with_texts(write(tmp_path, texts, packing="concat", max_length=5), Words())
+    asked = write(tmp_path, texts, packing="concat", max_length=5)
+    found = rows_with_texts(asked, Words(), tmp_path / "rows")
     assert [row.text for row in found] == ["one two three\n\nfour", " five\n\nsix seven eight", " nine ten"]
 
 
@@ -76,7 +100,7 @@ def test_a_text_is_unknown_where_nobody_says_where_tokens_end(tmp_path):
         def encode_with_spans(self, texts):
             return [(ids, None) for ids in self.encode(texts)]
 
-    assert [row.text for row in rows_with_texts(asked, Silent())] == [None, None]
+    assert [row.text for row in rows_with_texts(asked, Silent(), tmp_path / "rows")] == [None, None]
     lines = [{"text": "as it is", "input_ids": np.arange(1, 5).tolist()}, {"input_ids": [1, 2, 3]}]
     given_ids = settings_for(write_jsonl(tmp_path / "ids.jsonl", lines))
-    assert [row.text for row in rows_with_texts(given_ids, Words())] == ["as it is", None]
+    assert [row.text for row in rows_with_texts(given_ids, Words(), tmp_path / "others")] == ["as it is", None]

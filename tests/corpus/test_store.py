@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import RowStore
-from grasp.corpus.sources import table_source
+from grasp.corpus.documents import Corpus
+from grasp.corpus.sources import open_source, table_source
 from grasp.errors import ArtifactError, CorpusError
 from grasp.files import temporary_path
 from tests.corpus.world import (
@@ -38,9 +39,10 @@ from tests.faults import Killed
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
 
-def write(directory, path, shard_rows=4, tokenizer=None, progress=None, **changes):
-    tokenizer = tokenizer or Words()
-    return RowStore.write(directory, settings_for(path, **changes), tokenizer, shard_rows=shard_rows, progress=progress)
+def write(directory, path, shard_rows=4, tokenizer=None, progress=None, source=None, **changes):
+    tokenizer, asked = tokenizer or Words(), settings_for(path, **changes)
+    corpus = None if source is None else Corpus(source, asked)
+    return RowStore.write(directory, asked, tokenizer, shard_rows=shard_rows, corpus=corpus, progress=progress)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_a_corpus_is_the_same_store_whatever_it_is_kept_in(tmp_path):
         write(tmp_path / "1", write_jsonl(tmp_path / "c.jsonl", rows)),
         write(tmp_path / "2", tmp_path / "c.parquet"),
         write(tmp_path / "3", tmp_path / "saved"),
-        RowStore.write(tmp_path / "4", settings_for("none"), Words(), shard_rows=4, source=table_source(table)),
+        write(tmp_path / "4", "none", source=table_source(table)),
     ]
     found = [(rows_of(s), s.fingerprint, s.label_columns, s.ignored_columns, s.details["columns"]) for s in stores]
     assert found == [found[0]] * 4
@@ -231,6 +233,26 @@ def test_a_store_that_was_begun_before_a_setting_was_there_goes_on(tmp_path, cor
     assert plan["settings"].pop("shortest_end", "gone") is None
     (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
     assert write(tmp_path / "store", corpus).fingerprint == store.fingerprint
+
+
+def test_a_store_without_spans_is_read_and_replaced_where_it_may_be(tmp_path, corpus):
+    fingerprint = write(tmp_path / "store", corpus).fingerprint
+    for name in ("plan.json", "store.json"):  # as version 0.2 wrote them
+        record = json.loads((tmp_path / "store" / name).read_text())
+        record["format" if name == "plan.json" else "format_version"] = 1
+        (tmp_path / "store" / name).write_text(json.dumps({**record, "checksum": ""}, indent=1))
+    for path in (tmp_path / "store").glob("*.parquet"):
+        pq.write_table(pq.read_table(path).drop_columns("__spans__"), path)
+    summary = json.loads((tmp_path / "store" / "store.json").read_text())
+    (tmp_path / "store" / "store.json").write_text(json.dumps({**summary, "files": {}}))
+    plan = json.loads((tmp_path / "store" / "plan.json").read_text())
+    del plan["checksum"]
+    (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
+    old = write(tmp_path / "store", corpus)
+    assert (old.fingerprint, old.format_version) == (fingerprint, 1)
+    assert not old.keeps_spans_of(open_source(str(corpus)))
+    new = RowStore.write(tmp_path / "store", settings_for(corpus), Words(), shard_rows=4, replace=True)
+    assert (new.fingerprint, new.format_version) == (fingerprint, 2)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +533,7 @@ def test_what_is_no_store_or_not_in_it_is_refused(tmp_path, corpus):
             ask()
     assert (tmp_path / "theirs" / "thesis.txt").read_text() == "precious"
     summary = tmp_path / "store" / "store.json"
-    for text, said in [(summary.read_text().replace('_version": 1', '_version": 2'), "version 2"), ("{", "damaged")]:
+    for text, said in [(summary.read_text().replace('_version": 2', '_version": 3'), "version 3"), ("{", "damaged")]:
         summary.write_text(text)
         with pytest.raises(CorpusError, match=said):
             RowStore.open(tmp_path / "store")

@@ -20,7 +20,7 @@ from experiments.curation.table import estimate
 from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
 from grasp.predict.predictor import UnitSelection
-from grasp.predict.scoring_rule import default_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, save_protocol
 from grasp.runs.retrained import Environment
 from grasp.settings import build_settings
 from grasp.targets import Unit
@@ -193,7 +193,7 @@ def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, mon
 
 
 def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, monkeypatch):
-    protocol = rule(**default_protocol().model_dump() | {"name": "other", "components": {"joint.raw": -5.0}})
+    protocol = rule(**DEFAULT_PROTOCOL.model_dump() | {"name": "other", "components": {"joint.raw": -5.0}})
     save_protocol(protocol, tmp_path / "protocol.yaml")
     before = Environment.open(experiment.work / "llama").subset_ids
     trained = []

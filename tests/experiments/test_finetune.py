@@ -286,6 +286,6 @@ def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():
     row, unit = (autograd(model, one) for one in (examples[0], asked[0]))
     want = 0.0
     for block, basis, lambda_XY in zip(engine.layers.blocks, turned.bases, lambdas, strict=True):
-        solved = basis.back(basis.into(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))
+        solved = basis.rotate_back(basis.rotate(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))
         want += float((as_matrix(block, row) * solved).sum())
     assert got == pytest.approx(want, rel=1e-6)

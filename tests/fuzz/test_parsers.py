@@ -32,7 +32,7 @@ from grasp.corpus import read_documents
 from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.predictions import read_predictions
 from grasp.runs.retrained import Environment
@@ -268,7 +268,7 @@ RUN = BuildSettings.model_validate(
 def test_yaml(data, kind, place):
     path = place / "in" / "given.yaml"
     if kind == "protocol":
-        save_protocol(default_protocol(), path)
+        save_protocol(DEFAULT_PROTOCOL, path)
         value = yaml.safe_load(path.read_text())
     else:
         value = RUN

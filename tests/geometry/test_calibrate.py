@@ -32,7 +32,7 @@ from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.scored import Scored
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.retrained import Environment, FamilyInfo, TargetInfo
@@ -333,7 +333,7 @@ def test_the_family_that_ships_is_finite_and_listed():
     members, skipped = default_family().members(FakeSource().array_names)
     assert skipped == 0
     assert 5_000 < len(members) < 10_000
-    shipped = candidate_of(default_protocol(), FakeSource())
+    shipped = candidate_of(DEFAULT_PROTOCOL, FakeSource())
     assert any(one.binding == shipped.binding and dict(one.match) == dict(shipped.match) for one in members)
     assert len({candidate.name for candidate in members}) == len(members)
     without = [name for name in FakeSource().array_names if name != "relevance_embedding"]

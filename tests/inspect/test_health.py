@@ -18,7 +18,7 @@ from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
 from grasp.inspect.rescoring import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.kernels.whitening import Whitener, second_moments
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.alignment import Joined
 from grasp.settings import build_settings
 from tests.build.world import EVERY, SKETCHES, world
@@ -70,7 +70,7 @@ def test_kept_features_are_those_of_the_model(plain, kept):
 
 def protocol(**components):
     """The one that ships, with geometry."""
-    return rule(**(default_protocol().model_dump() | {"components": components}))
+    return rule(**(DEFAULT_PROTOCOL.model_dump() | {"components": components}))
 
 
 ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})

@@ -176,7 +176,7 @@ def listed() -> dict[str, bool]:
     """Types that the page lists, and whether they are read."""
     text = PAGE.read_text(encoding="utf-8")
     return {
-        name: kind == "yes" for name, kind in re.findall(r"^\| `([\w-]+)` \| (yes|refused|not tried) \|", text, re.M)
+        name: kind == "yes" for name, kind in re.findall(r"^\| `([\w-]+)` \| (yes|refused|not tested) \|", text, re.M)
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from grasp.api.evaluate import additive_methods
 from grasp.errors import ProtocolError
-from grasp.predict.scoring_rule import ScoringProtocol, default_protocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol, save_protocol
 from tests.predict.source import FakeSource
 from tests.rules import rule
 from tests.says import says
@@ -28,7 +28,7 @@ FULL = rule(
 
 def test_the_default_is_what_its_provenance_says_was_selected():
     """Three defaults, each what a build ranks by, and each with the best bound of what was tried, or level with it."""
-    protocol = default_protocol()
+    protocol = DEFAULT_PROTOCOL
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "output_layer", "embedding")]
@@ -58,7 +58,7 @@ def test_a_protocol_says_whether_it_was_selected():
 
 
 def test_a_protocol_survives_its_file(tmp_path):
-    for protocol in (FULL, default_protocol()):
+    for protocol in (FULL, DEFAULT_PROTOCOL):
         save_protocol(protocol, tmp_path / "p.yaml")
         assert load_protocol(tmp_path / "p.yaml") == protocol
 

@@ -23,12 +23,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
-from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import findings
 from grasp.report.page import render
-from grasp.runs.calibration import learn, measures
+from grasp.runs.calibration import learn
 from grasp.runs.retrained import Environment
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 def said(artifact, **question) -> str:
     """The text of a page."""
-    return " ".join(Page(render(findings(artifact, default_protocol(), **question))).text.split())
+    return " ".join(Page(render(findings(artifact, DEFAULT_PROTOCOL, **question))).text.split())
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_hostile_text_is_text(text, parsed):
 
 def test_the_same_findings_give_the_same_bytes(tmp_path):
     artifact = write_artifact(tmp_path / "art", n_rows=70)
-    pages = {render(findings(artifact, default_protocol())) for _ in range(2)}
+    pages = {render(findings(artifact, DEFAULT_PROTOCOL)) for _ in range(2)}
     assert len(pages) == 1
 
 
@@ -164,7 +164,7 @@ def test_numbers_are_those_of_the_command(place, parsed):
 
 def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     artifact = write_artifact(tmp_path / "art")
-    found = findings(artifact, default_protocol(), by=("topic",))
+    found = findings(artifact, DEFAULT_PROTOCOL, by=("topic",))
     (label,) = found.labels
     for line in predict(artifact, by="topic").table.to_pylist():
         g, t = label.slices.names.index(line["value"]), found.targets.index(line["target"])
@@ -206,7 +206,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert told["labels"][0]["after"].endswith(f"--runs {environment.path}")
-    predictor = Predictor.from_artifact(artifact, chosen, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILAR)
     if interactions:
         assert changes == [[None, None]] * 5
     else:
@@ -269,7 +269,7 @@ def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
 def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count):
     topics = [f"topic {i}" for i in range(count)]
     artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=max(count, 400), targets=("sciq",))
-    page = render(findings(artifact, default_protocol(), by=("topic", "format") if count > 1 else ()))
+    page = render(findings(artifact, DEFAULT_PROTOCOL, by=("topic", "format") if count > 1 else ()))
     assert len(page.encode()) < 1_500_000
     assert (f"topic: {count - 99:,} values with few rows share the slice" in page) == (count > 1)
     assert ("changes without a format" in page) == (count == 1)
@@ -312,10 +312,10 @@ def test_the_page_opens_on_the_label_of_its_mixture(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     asked = ("--by", "format", "--target", "sciq", "--out", tmp_path / "m.parquet")
     succeed("mix", artifact.path, *asked)
-    assert findings(artifact, default_protocol()).labels[0].slices.label == "topic"
-    found = findings(artifact, default_protocol(), mixture=tmp_path / "m.json")
+    assert findings(artifact, DEFAULT_PROTOCOL).labels[0].slices.label == "topic"
+    found = findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json")
     assert [label.slices.label for label in found.labels] == ["format", "topic"]
-    named = findings(artifact, default_protocol(), mixture=tmp_path / "m.json", by=("topic", "format"))
+    named = findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json", by=("topic", "format"))
     shown = payload.payload(named)["labels"]
     assert [any(preset["given"] for preset in label["presets"]) for label in shown] == [False, True]
 
@@ -387,7 +387,7 @@ def test_with_runs_the_clauses_are_there(parsed):
 def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
     built = build_artifact(extract_world.world(tmp_path / "world"), tmp_path / "art")
     artifact = ArtifactReader.open(built)
-    found = findings(artifact, default_protocol(), explain=2)
+    found = findings(artifact, DEFAULT_PROTOCOL, explain=2)
     held = found.rows
     best = int(np.argmin(np.where(held.rank_KT[:, 0] > 0, held.rank_KT[:, 0], len(held.rows) + 1)))
     words = payload.payload(found)["rows"]["rows"][best]["shades"]["t0"]
@@ -396,7 +396,7 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
     assert sum(share or 0.0 for _, share in words) == pytest.approx(np.nansum(row.contributions), rel=0.01)
     assert sum(len(one) for one in found.shades.values()) == 3  # the two best, and the worst
     shutil.rmtree(artifact.manifest.settings["model"]["path"])
-    without = findings(artifact, default_protocol(), explain=2)
+    without = findings(artifact, DEFAULT_PROTOCOL, explain=2)
     assert without.shades == {}
     assert "The words of the rows are not shaded: the model" in render(without)
 

@@ -15,7 +15,7 @@ from experiments.keep import keep
 from grasp.artifact.where import LabelColumn
 from grasp.errors import EnvironmentDataError
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.retrained import Environment, Run
 from tests.faults import Killed, raising
@@ -322,7 +322,7 @@ def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path,
 def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     experiments = Path(__file__).parents[2] / "experiments"
     env = Environment.open(experiments / "environments" / "cc-topic")
-    protocol = default_protocol()
+    protocol = DEFAULT_PROTOCOL
     runs = env.fingerprint(next(blocks()))
     assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
     assert protocol.chosen_on("other") == set()

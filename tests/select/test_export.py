@@ -3,7 +3,9 @@
 import datetime
 import decimal
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +15,10 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
+from grasp.corpus.documents import Corpus
+from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
-from grasp.files import entry_of
+from grasp.files import entry_of, temporary_path
 from grasp.select.budget import excluded
 from grasp.select.export import (
     Exporter,
@@ -22,8 +26,8 @@ from grasp.select.export import (
     corpus_settings,
     kept_documents,
     kept_records,
-    proven_rows,
     row_tables,
+    stored_rows,
     write_corpus,
 )
 from grasp.targets import Unit
@@ -49,7 +53,7 @@ def build(directory, path, **changes) -> ArtifactReader:
     store = RowStore.write(directory / "rows", corpus, Words(), shard_rows=6)
     table = pa.concat_tables(store.shard(k).table for k in range(store.n_shards))
     ones = np.ones((store.n_rows, 1), np.float32)
-    return write_arrays(
+    artifact = write_arrays(
         directory / "art",
         {"relevance_output_layer": ones},
         table.append_column("loss", pa.array(ones[:, 0])),
@@ -59,6 +63,8 @@ def build(directory, path, **changes) -> ArtifactReader:
         details={"n_documents": store.n_documents, "columns": store.details["columns"]},
         fingerprints={"corpus": store.fingerprint},
     )
+    shutil.copytree(directory / "rows", artifact.path / "tokens")
+    return artifact
 
 
 def choose(artifact, seed=0, share=0.5):
@@ -80,19 +86,35 @@ def slow_kept(artifact, chosen_N, rule) -> list[str]:
     return [name for name in tokens if enough[rule](name)]
 
 
-def rows_of(artifact, path=None):
-    return proven_rows(artifact, corpus_settings(artifact, path), Words())
+class Numbers(Words):
+    """Decodes ids to their numbers."""
+
+    def decode(self, rows):
+        return [" ".join(map(str, ids)) for ids in rows]
 
 
-def decode(batch):
-    return [" ".join(map(str, ids)) for ids in batch]
+def opened(artifact, path=None):
+    corpus = corpus_settings(artifact, path)
+    return Corpus(open_source(corpus.path, corpus.split), corpus)
+
+
+@contextmanager
+def rows_and_corpus(artifact, path=None):
+    corpus = opened(artifact, path)
+    with stored_rows(artifact, corpus, Numbers, temporary_path(artifact.path)) as rows:
+        yield rows, corpus
+
+
+def rows_of(artifact):
+    return RowStore.open(artifact.path / "tokens")
 
 
 def export(artifact, row_index, out, kind="parquet", path=None):
     """What `Selection.export` does, with a tokenizer that can be read by eye; the lines that were written."""
     index = np.asarray(row_index)
-    tables = row_tables(artifact, rows_of(artifact, path), index, -1.0 * index, decode)
-    found = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
+    with rows_and_corpus(artifact, path) as (rows, corpus):
+        tables = row_tables(artifact, rows, corpus, index, -1.0 * index, Numbers)
+        found = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
     lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
     assert found.records == len(lines)
     return lines
@@ -101,10 +123,13 @@ def export(artifact, row_index, out, kind="parquet", path=None):
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("named", [True, False])
-def test_exactly_the_chosen_rows_are_written(kind, packing, named, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kept", [True, False], ids=["rows kept", "rows made again"])
+def test_exactly_the_chosen_rows_are_written(kind, packing, named, kept, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
     rows = records(named=named)
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    if not kept:
+        shutil.rmtree(artifact.path / "tokens")
     store = RowStore.open(tmp_path / "rows")
     chosen = np.random.default_rng(1).permutation(artifact.n_rows)[: artifact.n_rows // 3]
     lines = export(artifact, chosen, tmp_path / "kept", kind)
@@ -122,6 +147,19 @@ def test_exactly_the_chosen_rows_are_written(kind, packing, named, tmp_path, mon
     assert (manifest["corpus"], manifest["holds"], manifest["records"]) == ("x", "rows", len(chosen))
     for name, entry in manifest["files"].items():
         assert entry_of(tmp_path / "kept" / name).model_dump() == entry
+
+
+def test_rows_that_are_kept_need_no_tokenizer(tmp_path):
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+
+    def refuse():
+        raise AssertionError("a tokenizer was loaded")
+
+    corpus, index = opened(artifact), np.arange(artifact.n_rows)
+    with stored_rows(artifact, corpus, refuse, tmp_path / "aside") as rows:
+        tables = list(row_tables(artifact, rows, corpus, index, np.zeros(len(index)), refuse))
+    assert sum(table.num_rows for table in tables) == artifact.n_rows
+    assert not (tmp_path / "aside").exists()
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
@@ -182,8 +220,9 @@ def test_datasets_loads_what_was_written_as_it_is(tmp_path):
         lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
         loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
         assert loaded.to_list() == lines
-    tables = row_tables(artifact, rows_of(artifact), np.array([1, 3]), np.zeros(2), decode)
-    write_corpus(tmp_path / "saved", "datasets", "rows", tables, 0, {})
+    with rows_and_corpus(artifact) as (rows, corpus):
+        tables = row_tables(artifact, rows, corpus, np.array([1, 3]), np.zeros(2), Numbers)
+        write_corpus(tmp_path / "saved", "datasets", "rows", tables, 0, {})
     assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
 
 

@@ -45,7 +45,7 @@ class Grid(TinyNet):
         return self.head(self.body(pixels).permute(0, 2, 3, 1)).mean(dim=(1, 2))
 
 
-def made(width: int = 10) -> TinyNet:
+def make_net(width: int = 10) -> TinyNet:
     return TinyNet(width)
 
 

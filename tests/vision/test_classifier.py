@@ -23,8 +23,8 @@ from transformers import (
 
 from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
-from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, own_preprocessing
-from grasp.vision.factory import make_module, own_code
+from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, default_preprocessing
+from grasp.vision.factory import make_module, user_code
 from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import decode_image
 from tests.rounding import rounding
@@ -35,52 +35,52 @@ def load(root, **changes):
     return ImageClassifier.load(build_settings(settings(root, **changes)).model)
 
 
-@pytest.mark.parametrize("factory", ["TinyNet", "made"])  # a class, and a function that says what it gives
+@pytest.mark.parametrize("factory", ["TinyNet", "make_net"])  # a class, and a function that says what it gives
 def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path, factory):
     model = load(tmp_path, model__classifier__factory=f"tests.vision.images_world:{factory}")
     assert (model.vocab_size, model.hidden_size) == (3, 10)
     images, classes = pictures(5)
     pixels = model.pixels(images)
-    found = model.features(pixels, torch.tensor(classes), 2, top_k=64)
+    result = model.features(pixels, torch.tensor(classes), 2, top_k=64)
     net = TinyNet()
     net.load_state_dict(model.model.state_dict())
-    torch.testing.assert_close(found.hidden_PH, net.features(pixels))
+    torch.testing.assert_close(result.hidden_PH, net.features(pixels))
     for i, label in enumerate(classes):
         net.zero_grad()
         loss = nn.functional.cross_entropy(net(pixels[i : i + 1]), torch.tensor([label]))
         loss.backward()
-        xi = torch.zeros(3).scatter_add_(0, found.residual.index_PK[i], found.residual.value_PK[i])
+        xi = torch.zeros(3).scatter_add_(0, result.residual.index_PK[i], result.residual.value_PK[i])
         close = rounding(3 + 10, net.head.weight.grad)  # logits, and the sum over three classes
-        torch.testing.assert_close(torch.outer(xi, found.hidden_PH[i]), net.head.weight.grad, rtol=0, atol=close)
-        torch.testing.assert_close(found.residual.loss_P[i], loss.detach())
+        torch.testing.assert_close(torch.outer(xi, result.hidden_PH[i]), net.head.weight.grad, rtol=0, atol=close)
+        torch.testing.assert_close(result.residual.loss_P[i], loss.detach())
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("head", "fc", "TinyNet has no module `fc`; its linear layers: head"),
         ("head", "body", "`body` of TinyNet is a Sequential"),
         ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled"),
         ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times"),
-        ("factory", "tests.vision.images_world:not_annotated", "expected a class of torch.nn.Module"),
-        ("factory", "os:system", "expected a class of torch.nn.Module"),
+        ("factory", "tests.vision.images_world:not_annotated", "expected a torch.nn.Module class"),
+        ("factory", "os:system", "expected a torch.nn.Module class"),
         ("factory", "tests.vision.images_world:nothing", "has no attribute 'nothing'"),
         ("factory", "no_such_package:Net", "No module named 'no_such_package'"),
         ("factory", "TinyNet", "expected package.module:name or FILE.py:name"),
         ("arguments", {"depth": 3}, "TinyNet failed with {'depth': 3}"),
         ("arguments", {"width": 12}, "does not fit TinyNet"),
-        ("classes", ["a", "b"], "got 2 names, the head `head` has 3 outputs"),
+        ("classes", ["a", "b"], "got 2 names, but the head `head` has 3 outputs"),
         ("fitted_head", "nothing.safetensors", "not a fitted head: "),
         ("path", "nothing.pth", "model.path: `nothing.pth`: no such file"),
-        ("path", "text.pth", "holds no weights that can be read"),
+        ("path", "text.pth", "cannot read weights from"),
     ],
 )
-def test_what_is_not_such_a_classifier_is_refused(tmp_path, monkeypatch, field, value, said):
+def test_invalid_classifiers_are_refused(tmp_path, monkeypatch, field, value, message):
     monkeypatch.chdir(tmp_path)
     Path("text.pth").write_text("no weights")
     with pytest.raises(ModelError) as caught:
         load(tmp_path, **{"model__path" if field == "path" else f"model__classifier__{field}": value})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_weights_may_lie_under_a_name(tmp_path):
@@ -104,9 +104,9 @@ def test_modes_and_sizes_become_one_input():
 
 def test_preprocessing_by_hand():
     image = picture(0, np.random.default_rng(1), size=8)
-    found = BySettings(ImageSettings(size=8))(image)
+    result = BySettings(ImageSettings(size=8))(image)
     expected = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-    np.testing.assert_allclose(found, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
+    np.testing.assert_allclose(result, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
 
 
 def tiny_vit():
@@ -135,10 +135,10 @@ def photograph(width, height):
 def test_a_checkpoints_preprocessing_is_its_processors(tmp_path, processor, size):
     processor.save_pretrained(tmp_path)
     image = photograph(*size)
-    found = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
+    result = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
     expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
@@ -160,39 +160,41 @@ def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
     ViTImageProcessor(size={"height": 16, "width": 16}, do_normalize=False).save_pretrained(place)
     other = load(tmp_path, model__path=str(place), model__classifier={"head": head})
     assert other.reader[1] not in fingerprints
-    given = {"head": head, "images": {"size": 16}}
-    assert load(tmp_path, model__path=str(place), model__classifier=given).preprocessing == BySettings(
+    overrides = {"head": head, "images": {"size": 16}}
+    assert load(tmp_path, model__path=str(place), model__classifier=overrides).preprocessing == BySettings(
         ImageSettings(size=16)
     )
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
         (None, "has no image processor that transformers can load"),
         ("{", "has no image processor that transformers can load"),
         ('{"image_processor_type": "NoSuchProcessor"}', "has no image processor that transformers can load"),
-        ('{"size": "wide"}', "give model.classifier.images"),
-        ('{"do_resize": false}', "failed on pictures of shape (3, 96, 160)"),
-        ('{"size": {"height": 24, "width": 24}}', "failed on pictures of shape (3, 24, 24)"),
+        ('{"size": "wide"}', "set model.classifier.images"),
+        ('{"do_resize": false}', "failed on images of shape (3, 96, 160)"),
+        ('{"size": {"height": 24, "width": 24}}', "failed on images of shape (3, 24, 24)"),
     ],
 )
-def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file, said):
+def test_unavailable_preprocessing_is_refused_in_one_line(tmp_path, file, message):
     tiny_vit().save_pretrained(tmp_path / "vit")
     if file is not None:
         (tmp_path / "vit" / "preprocessor_config.json").write_text(file)
     with pytest.raises(ModelError) as caught:
         load(tmp_path, model__path=str(tmp_path / "vit"), model__classifier={"head": "classifier"})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "model.classifier.images" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    own = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
-    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
-    with pytest.raises(ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected one; give model.classifier"):
+    processor = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
+    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
+    with pytest.raises(
+        ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected equal ones; set model.classifier"
+    ):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 
 
@@ -203,7 +205,7 @@ def test_a_module_of_timm_reads_what_timm_would_give_it():
         transform = data.create_transform(**data.resolve_model_data_config(net), is_training=False)
         for size in ((256, 256), (300, 180)):
             image = photograph(*size)
-            np.testing.assert_array_equal(own_preprocessing(net)(image), transform(image).numpy())
+            np.testing.assert_array_equal(default_preprocessing(net)(image), transform(image).numpy())
 
 
 NET = """
@@ -246,7 +248,7 @@ def test_the_code_of_ones_own_module_is_part_of_its_fingerprint(tmp_path):
         torch.nn.init.zeros_(model.fc.bias)
         prints.append(ImageClassifier(model, settings, None).fingerprint())
     assert prints[0] == prints[2] != prints[1]
-    assert own_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
+    assert user_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
 
 
 def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
@@ -258,25 +260,25 @@ def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("class Net(:", "SyntaxError: invalid syntax (net.py, line 1)"),
         ("import no_such_package", "No module named 'no_such_package'"),
         ("1 / len('')", "ZeroDivisionError: division by zero"),
-        ("Net = 3", "expected a class of torch.nn.Module"),
+        ("Net = 3", "expected a torch.nn.Module class"),
         ("class Odd(Exception): ...\nraise Odd('of its own')", "Odd: of its own"),
         ("raise SystemExit(0)", "SystemExit: 0"),
-        ("def Net() -> 'unknown.Name': ...", "expected a class of torch.nn.Module"),
-        (None, "no such file, seen from"),
+        ("def Net() -> 'unknown.Name': ...", "expected a torch.nn.Module class"),
+        (None, "no such file in "),
     ],
 )
-def test_a_file_without_such_a_module_is_refused(tmp_path, content, said):
+def test_factory_files_without_a_module_are_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "net.py").write_text(content)
     with pytest.raises(ModelError) as caught:
         load(tmp_path, model__classifier__factory=f"{tmp_path / 'net.py'}:Net")
     assert str(caught.value).startswith(f"model.classifier.factory: '{tmp_path / 'net.py'}:Net': ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(tmp_path):
@@ -297,5 +299,5 @@ def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(
     np.testing.assert_allclose(model.logits(hidden_PH).numpy(), expected, rtol=0, atol=rounding(10, expected))
     write_weights(tmp_path / "wide.safetensors", TinyNet(width=12))
     wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
-    with pytest.raises(ModelError, match="it reads 10 features, `head` of the model 12"):
+    with pytest.raises(ModelError, match="it has 10 inputs, but `head` of the model has 12"):
         load(tmp_path, **wide, model__classifier__fitted_head=str(path))

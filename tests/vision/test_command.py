@@ -33,25 +33,25 @@ def test_from_a_backbone_to_predictions(world):
     assert "12 x 12 pixels" in shown.out
     dropped = succeed("predict", art, "--by", "image_class")
     assert all(colour in dropped.out for colour in ("blue", "green", "red"))
-    kept = succeed("select", art, "--budget", "50%", "--target", "trusted", "--out", world / "kept.parquet")
-    assert "15" in kept.out
-    assert "rows are images, and the method reads tokens" in refused(
+    selection = succeed("select", art, "--budget", "50%", "--target", "trusted", "--out", world / "kept.parquet")
+    assert "15" in selection.out
+    assert "rows are images, but the method reads tokens" in refused(
         "score", art, "--target", "trusted", "--method", "bm25"
     )
 
 
-def test_mistakes_are_told(world, tmp_path):
+def test_invalid_input_is_reported(world, tmp_path):
     config, head = world / "vision.yaml", tmp_path / "h.safetensors"
-    one = write_parquet(tmp_path / "one.parquet", 6, label=["red"] * 6)
+    single_class = write_parquet(tmp_path / "one.parquet", 6, label=["red"] * 6)
     mixed = write_parquet(tmp_path / "mixed.parquet", 3, label=[-1, 0, 2])
-    for asked, said in (
+    for arguments, output in (
         (["fit-head", "--config", config, "--out", tmp_path / "h.pt"], "--out: got "),
         (["fit-head", "--out", head], "fit-head: missing --model (model.path)"),
-        (["fit-head", "--config", config, "--out", head, "--corpus", one], "its images have 1 class"),
+        (["fit-head", "--config", config, "--out", head, "--corpus", single_class], "its images have 1 class"),
         (["fit-head", "--config", config, "--out", head, "--corpus", mixed], "got the number -1"),
         (["build", "--config", config, "--targets", "sciq", "--out", tmp_path / "a"], "sciq"),
     ):
-        assert said in refused(*asked)
+        assert output in refused(*arguments)
 
 
 def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
@@ -59,10 +59,10 @@ def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
     table = pq.read_table(write_parquet(path, 12)).to_pylist()
     table[4]["image"], table[7]["image"], table[9]["label"] = b"no picture", None, None
     pq.write_table(pa.Table.from_pylist(table), path)
-    asked = ["--config", world / "vision.yaml", "--out", tmp_path / "h.safetensors", "--quiet"]
-    said = succeed("fit-head", *asked, "--corpus", path).lines
-    assert "3 classes, fitted to 9 images:" in said[0]
-    assert said[1:4] == [
+    arguments = ["--config", world / "vision.yaml", "--out", tmp_path / "h.safetensors", "--quiet"]
+    output = succeed("fit-head", *arguments, "--corpus", path).lines
+    assert "3 classes, fitted to 9 images:" in output[0]
+    assert output[1:4] == [
         "left out: 1 broken images: mixed-4",
         "left out: 1 records without an image: mixed-7",
         "left out: 1 images without a class: mixed-9",
@@ -70,23 +70,23 @@ def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
     for i, content in enumerate(pictures(25)[0]):
         (folder / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
         (folder / "ab"[i % 2] / f"{i:02}.png").write_bytes(content if i < 2 else b"")
-    said = succeed("fit-head", *asked, "--corpus", folder).lines
-    assert "fitted to 2 images:" in said[0]
-    assert said[1].startswith("left out: 23 broken images: a/02.png, a/04.png, ")
-    assert said[1].endswith(" and 3 more")
+    output = succeed("fit-head", *arguments, "--corpus", folder).lines
+    assert "fitted to 2 images:" in output[0]
+    assert output[1].startswith("left out: 23 broken images: a/02.png, a/04.png, ")
+    assert output[1].endswith(" and 3 more")
     for place in folder.rglob("0[01].png"):
         place.write_bytes(b"")
-    assert "none of its 25 images can be used (25 broken_image)" in refused("fit-head", *asked, "--corpus", folder)
+    assert "none of its 25 images can be used (25 broken_image)" in refused("fit-head", *arguments, "--corpus", folder)
 
 
 def test_an_image_classifier_without_its_head_is_told_which_setting_it_lacks(world, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
-    asked = ["build", "--corpus", world / "train.parquet", "--targets", world / "trusted.parquet", "--out"]
-    said = refused(*asked, tmp_path / "a", "--model", tmp_path)
-    assert "is an image classifier (ViTForImageClassification), not a causal LM" in said
-    assert "--set model.classifier.head=classifier" in said
-    said = refused(*asked, tmp_path / "a", "--model", world / "weights.safetensors")
-    assert "weights of an image classifier need model.classifier.factory" in said
+    arguments = ["build", "--corpus", world / "train.parquet", "--targets", world / "trusted.parquet", "--out"]
+    output = refused(*arguments, tmp_path / "a", "--model", tmp_path)
+    assert "is an image classifier (ViTForImageClassification), not a causal LM" in output
+    assert "--set model.classifier.head=classifier" in output
+    output = refused(*arguments, tmp_path / "a", "--model", world / "weights.safetensors")
+    assert "weights of an image classifier need model.classifier.factory" in output
     assert "model.classifier.head=classifier" in succeed("build", "--help").out
 
 
@@ -95,5 +95,5 @@ def test_settings_of_texts_are_refused_with_a_classifier(tmp_path):
     assert build_settings(data).features.tau == 100.0
     data["features"]["kernels"] = ["output_layer", "embedding", "gradient", "knn"]
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
-    said = refused("build", "--config", tmp_path / "c.yaml", "--out", tmp_path / "a")
-    assert "features.kernels: got embedding, gradient, knn, which are of texts; leave them out" in said
+    output = refused("build", "--config", tmp_path / "c.yaml", "--out", tmp_path / "a")
+    assert "features.kernels: got embedding, gradient, knn, which are of texts; leave them out" in output

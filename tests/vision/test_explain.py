@@ -32,23 +32,23 @@ def art(tmp_path_factory):
 def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art):
     ordered = score(art, "trusted").to_pandas().set_index("row_id")["effect"]
     for row in ("train-0", "train-29"):
-        found = grasp.open(art.path).explain("trusted", row)
-        frame = found.to_pandas()
+        result = grasp.open(art.path).explain("trusted", row)
+        frame = result.to_pandas()
         assert len(frame) == 9
-        assert found.effect == pytest.approx(ordered[row])
-        assert frame["contribution"].sum() + found.average == pytest.approx(found.effect, abs=1e-6)
+        assert result.effect == pytest.approx(ordered[row])
+        assert frame["contribution"].sum() + result.average == pytest.approx(result.effect, abs=1e-6)
         assert (np.diff(frame["contribution"].abs()) <= 0).all()
 
 
 def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
-    found = grasp.open(art.path).explain("trusted", "train-4")
-    assert len(found.pictures) == 9  # its own, and the eight nearest
-    own, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
-    assert decode_image(found.pictures["train-4"]).tobytes() == decode_image(own).tobytes()
-    name = found.to_pandas()["unit_id"][0]
-    given = trusted[int(name.rpartition("-")[2])]
-    assert decode_image(found.pictures[name]).tobytes() == decode_image(given).tobytes()
-    assert found._repr_html_().count('<img src="data:image/png;base64,') == 9
+    result = grasp.open(art.path).explain("trusted", "train-4")
+    assert len(result.pictures) == 9  # its own, and the eight nearest
+    row_picture, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
+    assert decode_image(result.pictures["train-4"]).tobytes() == decode_image(row_picture).tobytes()
+    name = result.to_pandas()["unit_id"][0]
+    trusted_file = trusted[int(name.rpartition("-")[2])]
+    assert decode_image(result.pictures[name]).tobytes() == decode_image(trusted_file).tobytes()
+    assert result._repr_html_().count('<img src="data:image/png;base64,') == 9
 
 
 @pytest.mark.parametrize("change", ["gone", "device", "url", "column", "name", "kind"])
@@ -57,20 +57,22 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     picture = pictures(9, seed=1)[0][0]
     fsspec.filesystem("memory").pipe("/trusted.png", picture)  # stands for another machine
     image = {"device": "/dev/zero", "url": "memory://trusted.png"}.get(change, "none")
-    given = tmp_path / "trusted.jsonl"
-    given.write_text(json.dumps({"image": image, "label": 0}) + "\n")
+    trusted_file = tmp_path / "trusted.jsonl"
+    trusted_file.write_text(json.dumps({"image": image, "label": 0}) + "\n")
     raw = json.loads((path / MANIFEST).read_text())
-    raw["settings"]["targets"]["names"] = [{"name": "x" * 5000 + "/trusted.parquet", "kind": 3}.get(change, str(given))]
+    raw["settings"]["targets"]["names"] = [
+        {"name": "x" * 5000 + "/trusted.parquet", "kind": 3}.get(change, str(trusted_file))
+    ]
     if change == "gone":
-        given.unlink()
+        trusted_file.unlink()
     if change == "column":
         raw["settings"]["corpus"]["image_column"] = 3
     (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
-    found = grasp.open(path).explain("trusted", "train-4")
-    assert list(found.pictures) == ["train-4"]
-    why = "where the build read them is not known" if change == "kind" else "the build read them from "
-    assert f"8 of these trusted images are not at hand: {why}" in repr(found)
-    assert found.to_pandas()["unit_id"][0] in repr(found)
+    result = grasp.open(path).explain("trusted", "train-4")
+    assert list(result.pictures) == ["train-4"]
+    why = "the artifact does not record their files" if change == "kind" else "the build read them from "
+    assert f"8 of these trusted images are not available: {why}" in repr(result)
+    assert result.to_pandas()["unit_id"][0] in repr(result)
 
 
 def test_the_command_and_what_is_not_there(art, tmp_path):
@@ -94,7 +96,7 @@ def test_a_report_and_a_server_show_them(art, tmp_path):
         data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
         with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
         assert len(with_pictures) == shown
-    assert all(len(one) == 5 for one in with_pictures)
+    assert all(len(item) == 5 for item in with_pictures)
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)
     assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)

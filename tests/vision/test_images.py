@@ -19,8 +19,8 @@ def store(tmp_path, path, name="store", classes=COLOURS, **settings):
     return ImageStore.write(tmp_path / name, CorpusSettings(path=str(path), **settings), classes, 3, shard_rows=4)
 
 
-def contents(found):
-    shards = [found.shard(k) for k in range(found.n_shards)]
+def contents(result):
+    shards = [result.shard(k) for k in range(result.n_shards)]
     return [image for shard in shards for image in shard.encoded], np.concatenate([shard.class_N for shard in shards])
 
 
@@ -60,11 +60,11 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
     labels = [None if i == 7 else c for i, c in enumerate(classes)]
     table = pa.table({"row_id": [f"p{i}" for i in range(9)], "image": images, "label": labels})
     pq.write_table(table, tmp_path / "some.parquet")
-    found = store(tmp_path, tmp_path / "some.parquet")
-    assert found.n_rows == 5
-    assert found.n_documents == 9
-    assert found.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
-    assert found.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
+    result = store(tmp_path, tmp_path / "some.parquet")
+    assert result.n_rows == 5
+    assert result.n_documents == 9
+    assert result.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
+    assert result.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
     trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
     with pytest.raises(TargetError, match=r"4 of 9 trusted images cannot be used: p1 \(broken image\), p4"):
         load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
@@ -79,14 +79,14 @@ REFUSED = [
     ({"image": IMAGES, "label": [True, False, True]}, COLOURS, "row 0: class True, expected"),
     ({"picture": [1], "label": [1]}, COLOURS, "no column 'image' of images; columns found: picture, label"),
     ({"image": [1], "kind": [1]}, COLOURS, "no column 'label' of classes; columns found: image, kind"),
-    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' holds int64"),
+    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' has type int64"),
     ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken images)"),
-    (None, COLOURS, "lies in no folder of a class"),
+    (None, COLOURS, "not in a folder of a class"),
 ]
 
 
-@pytest.mark.parametrize(("columns", "classes", "said"), REFUSED)
-def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, said):
+@pytest.mark.parametrize(("columns", "classes", "message"), REFUSED)
+def test_corpora_without_rows_are_refused(tmp_path, columns, classes, message):
     path = tmp_path / "corpus"
     if columns is None:
         path.mkdir()
@@ -96,7 +96,7 @@ def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, said):
         pq.write_table(pa.table(columns), path)
     with pytest.raises(CorpusError) as caught:
         store(tmp_path, path, classes=classes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol, geometry
+from grasp.predict.scoring_rule import Match, ScoringProtocol, as_protocol, chosen_on, geometry
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Joined, artifact_targets, runs_beside
@@ -107,10 +107,10 @@ def evaluate(
         chosen, controls_on, why = geometry().controls(
             art.files, environment, development, family=family, resamples=resamples
         )
-    shipped = default_protocol()
+    shipped = as_protocol(None, art.files)
     protocols = {shipped.name: shipped}
     if protocol is not None:  # beside the one that ships; where its name is taken, it has the file's as well
-        given = as_protocol(protocol)
+        given = as_protocol(protocol, art.files)
         also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
         taken = {shipped.name, *ADDITIVE, *chosen}
         protocols[f"{given.name} ({also})" if given.name in taken else given.name] = given
@@ -177,8 +177,8 @@ def compare(
     utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
     material = MethodInputs(
         artifact,
-        checkpoint_places=tuple(checkpoints),
-        retrained=Retrained.from_joined(joined, utilities),
+        checkpoint_paths=tuple(checkpoints),
+        retrained=Retrained.from_alignment(joined, utilities),
         progress=progress or Silent(),
     )
     fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}

@@ -18,20 +18,20 @@ from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
 from grasp.predict.families import parse_family
-from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
 from grasp.predict.slices import dropped_intervals, label_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, one_subset
 from grasp.results import Result, write_tables
-from grasp.runs.alignment import runs_beside
-from grasp.runs.calibration import OutcomePredictor, Outside, columns_of, learn, measures
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.text import plain, several, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from grasp.runs.calibration import OutcomePredictor, Outside
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 SHOWN = 30  # lines of one target
 FEW = 20  # questions: an interval over fewer misses the truth too often
@@ -90,7 +90,7 @@ def predict(
     weight: Mapping[str, float] | str | Sequence[str] = (),
     subsets: "Path | str | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
     target: str | Sequence[str] | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "Environment | RunTable | Path | str | None" = None,
     out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     omitted: bool = False,
@@ -131,9 +131,8 @@ def predict(
     out = None if out is None else Path(out)
     if out is not None:
         check_outputs({"out": out}, artifact.reads, tables=["out"])
-    beside = None if runs is None else runs_beside(artifact, runs)
     if not isinstance(weight, Mapping):
-        weight = parse_weights(several(weight), "weight")
+        weight = parse_weights(several(weight), "weight") if weight else {}
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     given = [name for name, value in asked.items() if value is not None]
     if len(given) != 1:
@@ -144,16 +143,12 @@ def predict(
     if any(idle.values()):
         useless = ", ".join(name for name, value in idle.items() if value)
         raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
-    targets = checked_targets(artifact, target)
-    labels = LabelTable(artifact.rows_path)
-    chosen = as_protocol(protocol)
-    sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
+    targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
+    chosen = as_protocol(protocol, artifact)
+    blocks: Iterable[SubsetBlock] = ()
     if by is not None:
         column = label_column(artifact, by, "by")  # or it says what there is
-        predictor = Predictor.from_artifact(artifact, chosen, targets, sketches=sketches)
-        return _by(artifact, predictor, column, None if beside is None else learn(predictor, artifact, beside), out)
-    blocks: Iterable[SubsetBlock]
-    if subsets is not None:
+    elif subsets is not None:
         blocks, headline = _listed(artifact, subsets, omitted), ""
     elif family is not None:
         drawn = parse_family(family)
@@ -171,10 +166,17 @@ def predict(
         headline = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
         if selection.n_null:
             headline += f"; {selection.n_null:,} rows have no label there and count as not selected"
+    sketches = SIMILAR if runs is not None or by is not None else ()
     predictor = Predictor.from_artifact(
         artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
     )
-    intervals, outside = None if beside is None else learn(predictor, artifact, beside), Outside()
+    intervals = outside = None
+    if runs is not None:
+        from grasp.runs.calibration import Outside, learn  # noqa: PLC0415 - read only if there are runs
+
+        intervals, outside = learn(predictor, artifact, runs), Outside()
+    if by is not None:
+        return _by(artifact, predictor, column, intervals, outside, out)
     made = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
     if out is None:
         held = made.read_all()
@@ -182,11 +184,12 @@ def predict(
     else:
         held = made.schema.empty_table()
         lines = write_tables(made.schema, (pa.Table.from_batches([batch]) for batch in made), out)
-    said = (*outside.notes, *leak_notes(artifact, predictor.targets), *notes(predictor, intervals))
+    beyond = () if outside is None else outside.notes
+    said = (*beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals))
     return Prediction(held, headline, said, unit=predictor.unit, lines=lines)
 
 
-def notes(predictor: Predictor, intervals: OutcomePredictor | None = None) -> tuple[str, ...]:
+def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
@@ -268,7 +271,8 @@ def _by(
     artifact: ArtifactReader,
     predictor: Predictor,
     column: LabelColumn,
-    intervals: OutcomePredictor | None,
+    intervals: "OutcomePredictor | None",
+    outside: "Outside | None",
     out: Path | None,
 ) -> SlicePrediction:
     """Every value of a label; a file has room for all of them, a screen for the largest."""
@@ -285,17 +289,18 @@ def _by(
         numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
     numbers["if_doubled"] = effects.doubled_GT
     if effects.redundancy_G is not None:
-        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(predictor.targets), axis=1)
-    outside = Outside()
-    if intervals is not None:
+        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(predictor.units.targets), axis=1)
+    beyond: tuple[str, ...] = ()
+    if intervals is not None and outside is not None:
         nats = intervals.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         numbers |= nats.columns
         outside.add([f"without {name}" for name in slices.names], nats)
+        beyond = outside.notes
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # the most useful first for each target
     columns: dict[str, pa.Array] = {
         "value": pa.array([one.name for one in slices.slices], pa.string()).take(pa.array(g[order])),
-        "target": pa.array(predictor.targets, pa.string()).take(pa.array(t[order])),
+        "target": pa.array(predictor.units.targets, pa.string()).take(pa.array(t[order])),
         "rows": pa.array([one.rows for one in slices.slices], pa.int64()).take(pa.array(g[order])),
         "tokens": pa.array([one.tokens for one in slices.slices], pa.int64()).take(pa.array(g[order])),
     }
@@ -306,14 +311,14 @@ def _by(
     said.append("effect: mean of the rows, above 0 they help more than the corpus does on average")
     if bounds is not None:
         said.append("low, high: 95 % interval of if dropped over other units of the target")
-        said += few_units(dict(zip(predictor.targets, predictor.units.counts_T.tolist(), strict=True)))
+        said += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
     if effects.redundancy_G is not None:
         alike = "how alike the slice is to all other rows; near 1 they can stand in for it, below 0 they cannot"
         said.append(f"redundancy: {alike}")
     result = SlicePrediction(
         table,
         f"what dropping, or doubling, each {column.name} does",
-        (*said, *outside.notes, *leak_notes(artifact, predictor.targets), *notes(predictor, intervals)),
+        (*said, *beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,
@@ -341,8 +346,8 @@ def prediction_table(
     blocks: Iterable[SubsetBlock],
     *,
     components: bool = False,
-    intervals: OutcomePredictor | None = None,
-    outside: Outside | None = None,
+    intervals: "OutcomePredictor | None" = None,
+    outside: "Outside | None" = None,
 ) -> pa.RecordBatchReader:
     """Predict any number of subsets in bounded memory: lines are made while they are read, so read once.
 
@@ -358,7 +363,7 @@ def prediction_table(
     Raises:
         ShapeError: subsets of a corpus with another number of rows.
     """
-    expected = () if intervals is None else columns_of(intervals.unit)
+    expected = [] if intervals is None else [f"{intervals.unit}{end}" for end in ("", "_low", "_high")]
     names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
     columns = ["change", *expected, *(["level", *predictor.part_names] if components else [])]
     fields = [(name, pa.string()) for name in names] + [(name, pa.float64()) for name in columns]

@@ -124,7 +124,7 @@ def score(
         origin = "method" if method_settings is None else str(method_settings)
         (published,) = configured_methods([method], configured, origin)
         for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
-            if name in named and needed not in published.method.looks_at:
+            if name in named and needed not in published.method.requires:
                 raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)

@@ -43,20 +43,15 @@ def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable
         if key in values:
             known: T = values[key][0]
             return known
-        _make_room(values, n_bytes)
+        while values and sum(size for _, size in values.values()) + n_bytes > CACHED_BYTES:
+            values.pop(next(iter(values)))
     made = make()
     if isinstance(made, np.ndarray):
         made.flags.writeable = False
     with _lock:
         if n_bytes <= CACHED_BYTES:
-            _make_room(values, n_bytes)
             values[key] = made, n_bytes
     return made
-
-
-def _make_room(values: dict[Hashable, tuple[Any, int]], n_bytes: int) -> None:
-    while values and sum(size for _, size in values.values()) + n_bytes > CACHED_BYTES:
-        values.pop(next(iter(values)))
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:

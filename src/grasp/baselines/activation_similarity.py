@@ -1,4 +1,6 @@
-"""Cosine of pooled final hidden states: which rows look to the model like the unit.
+"""Activation similarity: cosine of the pooled final hidden states of row and unit.
+
+Start with `ActivationSimilarity`.
 
 Shape letters: n rows of a block, E units, H hidden width.
 """
@@ -19,65 +21,65 @@ from grasp.settings import Positions, Settings
 
 
 class ActivationSimilaritySettings(Settings):
-    """Which positions are averaged, and what is compared."""
+    """Which positions are averaged, and whether states are centred."""
 
     positions: Positions = Field("all", description="Positions averaged in rows and units: all, tail:n or stride:n.")
     unit_tokens: Literal["all", "supervised"] = Field(
         "all", description="Positions of a unit: all, or those before the tokens that carry its loss."
     )
     centre: bool = Field(
-        False, description="Subtract the mean over all rows first: hidden states share a large common direction."
+        False, description="Subtract the mean over all rows first, since hidden states share a large common direction."
     )
 
 
 class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
     """Cosine of mean final hidden states, after the final norm.
 
-    Source: what users try first; RepSim of the retrieval-style attribution literature. Deviation: none; rows that
-    are all zero after centring would score 0.
+    Source: a common first choice; RepSim in the literature on attribution by retrieval. Deviation: none; a row whose
+    state is zero after centring scores 0.
     """
 
     settings_type = ActivationSimilaritySettings
-    looks_at = frozenset({"tokens", "model"})
+    requires = frozenset({"tokens", "model"})
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        rows = _RowsHidden(material, work if self.settings.centre else None, self.settings.positions)
-        units = material.unit_tokens
+        rows = _RowsHidden(inputs, work if self.settings.centre else None, self.settings.positions)
+        units = inputs.unit_tokens
         first = [unit.first - 1 if self.settings.unit_tokens == "supervised" else 0 for unit in units]
         sequences = [unit.input_ids for unit in units]
-        unit_EH = pooled_hidden(material.model, sequences, first, self.settings.positions).astype(np.float64)
+        unit_EH = pooled_hidden(inputs.model, sequences, first, self.settings.positions).astype(np.float64)
         mean_H = rows.mean() if self.settings.centre else np.zeros(unit_EH.shape[1])
         return _Cosine(rows, mean_H, directions(unit_EH - mean_H))
 
 
 @dataclass(frozen=True, slots=True)
 class _RowsHidden:
-    """Mean hidden states of rows, kept on disk where they are needed twice."""
+    """Mean hidden states of rows, cached on disk if they are needed twice."""
 
-    material: MethodInputs
-    kept: WorkArea | None
+    inputs: MethodInputs
+    cache: WorkArea | None
     positions: str
 
     def __call__(self, start: int, stop: int) -> F64:
-        if self.kept is None:
+        if self.cache is None:
             return self._run(start, stop).astype(np.float64)
-        return self.kept.kept(f"{start}-{stop}", partial(self._run, start, stop)).astype(np.float64)
+        return self.cache.load_or_compute(f"{start}-{stop}", partial(self._run, start, stop)).astype(np.float64)
 
     def mean(self) -> F64:
-        """Over all rows, (H,)."""
-        total_H = np.zeros(self.material.model.hidden_size)
-        self.material.progress.stage("hidden states", rows=self.material.n_rows, tokens=None)
-        for start, stop in self.material.blocks():
+        """Return the mean over all rows, (H,)."""
+        total_H = np.zeros(self.inputs.model.hidden_size)
+        self.inputs.progress.stage("hidden states", rows=self.inputs.n_rows, tokens=None)
+        for start, stop in self.inputs.blocks():
             total_H += self(start, stop).sum(axis=0)
-            self.material.progress.advance(stop - start, 0)
-        return total_H / self.material.n_rows
+            self.inputs.progress.advance(stop - start, 0)
+        return total_H / self.inputs.n_rows
 
     def _run(self, start: int, stop: int) -> F32:
-        rows = self.material.rows(start, stop)
+        rows = self.inputs.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
         first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
-        return pooled_hidden(self.material.model, sequences, first, self.positions)
+        return pooled_hidden(self.inputs.model, sequences, first, self.positions)
 
 
 class _Cosine(RowScorer):
@@ -93,6 +95,6 @@ class _Cosine(RowScorer):
 
 
 def directions(values_nH: F64) -> F64:
-    """Each row divided by its norm; a row of zeros stays one."""
+    """Divide each row by its norm; leave zero rows as they are."""
     norm_n1 = np.linalg.norm(values_nH, axis=1, keepdims=True)
     return np.asarray(np.divide(values_nH, norm_n1, out=np.zeros_like(values_nH), where=norm_n1 > 0))

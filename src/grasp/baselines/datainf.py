@@ -3,7 +3,9 @@ r"""DataInf, adapted: influence by a closed form, layer by layer, that swaps ave
     a_{i,e} = sum_l 1/lambda_l [ <v_e, g_i> - 1/M sum_m <v_e, g_m> <g_m, g_i> / (lambda_l + ||g_m||^2) ]_l
             = sum_l <r_e, g_i>_l,        lambda_l = damping * mean_m ||g_m||^2 / d_l
 
-over M Fisher rows g_m, with d_l the size of layer l. r_e is made once for every unit, so a row costs one inner product.
+over M Fisher rows g_m, with d_l the size of layer l. r_e is computed once per unit, so a row costs one inner product.
+
+Start with `DataInf`; `closed_form` is the formula above for one layer, `precondition` the same over whole gradients.
 
 Shape letters: N rows, E units, M Fisher rows, b a few of them, D numbers of a layer, K projected width.
 """
@@ -16,9 +18,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from grasp.arrays import F64
-from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.gradients.factors import squared_norm
-from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import UNPROJECTED, LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
@@ -28,12 +30,12 @@ from grasp.baselines.gradients.session import (
     Group,
     exact_plan,
     examples_at,
+    mean_row_tokens,
     open_engine,
     sampled_rows,
-    typical_tokens,
     unit_examples,
 )
-from grasp.baselines.gradients.sinks import MatrixSink, UseSink, everything
+from grasp.baselines.gradients.sinks import MatrixSink, UseSink, all_blocks
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -44,18 +46,23 @@ from grasp.settings import refuse_idle
 
 
 class DataInfSettings(LayerSettings):
-    """DataInf-adapted; what the paper searched over are layers, prefix_rows, fisher_fraction and damping."""
+    """DataInf, adapted; the paper tunes layers, prefix_rows, fisher_fraction and damping."""
 
     damping: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="lambda of a layer over its mean squared gradient. DataInf: 0.1."
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="lambda of a layer in units of its mean squared gradient. DataInf: 0.1.",
     )
-    prefix_rows: int | None = Field(None, ge=1, description="Fisher rows come from the first so many rows; null: all.")
-    fisher_fraction: float = Field(1.0, gt=0, le=1, description="Part of them that is used, drawn for the seed.")
-    fisher_rows: int = Field(1024, ge=1, description="At most so many of them.")
+    prefix_rows: int | None = Field(None, ge=1, description="Draw Fisher rows from the first N rows; null: all rows.")
+    fisher_fraction: float = Field(
+        1.0, gt=0, le=1, description="Share of those rows that is used, drawn with the seed."
+    )
+    fisher_rows: int = Field(1024, ge=1, description="Maximum number of Fisher rows.")
     dimension: int | None = Field(
         None,
         ge=1,
-        description="Project each layer's gradient to so many numbers; null: exact. DataInf has no projection.",
+        description="Width of the projection of each layer's gradient; null: exact. DataInf has no projection.",
     )
     projection: Form = Field("auto", description="As for tracin.")
 
@@ -76,36 +83,36 @@ class DataInf(BlockMethod[DataInfSettings]):
     """
 
     settings_type = DataInfSettings
-    looks_at = frozenset({"tokens", "model", "checkpoints"})
+    requires = frozenset({"tokens", "model", "checkpoints"})
 
-    def parts(self, material: MethodInputs) -> int:
-        return len(self._plan(material).groups)
+    def parts(self, inputs: MethodInputs) -> int:
+        return len(self._plan(inputs).groups)
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        account, checkpoint = self._account(material), checkpoints_of(material)[-1]
-        rows = self._fisher_rows(material)
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+        account, checkpoint = self._account(inputs), training_checkpoints(inputs)[-1]
+        rows = self._fisher_rows(inputs)
         if self.settings.dimension is not None:
-            own = self.settings
-            spec = FeatureSpec(own.layers, own.dimension, own.projection, self.seed, per_block=True)
-            store = FeatureStore(material, work, checkpoint, spec)
-            unit_EK = self._projected(material, store, rows)
+            settings = self.settings
+            spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, per_block=True)
+            store = FeatureStore(inputs, work, checkpoint, spec)
+            unit_EK = self._solve_projected(inputs, store, rows)
             return ProjectedScorer(store, unit_EK, account, work)
-        engine = open_engine(material, checkpoint, self.settings.layers)
-        plan, fisher = self._plan(material), examples_at(material, rows)
+        engine = open_engine(inputs, checkpoint, self.settings.layers)
+        plan, fisher = self._plan(inputs), examples_at(inputs, rows)
         group = plan.groups[part]
-        square_LM = np.asarray(work.kept("fisher-norms", lambda: layer_norms(engine, fisher)))
-        queries = Queries.collect(engine, unit_examples(material)[group.first : group.last], plan.dense)
+        square_LM = np.asarray(work.load_or_compute("fisher-norms", lambda: layer_norms(engine, fisher)))
+        queries = Queries.collect(engine, unit_examples(inputs)[group.first : group.last], plan.dense)
         precondition(queries, fisher, square_LM, self.settings.damping)
-        return ExactScorer(material, queries, group, account)
+        return ExactScorer(inputs, queries, group, account)
 
-    def _projected(self, material: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
-        """r_e of all layers side by side, (E, layers x K)."""
-        wanted = np.asarray(rows)
+    def _solve_projected(self, inputs: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
+        """Return r_e of all layers, concatenated, (E, layers x K)."""
+        fisher_rows = np.asarray(rows)
         parts = []
-        for start, stop in material.blocks():
-            inside = wanted[(wanted >= start) & (wanted < stop)]
-            if len(inside):
-                parts.append(np.asarray(store.rows(start, stop)[0][:, inside - start], dtype=np.float64))
+        for start, stop in inputs.blocks():
+            block_rows = fisher_rows[(fisher_rows >= start) & (fisher_rows < stop)]
+            if len(block_rows):
+                parts.append(np.asarray(store.rows(start, stop)[0][:, block_rows - start], dtype=np.float64))
         fisher_LMK = np.concatenate(parts, axis=1)
         unit_LEK = np.asarray(store.units(), dtype=np.float64)
         solved = [
@@ -114,39 +121,41 @@ class DataInf(BlockMethod[DataInfSettings]):
         ]
         return np.concatenate(solved, axis=1)
 
-    def _fisher_rows(self, material: MethodInputs) -> list[int]:
-        own = self.settings
-        pool = min(own.prefix_rows or material.n_rows, material.n_rows)
-        count = min(own.fisher_rows, max(1, round(own.fisher_fraction * pool)))
-        return sampled_rows(material, count, self.seed, "datainf", prefix=own.prefix_rows)
+    def _fisher_rows(self, inputs: MethodInputs) -> list[int]:
+        settings = self.settings
+        pool = min(settings.prefix_rows or inputs.n_rows, inputs.n_rows)
+        count = min(settings.fisher_rows, max(1, round(settings.fisher_fraction * pool)))
+        return sampled_rows(inputs, count, self.seed, "datainf", prefix=settings.prefix_rows)
 
-    def _plan(self, material: MethodInputs) -> ExactPlan:
+    def _plan(self, inputs: MethodInputs) -> ExactPlan:
         if self.settings.dimension is not None:
-            return ExactPlan((), (Group(0, material.n_units),))
-        layers = choose_layers(material.model, self.settings.layers)
-        tokens, units = typical_tokens(material), unit_examples(material)
+            return ExactPlan((), (Group(0, inputs.n_units),))
+        layers = choose_layers(inputs.model, self.settings.layers)
+        tokens, units = mean_row_tokens(inputs), unit_examples(inputs)
         return exact_plan(layers, units, tokens, self.settings.memory_mb, dense=True, copies=2)
 
-    def _account(self, material: MethodInputs) -> Account:
-        own, layers = self.settings, choose_layers(material.model, self.settings.layers)
-        how = exact_note(len(self._plan(material).groups))
-        if own.dimension is not None:
-            how = "each layer apart " + projection_note(
-                layers.blocks, own.dimension, own.projection, typical_tokens(material)
+    def _account(self, inputs: MethodInputs) -> Account:
+        settings, layers = self.settings, choose_layers(inputs.model, self.settings.layers)
+        form_note = exact_note(len(self._plan(inputs).groups))
+        if settings.dimension is not None:
+            form_note = "each layer separately " + projection_note(
+                layers.blocks, settings.dimension, settings.projection, mean_row_tokens(inputs)
             )
-        fisher = f"{len(self._fisher_rows(material))} Fisher rows, damping {own.damping:g}"
-        return Account(self._features(layers), (described(layers),), (how, fisher))
+        fisher = f"{len(self._fisher_rows(inputs))} Fisher rows, damping {settings.damping:g}"
+        return Account(self._features(layers), (describe_layers(layers),), (form_note, fisher))
 
     def _features(self, layers: LayerSet) -> int:
         return (self.settings.dimension or 0) * len(layers.blocks)
 
 
 def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.0) -> F64:
-    """r_e of one layer, (E, D).
+    """Return r_e of one layer, (E, D).
 
     Args:
-        spread: numbers of the layer over D: a projection keeps squared norms, lambda is over the layer's own size.
+        spread: size of the layer / D. A projection preserves squared norms, but lambda is defined with the size of the
+            unprojected layer.
     """
+    # Sherman-Morrison for each rank-one term: (lambda I + g g^T)^{-1} v = (v - <v, g> g / (lambda + ||g||^2)) / lambda.
     square_M = np.einsum("md,md->m", fisher_MD, fisher_MD)
     level = layer_damping(square_M, fisher_MD.shape[1] * spread, damping, "a layer")
     share_EM = (unit_ED @ fisher_MD.T) / (level + square_M)
@@ -154,10 +163,10 @@ def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.
 
 
 def layer_damping(square_M: F64, size: float, damping: float, where: str) -> float:
-    """lambda of a layer.
+    """Return lambda of a layer.
 
     Raises:
-        ModelError: the gradients of all Fisher rows are zero, or one is not finite.
+        ModelError: all Fisher gradients are zero, or one is not finite.
     """
     level = damping * float(square_M.mean()) / size
     if not (np.isfinite(level) and level > 0):
@@ -169,23 +178,23 @@ def layer_damping(square_M: F64, size: float, damping: float, where: str) -> flo
 
 
 def layer_norms(engine: PerExample, rows: list[Example]) -> F64:
-    """||g_m||^2 of each layer, (layers, M)."""
+    """Return ||g_m||^2 of each layer, (layers, M)."""
     square_LM = np.zeros((len(engine.layers.blocks), len(rows)))
     for index_B in engine.batches(rows):
-        found = torch.zeros(len(engine.layers.blocks), len(index_B), dtype=engine.work, device=engine.model.device)
+        square_LB = torch.zeros(len(engine.layers.blocks), len(index_B), dtype=engine.work, device=engine.model.device)
 
-        def take(number: int, uses: list[Use], at: slice, found: Tensor = found) -> None:
-            found[number, at] += squared_norm(uses, engine.layers.blocks[number].left)
+        def add_norms(number: int, uses: list[Use], at: slice, square_LB: Tensor = square_LB) -> None:
+            square_LB[number, at] += squared_norm(uses, engine.layers.blocks[number].left)
 
-        sink = UseSink(engine, everything(engine), take)
+        sink = UseSink(engine, all_blocks(engine), add_norms)
         engine.run([rows[int(i)] for i in index_B], sink)
         sink.finish()
-        square_LM[:, index_B] = found.cpu().numpy()
+        square_LM[:, index_B] = square_LB.cpu().numpy()
     return square_LM
 
 
 def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping: float) -> None:
-    """Turn the units' gradients into r_e, in place, in one pass over the Fisher rows."""
+    """Replace the units' gradients by r_e, in place, in one pass over the Fisher rows."""
     engine = queries.engine
     blocks = engine.layers.blocks
     units = [query.matrix_ED for query in queries.blocks if isinstance(query, DenseQuery)]
@@ -195,13 +204,13 @@ def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping:
     ]
     solved = [unit_ED.clone() for unit_ED in units]
 
-    def take(number: int, matrix: Tensor, at: slice) -> None:
+    def add_correction(number: int, matrix: Tensor, at: slice) -> None:
         del at
         row_bD = matrix.flatten(1)
         share_Eb = (units[number] @ row_bD.T) / (levels[number] + row_bD.square().sum(dim=1))
         solved[number].addmm_(share_Eb, row_bD, alpha=-1.0 / len(rows))
 
-    sink = MatrixSink(engine, everything(engine), take)
+    sink = MatrixSink(engine, all_blocks(engine), add_correction)
     for index_B in engine.batches(rows):
         engine.run([rows[int(i)] for i in index_B], sink)
         sink.finish()

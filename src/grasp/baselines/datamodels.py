@@ -1,4 +1,7 @@
-"""Datamodels: a sparse linear function of the subset itself, fitted on realized utilities. A supervised oracle."""
+"""Datamodels: a sparse linear function of the subset, fitted to measured utilities. A supervised oracle.
+
+Start with `Datamodels`; the regressions are in `grasp.baselines.oracles`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,56 +29,57 @@ MASKS = "masks"
 
 
 class DatamodelsSettings(Settings):
-    """What is fitted on what."""
+    """Penalty, features and folds of the regression."""
 
     penalty: Literal["lasso", "ridge"] = Field(
         "lasso",
-        description="lasso: by scikit-learn, strength chosen by inner folds, as the source; ridge: closed form.",
+        description="lasso: by scikit-learn, strength chosen by inner folds, as in the source; ridge: closed form.",
     )
     sees: str = Field(
-        MASKS, description="masks: which rows the subset retains, as the source; LABEL: its shares of a label's values."
+        MASKS,
+        description="masks: which rows the subset retains, as in the source; LABEL: shares of the values of a label.",
     )
-    folds: int = Field(FOLDS, ge=2, description="Subsets are predicted by fits that did not see them; so many folds.")
+    folds: int = Field(FOLDS, ge=2, description="Number of cross-validation folds; subsets are predicted out of fold.")
 
 
 class Datamodels(SubsetMethod[DatamodelsSettings]):
-    """Linear functions of the subset fitted on retraining: an oracle.
+    """Linear functions of the subset fitted to retrained runs: an oracle.
 
-    Cross-validated linear datamodels of every unit, and of every task's mean.
+    Cross-validated linear datamodels of each unit, and of the mean of each task.
 
-    Source: Ilyas et al. 2022 (arXiv 2202.00622). Deviation: they fit on hundreds of thousands of subsets and predict
-    fresh ones; here every subset of the environment is predicted out of fold from the others, so it is an oracle for
-    this environment and no competitor of methods that never saw a retrain. With fewer subsets than rows masks hold
-    little, and label shares more.
+    Source: Ilyas et al. 2022 (arXiv 2202.00622). Deviation: the source fits hundreds of thousands of subsets and
+    predicts new ones; here each retrained subset is predicted out of fold from the others. It is therefore an oracle,
+    not a competitor of methods that never see retrained runs. With fewer subsets than rows, masks carry little
+    information, and label shares carry more.
     """
 
     settings_type = DatamodelsSettings
-    looks_at = frozenset({"environment"})
+    requires = frozenset({"environment"})
     supervised = True
 
-    def check(self, material: MethodInputs) -> None:
-        super().check(material)
+    def check(self, inputs: MethodInputs) -> None:
+        super().check(inputs)
         if self.settings.penalty == "lasso":
             require("sklearn.linear_model", extra="baselines", feature=f"method {self.name}: lasso")
 
-    def predict(self, material: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
-        known = material.environment
-        unknown = {name for block in subsets for name in block.subset_ids} - set(known.environment.subset_ids)
+    def predict(self, inputs: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
+        retrained = inputs.environment
+        unknown = {name for block in subsets for name in block.subset_ids} - set(retrained.environment.subset_ids)
         if unknown:
             raise EnvironmentDataError(
-                f"datamodels: {len(unknown)} subsets are not of {known.environment.path}, e.g. {sorted(unknown)[0]!r}; "
-                "it predicts retrained subsets only, out of fold"
+                f"datamodels: {len(unknown)} subsets are not in {retrained.environment.path}, e.g. "
+                f"{sorted(unknown)[0]!r}; only retrained subsets can be predicted, out of fold"
             )
         oracle = lasso_oracle if self.settings.penalty == "lasso" else ridge_oracle
-        features = self._features(material)
-        found = oracle(features, known.utilities, folds=self.settings.folds, seed=self.seed)
-        n_subsets, n_features = len(known.utilities.subset_ids), features.values_BF.shape[1]
+        features = self._features(inputs)
+        predictions = oracle(features, retrained.utilities, folds=self.settings.folds, seed=self.seed)
+        n_subsets, n_features = len(retrained.utilities.subset_ids), features.values_BF.shape[1]
         covers = f"{n_features:,} {'rows as masks' if self.settings.sees == MASKS else features.name}"
-        notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted by a fit that did not see it",)
-        return replace(found, method="datamodels"), Account(covers=(covers,), notes=notes)
+        notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted out of fold",)
+        return replace(predictions, method="datamodels"), Account(covers=(covers,), notes=notes)
 
-    def _features(self, material: MethodInputs) -> OracleFeatures:
-        subsets = material.environment.subsets
+    def _features(self, inputs: MethodInputs) -> OracleFeatures:
+        subsets = inputs.environment.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)
-        return fraction_features(subsets, label_column(material.artifact, self.settings.sees))
+        return fraction_features(subsets, label_column(inputs.artifact, self.settings.sees))

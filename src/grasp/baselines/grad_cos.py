@@ -1,4 +1,7 @@
-"""The exact cosine of the gradients of row and unit: no projection, one checkpoint, all parameters."""
+"""Gradient cosine: exact cosine of the gradients of row and unit, at one checkpoint, without projection.
+
+Start with `GradCos`.
+"""
 
 from pydantic import Field
 
@@ -8,25 +11,25 @@ from grasp.methods.contract import MethodInputs
 
 
 class GradCosSettings(LayerSettings):
-    """Which parameters, and which norms."""
+    """Parameters covered, and whether gradients are normalised."""
 
     layers: Patterns = Field(
         ("all",), description="Parameters covered, as for tracin: all, or a part such as head, body or embedding."
     )
-    normalise: bool = Field(True, description="Divide by both norms; false: the plain inner product.")
+    normalise: bool = Field(True, description="Divide by both norms; false: plain inner product.")
 
 
 class GradCos(CosineMethod[GradCosSettings]):
     """Exact cosine of whole gradients at the last checkpoint.
 
-    Cosine of whole gradients at the last checkpoint, by the factorised form.
+    Cosine of whole gradients at the last checkpoint, computed from the factors of the gradients.
 
-    Source: none, it is what first order says of one step. Deviation: none.
+    Source: none; it is the first-order effect of one training step, normalised. Deviation: none.
     """
 
     settings_type = GradCosSettings
 
-    def form(self, material: MethodInputs) -> CosineForm:
-        del material
-        own = self.settings
-        return CosineForm("last", "equal", None, "auto", own.normalise, own.normalise)
+    def form(self, inputs: MethodInputs) -> CosineForm:
+        del inputs
+        settings = self.settings
+        return CosineForm("last", "equal", None, "auto", settings.normalise, settings.normalise)

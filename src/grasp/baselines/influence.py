@@ -1,6 +1,8 @@
-"""Influence functions with a Kronecker-factored Fisher matrix: of the last layer, or of all of them.
+"""Influence functions with a Kronecker-factored Fisher matrix, for the last layer or for all layers.
 
     a_{i,e} = sum_l <F_l^{-1} g_e, g_i>_l
+
+Start with `Influence`; the Fisher factors are in `grasp.baselines.gradients.curvature`.
 
 Shape letters: E units, M Fisher rows.
 """
@@ -11,18 +13,18 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.gradients.curvature import (
     Basis,
     Factors,
     Fisher,
     apply_ekfac,
     apply_kfac,
+    check_untied,
     corrected_eigenvalues,
-    refuse_tied,
     second_moments,
 )
-from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import LayerSettings, Patterns
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import ExactScorer, exact_note
@@ -30,9 +32,9 @@ from grasp.baselines.gradients.session import (
     ExactPlan,
     exact_plan,
     examples_at,
+    mean_row_tokens,
     open_engine,
     sampled_rows,
-    typical_tokens,
     unit_examples,
 )
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
@@ -44,7 +46,7 @@ from grasp.settings import refuse_idle
 
 
 class InfluenceSettings(LayerSettings):
-    """Influence of the last layer by K-FAC; layers: all with curvature: ekfac is Grosse et al. 2023 and more."""
+    """K-FAC influence of the last layer; `layers: all` with `curvature: ekfac` covers Grosse et al. 2023."""
 
     layers: Patterns = Field(
         ("head",), description="Parameters covered, as for tracin; the default is last-layer influence."
@@ -59,15 +61,16 @@ class InfluenceSettings(LayerSettings):
         description="Added to the eigenvalues, in units of their mean in the layer; kfac adds its root to each factor.",
     )
     labels: Literal["sampled", "true"] = Field(
-        "sampled", description="Of the Fisher matrix: drawn from the model, or the corpus' own (the empirical Fisher)."
+        "sampled",
+        description="Labels of the Fisher matrix: drawn from the model, or those of the corpus (empirical Fisher).",
     )
     fisher_rows: int = Field(
-        1024, ge=1, description="Rows that the Fisher matrix is the mean over, drawn for the seed."
+        1024, ge=1, description="Number of rows that the Fisher matrix is averaged over, drawn with the seed."
     )
     full_width: int = Field(
         2048,
         ge=1,
-        description="A layer with more outputs than this has a diagonal factor on their side: a head, mostly.",
+        description="A layer with more outputs than this, usually the head, has a diagonal factor on the output side.",
     )
 
     @model_validator(mode="after")
@@ -81,46 +84,48 @@ class InfluenceSettings(LayerSettings):
 class Influence(BlockMethod[InfluenceSettings]):
     """Inverse Fisher matrix by K-FAC or EK-FAC: last layer or all.
 
-    Inverse Fisher matrix times the unit's gradient, times the gradient of the row.
+    Inner product of the row's gradient with the inverse Fisher matrix times the unit's gradient.
 
     Source: Koh and Liang 2017; Grosse et al. 2023 for K-FAC and EK-FAC in language models. Deviation: embeddings and
-    heads may be covered, the output side of a wide head by a diagonal factor; norms by their full Fisher matrix.
+    heads may be covered, the output side of a wide head with a diagonal factor; norms with their full Fisher matrix.
     """
 
     settings_type = InfluenceSettings
-    looks_at = frozenset({"tokens", "model", "checkpoints"})
+    requires = frozenset({"tokens", "model", "checkpoints"})
 
-    def parts(self, material: MethodInputs) -> int:
-        return len(self._plan(material).groups)
+    def parts(self, inputs: MethodInputs) -> int:
+        return len(self._plan(inputs).groups)
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        engine = open_engine(material, checkpoints_of(material)[-1], self.settings.layers)
-        plan = self._plan(material)
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+        engine = open_engine(inputs, training_checkpoints(inputs)[-1], self.settings.layers)
+        plan = self._plan(inputs)
         group = plan.groups[part]
-        queries = Queries.collect(engine, unit_examples(material)[group.first : group.last], plan.dense)
+        queries = Queries.collect(engine, unit_examples(inputs)[group.first : group.last], plan.dense)
         if self.settings.curvature != "none":
-            self._precondition(material, work, queries)
-        return ExactScorer(material, queries, group, self._account(material))
+            self._precondition(inputs, work, queries)
+        return ExactScorer(inputs, queries, group, self._account(inputs))
 
-    def _precondition(self, material: MethodInputs, work: WorkArea, queries: Queries) -> None:
-        own, engine = self.settings, queries.engine
-        area = work.shared(f"fisher-{digest(self._fisher_identity(material))}")
-        fisher = self._fisher(material)
-        factors = _kept_factors(area, engine, fisher, own.full_width)
-        if own.curvature == "kfac":
-            apply_kfac(queries, factors, own.damping)
+    def _precondition(self, inputs: MethodInputs, work: WorkArea, queries: Queries) -> None:
+        settings, engine = self.settings, queries.engine
+        area = work.shared(f"fisher-{digest(self._fisher_identity(inputs))}")
+        fisher = self._fisher(inputs)
+        factors = _load_factors(area, engine, fisher, settings.full_width)
+        if settings.curvature == "kfac":
+            apply_kfac(queries, factors, settings.damping)
             return
-        bases = [Basis.from_factors(one) for one in factors]
+        bases = [Basis.from_factors(factor) for factor in factors]
         names = [f"eigenvalues-{k}" for k in range(len(bases))]
         if any(area.load(name) is None for name in names):
-            for name, found in zip(names, corrected_eigenvalues(engine, fisher, bases), strict=True):
-                area.save(name, found.cpu().numpy())
-        values = [torch.from_numpy(np.array(area.loaded(name))).to(engine.model.device) for name in names]
-        apply_ekfac(queries, bases, values, own.damping)
+            for name, eigenvalues in zip(names, corrected_eigenvalues(engine, fisher, bases), strict=True):
+                area.save(name, eigenvalues.cpu().numpy())
+        eigenvalues_by_block = [
+            torch.from_numpy(np.array(area.load_required(name))).to(engine.model.device) for name in names
+        ]
+        apply_ekfac(queries, bases, eigenvalues_by_block, settings.damping)
 
-    def _fisher(self, material: MethodInputs) -> Fisher:
-        rows = sampled_rows(material, self.settings.fisher_rows, self.seed, "fisher")
-        examples = examples_at(material, rows)
+    def _fisher(self, inputs: MethodInputs) -> Fisher:
+        rows = sampled_rows(inputs, self.settings.fisher_rows, self.seed, "fisher")
+        examples = examples_at(inputs, rows)
         if self.settings.labels == "true":
             return Fisher(examples, None)
         return Fisher(
@@ -131,50 +136,54 @@ class Influence(BlockMethod[InfluenceSettings]):
             ],
         )
 
-    def _fisher_identity(self, material: MethodInputs) -> dict[str, object]:
-        own = self.settings
+    def _fisher_identity(self, inputs: MethodInputs) -> dict[str, object]:
+        settings = self.settings
         return {
-            "layers": list(own.layers),
-            "labels": own.labels,
-            "rows": own.fisher_rows,
-            "width": own.full_width,
+            "layers": list(settings.layers),
+            "labels": settings.labels,
+            "rows": settings.fisher_rows,
+            "width": settings.full_width,
             "seed": self.seed,
-            "checkpoint": checkpoints_of(material)[-1].fingerprint,
+            "checkpoint": training_checkpoints(inputs)[-1].fingerprint,
         }
 
-    def _plan(self, material: MethodInputs) -> ExactPlan:
-        layers = choose_layers(material.model, self.settings.layers)
+    def _plan(self, inputs: MethodInputs) -> ExactPlan:
+        layers = choose_layers(inputs.model, self.settings.layers)
         if self.settings.curvature == "kfac":
-            refuse_tied(layers.blocks)
+            check_untied(layers.blocks)
         return exact_plan(
             layers,
-            unit_examples(material),
-            typical_tokens(material),
+            unit_examples(inputs),
+            mean_row_tokens(inputs),
             self.settings.memory_mb,
             dense=self.settings.curvature == "ekfac",
             copies=2 if self.settings.curvature == "kfac" else 1,
         )
 
-    def _account(self, material: MethodInputs) -> Account:
-        own, layers = self.settings, choose_layers(material.model, self.settings.layers)
-        wide = [b.name for b in layers.blocks if b.left > own.full_width and "embedding" not in b.kinds]
-        notes = [exact_note(len(self._plan(material).groups))]
-        if own.curvature != "none":
-            rows = min(own.fisher_rows, material.n_rows)
-            notes.append(f"{own.curvature} over {rows} rows with {own.labels} labels, damping {own.damping:g}")
+    def _account(self, inputs: MethodInputs) -> Account:
+        settings, layers = self.settings, choose_layers(inputs.model, self.settings.layers)
+        wide = [b.name for b in layers.blocks if b.left > settings.full_width and "embedding" not in b.kinds]
+        notes = [exact_note(len(self._plan(inputs).groups))]
+        if settings.curvature != "none":
+            rows = min(settings.fisher_rows, inputs.n_rows)
+            notes.append(
+                f"{settings.curvature} over {rows} rows with {settings.labels} labels, damping {settings.damping:g}"
+            )
             if wide:
                 notes.append(f"diagonal on the output side of {', '.join(wide)}")
-        return Account(covers=(described(layers),), notes=tuple(notes))
+        return Account(covers=(describe_layers(layers),), notes=tuple(notes))
 
 
-def _kept_factors(area: WorkArea, engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
-    """Factors from disk, or made and kept there."""
+def _load_factors(area: WorkArea, engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
+    """Load the factors from disk; compute and save them if they are missing."""
     count = len(engine.layers.blocks)
     names = [(f"left-{k}", f"right-{k}") for k in range(count)]
     if any(area.load(name) is None for pair in names for name in pair):
         with area.timed():
-            for (left, right), made in zip(names, second_moments(engine, fisher, full_width), strict=True):
-                area.save(left, made.left.cpu().numpy())
-                area.save(right, made.right_YY.cpu().numpy())
+            for (left, right), factor in zip(names, second_moments(engine, fisher, full_width), strict=True):
+                area.save(left, factor.left.cpu().numpy())
+                area.save(right, factor.right_YY.cpu().numpy())
     device = engine.model.device
-    return [Factors(*(torch.from_numpy(np.array(area.loaded(name))).to(device) for name in pair)) for pair in names]
+    return [
+        Factors(*(torch.from_numpy(np.array(area.load_required(name))).to(device) for name in pair)) for pair in names
+    ]

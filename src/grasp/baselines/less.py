@@ -1,4 +1,7 @@
-"""LESS, adapted to pretraining: normalised gradients, of rows as Adam would step where its moments are kept."""
+"""LESS, adapted to pretraining: cosine of a unit's gradient with the Adam update of a row.
+
+Start with `Less`. If checkpoints have no Adam moments, the row's gradient takes the place of its update.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.baselines.gradients.method_settings import WeightedSettings
 from grasp.baselines.gradients.queries import Transform
-from grasp.baselines.gradients.session import chosen_checkpoints
+from grasp.baselines.gradients.session import select_checkpoints
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import MethodInputs
@@ -29,17 +32,17 @@ class LessSettings(WeightedSettings):
 
     adam: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Rows by Adam's update instead of the gradient, as LESS has it. auto: where every checkpoint keeps "
-        "Adam's moments. Paper: never, its checkpoints have none.",
+        description="Represent rows by Adam's update instead of the gradient, as LESS does. auto: if every checkpoint "
+        "has Adam's moments. Paper: never, since its checkpoints have none.",
     )
     betas: tuple[float, float] | None = Field(
-        None, description="Decay of Adam's moments; null: as the recipe beside them says. LESS: 0.9, 0.999."
+        None, description="Decay rates of Adam's moments; null: those of the training recipe. LESS: 0.9, 0.999."
     )
 
     @model_validator(mode="after")
     def _has_moments(self) -> Self:
         if self.adam == "never":
-            refuse_idle(self, ("betas",), "adam: never takes no moments")
+            refuse_idle(self, ("betas",), "adam: never uses no moments")
         return self
 
 
@@ -48,24 +51,26 @@ class Less(CosineMethod[LessSettings]):
 
     Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints.
 
-    Source: Xia et al. 2024, section 3; adapted: all of the model's training, no LoRA, the paper's appendix.
-    Deviation: weights are divided by their sum; moments are those of the whole run, not of a warm-up.
+    Source: Xia et al. 2024, section 3, adapted as in the paper's appendix: full training, no LoRA. Deviation: weights
+    are divided by their sum; moments are those of the whole run, not of a warm-up.
     """
 
     settings_type = LessSettings
 
-    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
-        if not self._adam(material):
+    def extra_identity(self, inputs: MethodInputs) -> Mapping[str, Any]:
+        if not self._uses_adam(inputs):
             return {"moments": []}
-        return {"moments": [one.moments_fingerprint for one in self._checkpoints(material)]}
+        return {"moments": [checkpoint.moments_fingerprint for checkpoint in self._checkpoints(inputs)]}
 
-    def form(self, material: MethodInputs) -> CosineForm:
-        own = self.settings
-        name = f"adam {own.betas}" if self._adam(material) else ""
-        return CosineForm(own.checkpoints, own.weights, own.dimension, own.projection, True, True, name)
+    def form(self, inputs: MethodInputs) -> CosineForm:
+        settings = self.settings
+        update_name = f"adam {settings.betas}" if self._uses_adam(inputs) else ""
+        return CosineForm(
+            settings.checkpoints, settings.weights, settings.dimension, settings.projection, True, True, update_name
+        )
 
     def update(self, checkpoint: Checkpoint) -> Update | None:
-        moments, betas = checkpoint.moments(), self.settings.betas or recorded_betas(checkpoint)
+        moments, betas = checkpoint.moments(), self.settings.betas or read_betas(checkpoint)
 
         def update(engine: PerExample) -> Transform:
             first, second = ({name: pair[k] for name, pair in moments.items()} for k in (0, 1))
@@ -77,25 +82,29 @@ class Less(CosineMethod[LessSettings]):
 
         return update
 
-    def _adam(self, material: MethodInputs) -> bool:
+    def _uses_adam(self, inputs: MethodInputs) -> bool:
         if self.settings.adam == "never":
             return False
-        without = [one for one in chosen_checkpoints(material, self.settings.checkpoints) if not one.has_moments]
-        if without and self.settings.adam == "always":
+        missing = [
+            checkpoint
+            for checkpoint in select_checkpoints(inputs, self.settings.checkpoints)
+            if not checkpoint.has_moments
+        ]
+        if missing and self.settings.adam == "always":
             raise SettingsError(
-                f"less.adam: got always, but {without[0].path} keeps no Adam moments ({len(without)} such); set auto "
-                "or never, or keep the optimizer's state in training"
+                f"less.adam: got always, but {missing[0].path} has no Adam moments ({len(missing)} such); set auto or "
+                "never, or save the optimizer state in training"
             )
-        return not without
+        return not missing
 
 
 def adam_update(first: list[Tensor], second: list[Tensor], betas: tuple[float, float]) -> Transform:
-    """What Adam's next step would be in place of a gradient g, block by block:
+    """Return a transform that replaces a gradient g by Adam's next step, block by block:
 
         (b1 m + (1 - b1) g) / sqrt(b2 v + (1 - b2) g^2 + eps)
 
-    Source: LESS, equation of Gamma and its public code: eps under the root, no bias correction, which scales all
-    coordinates alike.
+    Source: LESS, equation of Gamma and its public code: eps under the root, and no bias correction, which would scale
+    all coordinates equally.
     """
     beta1, beta2 = betas
     first, second = [beta1 * moment for moment in first], [beta2 * moment + EPSILON for moment in second]
@@ -107,15 +116,15 @@ def adam_update(first: list[Tensor], second: list[Tensor], betas: tuple[float, f
     return transform
 
 
-def recorded_betas(checkpoint: Checkpoint) -> tuple[float, float]:
-    """Betas of the recipe beside the moments.
+def read_betas(checkpoint: Checkpoint) -> tuple[float, float]:
+    """Read Adam's betas from the training recipe of a checkpoint.
 
     Raises:
-        ModelError: they are not written down.
+        ModelError: they are not recorded.
     """
     path = checkpoint.path / RECORD
     try:
         first, second = json.loads(path.read_text(encoding="utf-8"))["identity"]["recipe"]["betas"]
     except (OSError, ValueError, KeyError, TypeError) as err:
-        raise ModelError(f"{path}: says nothing of Adam's betas; set less.betas") from err
+        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas") from err
     return float(first), float(second)

@@ -1,12 +1,12 @@
-"""Supervised datamodels: what a linear function of the subset itself explains of the realized utilities.
+"""Supervised datamodels: how much of the measured utilities a linear function of the subset explains.
 
-An oracle is fitted on retrained subsets, so it is no competitor of predictors that never saw a retrain; it
-is the ceiling of what masks, or label fractions, hold. Every prediction is out of fold, and the strength
-of the penalty is chosen inside the training folds.
+Start with `ridge_oracle`. An oracle is fitted to retrained subsets, so it does not compete with predictors that never
+see retrained runs; it is an upper bound on the information in masks or label fractions. All predictions are out of
+fold, and the strength of the penalty is chosen inside the training folds.
 
-Predictions are deviations from the mean of the training folds, and that mean is left out: leaving a subset out moves
-the mean of the others away from it, so with a strong penalty the means alone would rank subsets backwards. Coefficients
-keep a trace of the same: where features say nothing, rho is about -0.1 with 16 subsets and -0.05 with 64.
+Predictions are deviations from the mean of the training folds, without that mean: holding out a subset moves the mean
+of the others away from it, so with a strong penalty the means alone would rank subsets in reverse. The coefficients
+have a trace of the same bias: with uninformative features, rho is about -0.1 with 16 subsets and -0.05 with 64.
 
 Shape letters: B subsets, F features, E outputs (units, and the task's mean as an output of its own), N rows.
 """
@@ -30,14 +30,14 @@ from grasp.seeds import stream
 Fitter = Callable[[F64, F64, F64], F64]
 
 FOLDS = 8
-# Penalties in units of the mean squared norm of a training row: from almost none to almost all.
+# Ridge penalties in units of the mean squared norm of a training row, from negligible to dominant.
 RELATIVE_PENALTIES = np.logspace(-4, 3, 15)
-LASSO_PENALTIES = np.logspace(-3, 0, 12)  # in units of the smallest penalty that leaves no coefficient
+LASSO_PENALTIES = np.logspace(-3, 0, 12)  # in units of the smallest penalty at which all coefficients are zero
 
 
 @dataclass(frozen=True, slots=True)
 class OracleFeatures:
-    """What an oracle sees of a subset."""
+    """Features of subsets that an oracle is fitted to."""
 
     name: str
     subset_ids: tuple[str, ...]
@@ -45,9 +45,9 @@ class OracleFeatures:
 
 
 def mask_features(blocks: Iterable[SubsetBlock]) -> OracleFeatures:
-    """The retained mask of every subset, (B, N); the datamodel of Ilyas et al.
+    """Return the retained mask of each subset, (B, N), as in the datamodels of Ilyas et al.
 
-    Memory: 8 bytes a subset and row, so it is meant for pools of at most some 100,000 rows.
+    Memory: 8 bytes per subset and row, suitable for pools of up to about 100,000 rows.
     """
     held = list(blocks)
     ids = tuple(name for block in held for name in block.subset_ids)
@@ -57,11 +57,11 @@ def mask_features(blocks: Iterable[SubsetBlock]) -> OracleFeatures:
 def fraction_features(
     blocks: Iterable[SubsetBlock], labels: LabelColumn, *, of: Literal["subset", "label"] = "subset"
 ) -> OracleFeatures:
-    """How a subset is made up of the values of a label, (B, number of values).
+    """Return the composition of each subset by the values of a label, (B, number of values).
 
     Args:
-        of: `subset`: the share of the subset's rows that have the value, which is what a fixed budget trains
-            on; `label`: the share of the value's rows that the subset retains, which is what was intervened on.
+        of: `subset`: share of the subset's rows that have the value, which is what a fixed budget trains on;
+            `label`: share of the value's rows that the subset retains, which is the intervention.
     """
     ids: list[str] = []
     parts: list[F64] = []
@@ -79,20 +79,20 @@ def fraction_features(
 
 
 def ridge_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
-    """Out-of-fold ridge regression of every unit, and of every task's mean, on the features.
+    """Predict units and task means by out-of-fold ridge regression on the features.
 
     Args:
-        features: of the subsets of `utilities`, in any order, others are left out.
-        utilities: the mean over seeds is regressed.
-        folds: subsets are dealt into so many folds at random, from a named stream.
+        features: features of the subsets of `utilities`, in any order; other subsets are ignored.
+        utilities: measured utilities; the mean over seeds is regressed.
+        folds: number of folds; subsets are assigned at random, from a named stream.
     Raises:
-        EnvironmentDataError: a subset without features, or too few subsets for the folds.
+        EnvironmentDataError: a subset has no features, or there are too few subsets for the folds.
     """
     return _oracle("ridge", ridge_out, features, utilities, folds, seed)
 
 
 def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
-    """The same with an L1 penalty, by scikit-learn; the penalty of each output is chosen by inner folds.
+    """Predict as `ridge_oracle`, with an L1 penalty by scikit-learn, chosen by inner folds for each output.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -103,10 +103,10 @@ def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int =
 
 
 class _Fit:
-    """One ridge fit by the dual closed form, all outputs and all penalties at once.
+    """A ridge fit in dual closed form, for all outputs and all penalties at once.
 
-    With the rows centred, K = X X^T = V diag(s) V^T, the smoother of penalty l is H = 1/n + V diag(s/(s+l)) V^T,
-    and leaving a row out changes its residual to (y - Hy)_i / (1 - H_ii), exactly.
+    With centred rows, K = X X^T = V diag(s) V^T, the smoother of penalty l is H = 1/n + V diag(s/(s+l)) V^T,
+    and the leave-one-out residual of row i is exactly (y - Hy)_i / (1 - H_ii).
     """
 
     def __init__(self, x_BF: F64, y_BE: F64) -> None:
@@ -118,7 +118,7 @@ class _Fit:
         self.penalties = RELATIVE_PENALTIES * (scale if scale > 0 else 1.0)
 
     def left_out_error(self, penalty: float) -> F64:
-        """Mean squared leave-one-out residual of every output, (E,)."""
+        """Return the mean squared leave-one-out residual of each output, (E,)."""
         shrink = self.spectrum / (self.spectrum + penalty)
         fitted = (self.v * shrink) @ (self.v.T @ self.y_BE)
         leverage = 1.0 / len(self.x_BF) + np.einsum("bk,k,bk->b", self.v, shrink, self.v)
@@ -126,7 +126,7 @@ class _Fit:
         return np.asarray(np.mean(residual**2, axis=0))
 
     def predict(self, x_BF: F64) -> F64:
-        """Deviations from the training mean, with, for every output, the penalty of least leave-one-out error."""
+        """Predict deviations from the training mean; each output uses the penalty of least leave-one-out error."""
         best_E = np.argmin([self.left_out_error(penalty) for penalty in self.penalties], axis=0)
         similar = (x_BF - self.mean_F) @ self.x_BF.T
         shrink_KE = 1.0 / (self.spectrum[:, None] + self.penalties[best_E][None])
@@ -135,7 +135,7 @@ class _Fit:
 
 
 def ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
-    """Fit to the training fold; the penalty is chosen by leaving one out."""
+    """Fit the training fold and predict the held-out rows; the penalty is chosen by leave-one-out error."""
     return _Fit(x_BF, y_BE).predict(held_BF)
 
 
@@ -164,8 +164,10 @@ def _oracle(
 ) -> Predictions:
     realized_BE = utilities.values_BSE.mean(axis=1)
     targets = tuple(dict.fromkeys(utilities.targets))
-    of_target = {name: [e for e, own in enumerate(utilities.targets) if own == name] for name in targets}
-    tasks_BT = np.stack([realized_BE[:, own].mean(axis=1) for own in of_target.values()], axis=1)
+    of_target = {
+        name: [e for e, unit_target in enumerate(utilities.targets) if unit_target == name] for name in targets
+    }
+    tasks_BT = np.stack([realized_BE[:, unit_target].mean(axis=1) for unit_target in of_target.values()], axis=1)
     n_units = realized_BE.shape[1]
     out = cross_fit(
         fit,
@@ -185,11 +187,11 @@ def _oracle(
 
 
 def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F64:
-    """Predictions of every subset by a fit that did not see it, (B, E).
+    """Predict each subset by a fit to the other folds, (B, E).
 
     Raises:
-        ShapeError: features and outputs are of different numbers of subsets.
-        EnvironmentDataError: fewer than two subsets a training fold.
+        ShapeError: features and outputs have different numbers of subsets.
+        EnvironmentDataError: fewer than two subsets per training fold.
     """
     n_subsets = len(x_BF)
     if len(y_BE) != n_subsets:

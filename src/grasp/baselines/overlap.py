@@ -1,4 +1,6 @@
-"""Query overlap: how many of a unit's words occur in a row, each word once, none rarer than another.
+"""Query overlap: share of a unit's distinct words that occur in a row, without weights by rarity.
+
+Start with `Overlap`.
 
 Shape letters: n rows of a block, E units, W words of any unit.
 """
@@ -19,10 +21,10 @@ from grasp.settings import Settings
 
 
 class OverlapSettings(Settings):
-    """What counts as a unit's words."""
+    """Text of a unit that its words are taken from."""
 
     query: Literal["both", "prompt", "completion"] = Field(
-        "both", description="Text of a unit whose words are looked for: prompt and completion, or one of them."
+        "both", description="Text of a unit used as the query: prompt and completion, or one of them."
     )
 
 
@@ -31,50 +33,50 @@ class Overlap(BlockMethod[OverlapSettings]):
 
     Share of a unit's distinct words that the row has.
 
-    Source: the paper's retrieval table, which names "query overlap" and defines it nowhere; the share is ours. Words
-    are cut as those of bm25: no stop words, rows decoded from their tokens.
+    Source: the paper's retrieval table, which lists "query overlap" without a definition; the share is chosen here.
+    Words are those of bm25: no stop words, rows decoded from their tokens.
     """
 
     settings_type = OverlapSettings
     version = 2  # words of every alphabet
-    looks_at = frozenset({"tokens"})
+    requires = frozenset({"tokens"})
     dtype = "float16"
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
-        queries = [set(words(query_text(unit, self.settings.query))) for unit in material.units.units]
+        queries = [set(words(query_text(unit, self.settings.query))) for unit in inputs.units.units]
         if not any(queries):
-            unit = material.units.units[0]
+            unit = inputs.units.units[0]
             raise TargetError(
-                f"overlap: none of the {len(queries)} units has a word to look for, e.g. {unit.unit_id!r} of "
-                f"{unit.target}; its setting query is {self.settings.query!r}, try 'both'"
+                f"overlap: none of the {len(queries)} units has a query word, e.g. {unit.unit_id!r} of {unit.target}; "
+                f"the setting query is {self.settings.query!r}, try 'both'"
             )
-        return _Shares(material, queries, self.settings.query)
+        return _Shares(inputs, queries, self.settings.query)
 
 
 class _Shares(RowScorer):
-    def __init__(self, material: MethodInputs, queries: Sequence[set[str]], which: str) -> None:
-        self._material, self._which = material, which
-        self._place = {word: w for w, word in enumerate(sorted(set().union(*queries)))}
-        self._share_WE = self._matrix([[self._place[word] for word in query] for query in queries]).T.tocsr()
+    def __init__(self, inputs: MethodInputs, queries: Sequence[set[str]], which: str) -> None:
+        self._material, self._which = inputs, which
+        self._word_id = {word: w for w, word in enumerate(sorted(set().union(*queries)))}
+        self._share_WE = self._matrix([[self._word_id[word] for word in query] for query in queries]).T.tocsr()
         # a unit without words has an empty column: 0 for every row
         self._size_E = np.maximum(1, np.array([len(query) for query in queries]))
         self._n_empty = sum(not query for query in queries)
 
     def score(self, start: int, stop: int) -> Scores:
         texts = self._material.texts(start, stop)
-        known = [[self._place[word] for word in set(words(text)) & self._place.keys()] for text in texts]
+        known = [[self._word_id[word] for word in set(words(text)) & self._word_id.keys()] for text in texts]
         shared_nE = (self._matrix(known) @ self._share_WE).toarray()
         return np.asarray(shared_nE / self._size_E)
 
     def account(self) -> Account:
         query = {"both": "prompts and completions", "prompt": "prompts", "completion": "completions"}
-        counts = {"units without a word to look for: 0 for every row": self._n_empty} if self._n_empty else {}
+        counts = {"units without a query word: 0 for every row": self._n_empty} if self._n_empty else {}
         covers = ("text of the rows, decoded from their tokens", f"units' {query[self._which]}")
         return Account(covers=covers, counts=counts)
 
-    def _matrix(self, places: Sequence[Sequence[int]]) -> csr_array:
-        """A line of zeros and ones for each list of words."""
-        indptr = np.concatenate([[0], np.cumsum([len(one) for one in places])]).astype(np.int64)
-        indices = np.array([w for one in places for w in one], dtype=np.int64)
-        return csr_array((np.ones(len(indices)), indices, indptr), shape=(len(places), len(self._place)))
+    def _matrix(self, word_lists: Sequence[Sequence[int]]) -> csr_array:
+        """Return a 0/1 matrix with one row per list of words."""
+        indptr = np.concatenate([[0], np.cumsum([len(word_ids) for word_ids in word_lists])]).astype(np.int64)
+        indices = np.array([w for word_ids in word_lists for w in word_ids], dtype=np.int64)
+        return csr_array((np.ones(len(indices)), indices, indptr), shape=(len(word_lists), len(self._word_id)))

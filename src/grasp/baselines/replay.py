@@ -1,9 +1,9 @@
-r"""One training run gone through again, each step's batch valued as a game of its own.
+r"""Replay of a training run in which each step's batch is valued as a separate game. Start with `Replay`.
 
 A step with learning rate eta moves the covered parameters by -eta sum_i d_i, where d_i = P (c_i g_i): g_i is the
 gradient of row i's mean loss, c_i its share of the batch's labels (so that sum_i c_i g_i is the gradient of the batch's
 loss, a mean over labels), and P is 1 for a step of SGD, or Adam's 1 / (sqrt(v) + eps), held fixed within the step. The
-utility of a part S of the batch is what the step would take off the validation loss L with S alone,
+utility of a subset S of the batch is the decrease of the validation loss L in a step on S alone,
 
     U(S) = L(w) - L(w - eta sum_{i in S} d_i)
          ~ eta <g_val, sum_S d_i> - eta^2 / 2 (sum_S d_i)^T H_val (sum_S d_i)
@@ -13,8 +13,8 @@ and the Shapley values of the two terms are
     first order     eta <g_val, d_i>
     second order    eta <g_val, d_i> - eta^2 / 2 d_i^T H_val d,    d = sum_j d_j over the batch
 
-H_val d comes from central differences of g_val along d. Each is an inner product of a row's gradient with matrices that
-are the same for the whole batch, so no row's gradient is formed.
+H_val d is computed by central differences of g_val along d. Each value is an inner product of a row's gradient with
+matrices that are shared by the whole batch, so no row's gradient is formed.
 
 Shape letters: B rows of the batch, C columns (validation losses), E units, X left width, Y right width.
 """
@@ -39,9 +39,9 @@ from grasp.baselines.gradients.gradient_sums import (
     InnerProducts,
     Matrices,
     WeightedSums,
-    combined,
-    norm_of,
+    map_blocks,
     run_over,
+    total_norm,
 )
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.errors import ModelError
@@ -49,15 +49,15 @@ from grasp.files import temporary_path
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample
 
-DIRECTION_ELEMENTS = 1 << 28  # numbers in the gradients of the rows that are held at once: 1 GB of float32
-# Length of the difference along d, in units of the norm of the parameters. H d is then within 2e-4 of the exact product
-# on small models of four families, in float32, where longer steps bend and shorter ones round.
+DIRECTION_ELEMENTS = 1 << 28  # elements of the row gradients in memory at once: 1 GB of float32
+# Step of the difference along d, in units of the norm of the parameters. H d is then within 2e-4 of the exact product
+# on small models of four families in float32; longer steps add truncation error, shorter ones rounding error.
 RELATIVE_STEP = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What decides a replay."""
+    """Settings that determine a replay."""
 
     layers: tuple[str, ...]
     order: Literal[1, 2]
@@ -69,7 +69,7 @@ class ReplaySettings:
 
 
 class Replay:
-    """Model, optimizer and step counter; every step trains on a batch and values its rows."""
+    """Model, optimizer and step counter. `advance` values the rows of a batch and trains on it."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Replay:
         weight_CE: F64 | None,
         settings: ReplaySettings,
     ) -> None:
-        """Begin at `model`, whose weights the replay changes: a copy of its own.
+        """Start a replay from `model`. The replay changes its weights: pass a copy.
 
         Args:
             units: the validation set.
-            weight_CE: validation losses, each a weighted sum of the units' losses; none: each unit's own.
+            weight_CE: validation losses as weighted sums of the units' losses. Default: one loss per unit.
         Raises:
-            SettingsError, ModelError: the layers cannot be covered.
+            SettingsError, ModelError: the layers are not supported.
         """
         self.engine = PerExample(model, choose_layers(model, settings.layers))
         self.settings = settings
@@ -105,7 +105,7 @@ class Replay:
         return len(self._units) if self._weight_CE is None else len(self._weight_CE)
 
     def advance(self, rows: Sequence[Example]) -> F64:
-        """Train on a batch, after its rows were valued at the weights before: (B, C), nats.
+        """Value the rows of a batch at the current weights, then train on it. Return values (B, C) in nats.
 
         Positive: the row lowers the validation loss.
         """
@@ -123,10 +123,10 @@ class Replay:
         self.step += 1
         return value_BC
 
-    # ------------------------------------------------------------------------------------------- the values
+    # ------------------------------------------------------------------------------------------- values
 
     def _value_by_column(self, rows: Sequence[Example], share_B: F64, weight_CE: F64) -> tuple[list[Tensor], F64]:
-        """A few validation losses: their gradients are the matrices, the rows pass by."""
+        """Value rows for a few validation losses: hold the losses' gradients, stream the rows."""
         sums = WeightedSums(self.engine, share_B[None])
         if self.settings.order == 1 and self.settings.update == "sgd":
             products = InnerProducts(self.engine, self._validation(weight_CE), len(rows))
@@ -139,53 +139,55 @@ class Replay:
         return [total[0] for total in sums.matrices], value_BC
 
     def _validation(self, weight_CE: F64) -> list[Tensor]:
-        """Gradients of the validation losses at the weights that the model has now, (C, X, Y) a block."""
+        """Return the gradients of the validation losses at the current weights, (C, X, Y) per block."""
         sums = WeightedSums(self.engine, weight_CE)
         run_over(self.engine, self._units, [sums])
         return sums.matrices
 
     def _direction(self, gradient: Matrices, weight_CE: F64) -> list[Tensor]:
-        """P (g_val - eta / 2 H_val d)."""
+        """Return P (g_val - eta / 2 H_val d)."""
         direction = self._validation(weight_CE)
         scale = self._scale(gradient)
         if self.settings.order == 2:
-            moved = _scaled(gradient, scale)
+            moved = _scale_matrices(gradient, scale)
             length = self._difference_length(moved)
             if length:
                 self._move(moved, length)
-                ahead = self._validation(weight_CE)
+                forward = self._validation(weight_CE)
                 self._move(moved, -length)
-                behind = self._validation(weight_CE)
+                backward = self._validation(weight_CE)
                 self._parameters.write(self._weights)
                 factor = self.settings.learning_rate / (4.0 * length)
-                direction = combined(lambda one, a, b: one - factor * (a - b), direction, ahead, behind)
-        return _scaled(direction, scale)
+                direction = map_blocks(
+                    lambda gradient_XY, a, b: gradient_XY - factor * (a - b), direction, forward, backward
+                )
+        return _scale_matrices(direction, scale)
 
     def _value_by_unit(self, rows: Sequence[Example], share_B: F64) -> tuple[list[Tensor], F64]:
-        """Every unit's own loss: the rows' gradients are the matrices, the units pass by."""
+        """Value rows for the loss of each unit: hold the rows' gradients, stream the units."""
         sums = WeightedSums(self.engine, share_B[None])
         run_over(self.engine, rows, [sums])
         scale = self._scale(sums.matrices)
-        moved = _scaled(sums.matrices, scale)
+        moved = _scale_matrices(sums.matrices, scale)
         at_once = max(1, DIRECTION_ELEMENTS // self.engine.layers.size)
         parts = [self._unit_values(rows[i : i + at_once], scale, moved) for i in range(0, len(rows), at_once)]
         value_BE = self.settings.learning_rate * share_B[:, None] * np.concatenate(parts)
         return [total[0] for total in sums.matrices], value_BE
 
     def _unit_values(self, rows: Sequence[Example], scale: Matrices | None, moved: Matrices) -> F64:
-        """<P g_i, g_e - eta / 2 H_e d> of some rows and all units."""
+        """Return <P g_i, g_e - eta / 2 H_e d> for some rows and all units."""
         each = EachGradient(self.engine, len(rows))
         run_over(self.engine, rows, [each])
-        directions = _scaled(each.matrices, scale)
+        directions = _scale_matrices(each.matrices, scale)
         value_EB = self._unit_products(directions)
         length = self._difference_length(moved) if self.settings.order == 2 else 0.0
         if length:
             self._move(moved, length)
-            ahead_EB = self._unit_products(directions)
+            forward_EB = self._unit_products(directions)
             self._move(moved, -length)
-            behind_EB = self._unit_products(directions)
+            backward_EB = self._unit_products(directions)
             self._parameters.write(self._weights)
-            value_EB = value_EB - self.settings.learning_rate / (4.0 * length) * (ahead_EB - behind_EB)
+            value_EB = value_EB - self.settings.learning_rate / (4.0 * length) * (forward_EB - backward_EB)
         return value_EB.T
 
     def _unit_products(self, directions: Matrices) -> F64:
@@ -193,10 +195,10 @@ class Replay:
         run_over(self.engine, self._units, [products])
         return products.products
 
-    # ------------------------------------------------------------------------------------------- the step
+    # ------------------------------------------------------------------------------------------- step
 
     def _scale(self, gradient: Matrices) -> list[Tensor] | None:
-        """P of this step, (X, Y) a block, from Adam's second moment with this batch in it; none: SGD."""
+        """Return P, (X, Y) per block, from Adam's second moment including this batch; None for SGD."""
         if self.settings.update == "sgd":
             return None
         decay = self.settings.betas[1]
@@ -210,17 +212,17 @@ class Replay:
         return scale
 
     def _difference_length(self, moved: Matrices) -> float:
-        """How far to go along d in a difference; 0 where d is 0."""
-        size = norm_of(moved)
-        return RELATIVE_STEP * max(norm_of(self._weights), 1.0) / size if size else 0.0
+        """Return the step length along d for the difference; 0 if d is 0."""
+        size = total_norm(moved)
+        return RELATIVE_STEP * max(total_norm(self._weights), 1.0) / size if size else 0.0
 
     def _move(self, moved: Matrices, length: float) -> None:
-        self._parameters.write(combined(lambda weight, d: weight + length * d[0], self._weights, moved))
+        self._parameters.write(map_blocks(lambda weight, d: weight + length * d[0], self._weights, moved))
 
-    # ------------------------------------------------------------------------------------------- the state
+    # ------------------------------------------------------------------------------------------- state
 
     def save(self, path: Path) -> None:
-        """Keep weights, moments and step; the file appears when it is whole."""
+        """Save weights, moments and step; the file is replaced atomically."""
         tensors = {f"weight.{k}": weight for k, weight in enumerate(self._weights)}
         for k, weight in enumerate(self._weights):
             state = self._optimizer.state[weight]
@@ -232,7 +234,7 @@ class Replay:
         part.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a state that was kept."""
+        """Resume from a saved state."""
         with safe_open(path, framework="pt", device=str(self.engine.model.device)) as file:
             self.step = int(file.metadata()["step"])
             for k, weight in enumerate(self._weights):
@@ -244,24 +246,24 @@ class Replay:
         self._parameters.write(self._weights)
 
 
-def _scaled(matrices: Matrices, scale: Matrices | None) -> list[Tensor]:
-    return list(matrices) if scale is None else combined(lambda one, by: one * by, matrices, scale)
+def _scale_matrices(matrices: Matrices, scale: Matrices | None) -> list[Tensor]:
+    return list(matrices) if scale is None else map_blocks(lambda matrix, factor: matrix * factor, matrices, scale)
 
 
-def refuse_non_finite(value_BC: F64, row_index_B: I64, step: int) -> None:
-    """See that values are numbers.
+def check_finite(value_BC: F64, row_index_B: I64, step: int) -> None:
+    """Check that all values are finite.
 
     Raises:
-        ModelError: one is not; the message names step and row.
+        ModelError: a value is not finite; the message names step and row.
     """
     bad = np.argwhere(~np.isfinite(value_BC))
     if len(bad):
         raise ModelError(
             f"replay: step {step}: value of row {row_index_B[bad[0, 0]]} is {value_BC[tuple(bad[0])]}, expected a "
-            "number; lower learning_rate, or leave the row out"
+            "finite number; lower learning_rate, or remove the row"
         )
 
 
-def steps_of(n_rows: int, batch_rows: int) -> int:
-    """Steps of one epoch; the last batch may be short."""
+def count_steps(n_rows: int, batch_rows: int) -> int:
+    """Return the number of steps per epoch; the last batch may be short."""
     return math.ceil(n_rows / batch_rows)

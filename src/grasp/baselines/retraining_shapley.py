@@ -1,4 +1,6 @@
-"""Data Shapley by retraining: permutations of rows, or of groups of rows, each prefix trained on and scored.
+"""Data Shapley by retraining: train on coalitions of rows, or of groups of rows, and score each.
+
+Start with `RetrainingShapley`; the estimators are in `grasp.baselines.shapley`.
 
 Shape letters: N rows, E units, G players (rows or groups), B coalitions.
 """
@@ -32,27 +34,27 @@ from grasp.yaml_files import describe
 Masks = Bool
 T = TypeVar("T")
 ROWS = "rows"
-BLOCK = 64  # coalitions asked about at once
+BLOCK = 64  # coalitions per call of the utility
 
 
 class RetrainingShapleySettings(Settings):
-    """The game, and how much of it is played."""
+    """Players of the game, and the number of evaluations."""
 
     players: str = Field(
         "label",
-        description="rows: every row is a player; label: the values of the label that the family draws by, or "
+        description="rows: each row is a player; label: values of the label that the family of subsets samples by, or "
         "of the artifact's first label; or the name of a label.",
     )
     permutations: int = Field(
-        8, ge=0, description="Permutations sampled; 0: enumerate all coalitions, up to 16 players."
+        8, ge=0, description="Number of sampled permutations; 0: enumerate all coalitions, up to 16 players."
     )
     truncation: float | None = Field(
         None,
         ge=0,
-        description="A permutation ends when every unit is within so many nats a token of the whole corpus.",
+        description="End a permutation once every unit is within this many nats per token of the whole corpus.",
     )
-    most_runs: int = Field(2_000, ge=1, description="Refuse a game that may need more retrainings than this.")
-    stack: int = Field(1, ge=1, description="Models trained at once as one batched program; for a GPU.")
+    most_runs: int = Field(2_000, ge=1, description="Maximum number of retrainings; larger games are refused.")
+    stack: int = Field(1, ge=1, description="Models trained together as one batched program, for GPUs.")
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -64,36 +66,35 @@ class RetrainingShapleySettings(Settings):
 class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
     """Shapley values of rows or groups by retraining on coalitions.
 
-    Shapley values over utilities of retraining with the environment's recipe.
+    Shapley values of the utility after retraining with the recipe of the runs.
 
-    Positive: adding the row, or its group, lowers the unit's loss. The value of a group is shared equally by its rows,
-    so that the sum over a subset's rows is the subset's predicted utility over that of an untrained model.
+    Positive: adding the row, or its group, lowers the unit's loss. The value of a group is divided equally among its
+    rows, so that the sum over a subset's rows is its predicted utility relative to an untrained model.
     Source: Ghorbani and Zou 2019, truncated Monte Carlo; groups as in their section 4. Deviation: a coalition with
-    fewer rows than one batch of the recipe cannot be trained on and is worth what an untrained model is; the budget of
-    the recipe does not grow with the coalition; scores are added up over a subset, not averaged, unless `weighting:
-    mean` is set.
+    fewer rows than one batch of the recipe has the utility of an untrained model; the recipe's number of steps does not
+    depend on the coalition; scores are summed over a subset, not averaged, unless `weighting: mean` is set.
     """
 
     settings_type = RetrainingShapleySettings
-    looks_at = frozenset({"tokens", "environment"})
+    requires = frozenset({"tokens", "environment"})
     weighting: ClassVar[Weighting] = "count"
 
-    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
-        player_N, _ = self._players(material)
+    def extra_identity(self, inputs: MethodInputs) -> Mapping[str, Any]:
+        player_N, _ = self._players(inputs)
         return {"players": hashlib.blake2b(player_N.tobytes(), digest_size=16).hexdigest()}
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        player_N, what = self._players(material)
+        player_N, player_note = self._players(inputs)
         n_players = int(player_N.max()) + 1
-        self._refuse_long(n_players)
-        game = RetrainingGame.from_inputs(material, work, player_N, seed=self.seed)
+        self._check_cost(n_players)
+        game = RetrainingGame.from_inputs(inputs, work, player_N, seed=self.seed)
         game.stack = self.settings.stack
-        found = self._play(game, n_players)
+        estimate = self._play(game, n_players)
         if game.trained or work.read("ready") is None:
             work.write("ready", asdict(game.ready))
-        account = self._account(found, n_players, what)
-        return _Shared(found.value_PE, player_N, replace(account, ready=Seconds(**(work.read("ready") or {}))))
+        account = self._account(estimate, n_players, player_note)
+        return _SharedScorer(estimate.value_PE, player_N, replace(account, ready=Seconds(**(work.read("ready") or {}))))
 
     def _play(self, game: "RetrainingGame", n_players: int) -> SampledShapley:
         if not self.settings.permutations:
@@ -108,22 +109,22 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             block=BLOCK,
         )
 
-    def _players(self, material: MethodInputs) -> tuple[I64, str]:
-        """Player of every row, (N,), and what players are."""
+    def _players(self, inputs: MethodInputs) -> tuple[I64, str]:
+        """Return the player of each row, (N,), and a description of the players."""
         if self.settings.players == ROWS:
-            return np.arange(material.n_rows), "rows"
+            return np.arange(inputs.n_rows), "rows"
         name = self.settings.players
         if name == "label":
-            family = material.environment.environment.info.family
-            labels = list(material.artifact.manifest.details.get("labels", []))
+            family = inputs.environment.environment.info.family
+            labels = list(inputs.artifact.manifest.details.get("labels", []))
             _, _, of_family = (family.spec if family else "").partition(":")
             name = of_family if of_family in labels else next(iter(labels), "")
         if not name:
-            raise SettingsError("retraining_shapley: players: the artifact has no label; expected rows, or a label")
-        column = label_column(material.artifact, name)
+            raise SettingsError("retraining_shapley: players: the artifact has no labels; expected rows")
+        column = label_column(inputs.artifact, name)
         return column.codes_N.astype(np.int64), f"values of {name}"
 
-    def _refuse_long(self, n_players: int) -> None:
+    def _check_cost(self, n_players: int) -> None:
         exact = not self.settings.permutations
         if exact and n_players > MAX_EXACT_PLAYERS:
             raise SettingsError(
@@ -137,82 +138,88 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
                 f"{self.settings.most_runs:,}; group rows by a label, sample fewer permutations, or raise most_runs"
             )
 
-    def _account(self, found: SampledShapley, n_players: int, what: str) -> Account:
-        error = np.nanmean(found.standard_error_PE) if found.permutations > 1 else 0.0
-        how = f"{found.permutations} permutations" if found.permutations else "all coalitions"
-        note = f"{n_players:,} players, {how}, {found.evaluations:,} coalitions, mean standard error {error:.2g} nats"
-        counts = {"marginal contributions cut short": found.truncated} if found.truncated else {}
-        return Account(covers=(what,), notes=(note,), counts=counts)
+    def _account(self, estimate: SampledShapley, n_players: int, player_note: str) -> Account:
+        error = np.nanmean(estimate.standard_error_PE) if estimate.permutations > 1 else 0.0
+        sampling = f"{estimate.permutations} permutations" if estimate.permutations else "all coalitions"
+        note = (
+            f"{n_players:,} players, {sampling}, {estimate.evaluations:,} coalitions, mean standard error "
+            f"{error:.2g} nats"
+        )
+        counts = {"truncated marginal contributions": estimate.truncated} if estimate.truncated else {}
+        return Account(covers=(player_note,), notes=(note,), counts=counts)
 
 
 class RetrainingGame:
-    """Utility of coalitions, retrained once each and remembered on disk: -loss of every unit, nats a token."""
+    """Utility of coalitions, -loss of each unit in nats per token. Each is retrained once and cached on disk."""
 
     def __init__(
-        self, material: MethodInputs, store: WorkArea, player_N: I64, recipe: TrainingRecipe, *, seed: int
+        self, inputs: MethodInputs, store: WorkArea, player_N: I64, recipe: TrainingRecipe, *, seed: int
     ) -> None:
-        self._material, self._store, self._player_N = material, store, player_N
+        self._material, self._store, self._player_N = inputs, store, player_N
         self._recipe, self._seed = recipe, seed
-        self._device = str(device_of(material.settings.model.device))
+        self._device = str(device_of(inputs.settings.model.device))
         self.stack = 1
-        self.trained = 0  # by this object
-        self.ready = store.seconds  # spent before it
+        self.trained = 0  # coalitions that this object trained on
+        self.ready = store.seconds  # seconds that earlier runs spent
 
     @classmethod
-    def from_inputs(cls, material: MethodInputs, work: WorkArea, player_N: I64, *, seed: int) -> "RetrainingGame":
-        """The game of the environment's recipe; what was retrained before, for any game over these rows, is known.
+    def from_inputs(cls, inputs: MethodInputs, work: WorkArea, player_N: I64, *, seed: int) -> "RetrainingGame":
+        """Create a game with the recipe of the retrained runs; reuses cached results of any game over these rows.
 
         Args:
-            player_N: the player that each row belongs to.
-            seed: of the training runs.
+            player_N: player of each row.
+            seed: seed of the training runs.
         Raises:
-            EnvironmentDataError: the environment does not hold its recipe.
+            EnvironmentDataError: the runs do not record their recipe.
         """
-        known = material.environment.environment
+        runs = inputs.environment.environment
         try:
-            recipe = TrainingRecipe.model_validate(known.info.recipe_settings)
+            recipe = TrainingRecipe.model_validate(runs.info.recipe_settings)
         except ValidationError as err:
             raise EnvironmentDataError(
-                describe(err, f"{known.path}: recipe_settings", TrainingRecipe) + "; make the environment again"
+                describe(err, f"{runs.path}: recipe_settings", TrainingRecipe) + "; repeat the retraining"
             ) from err
-        units = [material.units.fingerprint, material.settings.targets.max_length]
+        units = [inputs.units.fingerprint, inputs.settings.targets.max_length]
         text = json.dumps([recipe.model_dump(mode="json"), seed, units], sort_keys=True)
         name = f"retrained-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-        return cls(material, work.shared(name), player_N, recipe, seed=seed)
+        return cls(inputs, work.shared(name), player_N, recipe, seed=seed)
 
     def __call__(self, masks_BG: Masks) -> F64:
-        """(B, E) utilities of coalitions of players, boolean (B, G)."""
-        kept_BN = masks_BG[:, self._player_N]
-        names = [self._name(kept_N) for kept_N in kept_BN]
+        """Return the utilities (B, E) of coalitions of players, boolean (B, G)."""
+        retained_BN = masks_BG[:, self._player_N]
+        names = [self._name(retained_N) for retained_N in retained_BN]
         missing = {name: b for b, name in enumerate(names) if self._store.load(name) is None}
         self._material.progress.stage("coalitions", rows=len(missing), tokens=None)
-        for chosen in batched(missing.items(), self.stack):
+        for batch in batched(missing.items(), self.stack):
             with self._store.timed():
-                utilities = self._train([kept_BN[b] for _, b in chosen])
-            for (name, _), utility_E in zip(chosen, utilities, strict=True):
+                utilities = self._train([retained_BN[b] for _, b in batch])
+            for (name, _), utility_E in zip(batch, utilities, strict=True):
                 self._store.save(name, utility_E)
-            self.trained += len(chosen)
-            self._material.progress.advance(len(chosen), 0)
-        return np.stack([self._store.loaded(name) for name in names])
+            self.trained += len(batch)
+            self._material.progress.advance(len(batch), 0)
+        return np.stack([self._store.load_required(name) for name in names])
 
-    def _name(self, kept_N: Masks) -> str:
-        """All coalitions that are too small to be trained on are one: the untrained model."""
-        rows = kept_N if self._trainable(kept_N) else np.zeros_like(kept_N)
+    def _name(self, retained_N: Masks) -> str:
+        """Return the cache key of a coalition; coalitions too small to train on share the untrained model's key."""
+        rows = retained_N if self._trainable(retained_N) else np.zeros_like(retained_N)
         return hashlib.blake2b(np.packbits(rows).tobytes(), digest_size=16).hexdigest()
 
-    def _trainable(self, kept_N: Masks) -> bool:
-        return bool(kept_N.sum() >= self._recipe.batch_rows)
+    def _trainable(self, retained_N: Masks) -> bool:
+        return bool(retained_N.sum() >= self._recipe.batch_rows)
 
-    def _train(self, kept: Sequence[Masks]) -> list[F64]:
-        tokens, large = self._material.unit_tokens, [kept_N for kept_N in kept if self._trainable(kept_N)]
+    def _train(self, retained: Sequence[Masks]) -> list[F64]:
+        tokens, large = (
+            self._material.unit_tokens,
+            [retained_N for retained_N in retained if self._trainable(retained_N)],
+        )
         trained: list[F64] = []
         if large:
             trainer = train_stacked(
                 self._recipe, self._material.store, seeds=[self._seed] * len(large), retained=large, device=self._device
             )
             trained = list(-trainer.model.unit_losses(tokens))
-        rest = iter(trained)
-        return [next(rest) if self._trainable(kept_N) else self._untrained() for kept_N in kept]
+        remaining = iter(trained)
+        return [next(remaining) if self._trainable(retained_N) else self._untrained() for retained_N in retained]
 
     def _untrained(self) -> F64:
         model = Trainer(self._recipe, [self._seed], self._device).model.to_hf(0)
@@ -220,14 +227,14 @@ class RetrainingGame:
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of at most `size` items."""
-    rest = iter(items)
-    while part := list(islice(rest, size)):
+    """Yield lists of at most `size` items."""
+    remaining = iter(items)
+    while part := list(islice(remaining, size)):
         yield part
 
 
-class _Shared(RowScorer):
-    """Every row has an equal share of its player's value."""
+class _SharedScorer(RowScorer):
+    """Divides the value of each player equally among its rows."""
 
     def __init__(self, value_GE: F64, player_N: I64, account: Account) -> None:
         share_G = 1.0 / np.bincount(player_N)

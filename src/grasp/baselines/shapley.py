@@ -1,8 +1,8 @@
-"""Shapley values of a game whose utility is any function of subsets: exact for a few players, sampled for many.
+"""Shapley values of a game with any utility function: exact for few players, sampled for many.
 
-The utility is called with a block of subsets, boolean (B, P), and answers (B,) or (B, E): E games over the same
-players are solved at once. It is asked about no subset twice within one block or level; a utility that costs a
-retraining remembers its answers itself, and a killed run asks the same questions again in the same order.
+Start with `exact_shapley` or `permutation_shapley`. The utility is called with a block of subsets, boolean (B, P), and
+returns (B,) or (B, E): E games over the same players are solved together. No subset is evaluated twice within a block
+or level. An expensive utility should cache its results; a repeated run evaluates the same subsets in the same order.
 
 Shape letters: P players, B subsets, M permutations, E games.
 """
@@ -31,31 +31,32 @@ class SampledShapley:
     value_PE: F64
     standard_error_PE: F64  # of the mean over permutations; nan for a single permutation
     permutations: int
-    evaluations: int  # subsets the utility was asked about
-    truncated: int  # marginal contributions taken as 0, of permutations x P
+    evaluations: int  # subsets that the utility was evaluated on
+    truncated: int  # marginal contributions set to 0, out of permutations x P
 
 
 def exact_shapley(utility: Utility, n_players: int, *, block: int = BLOCK) -> F64:
-    r"""Shapley values by enumeration of all 2^P subsets, (P, E); every subset is asked about once.
+    r"""Compute Shapley values (P, E) by enumeration of all 2^P subsets, each evaluated once.
 
     phi_i = sum_{S without i} |S|! (P - |S| - 1)! / P! (U(S + i) - U(S))
 
     Args:
         utility: boolean (B, P) -> (B,) or (B, E).
-        block: subsets of one call.
+        block: subsets per call of the utility.
     Raises:
         SettingsError: fewer than 1 or more than 16 players.
-        ShapeError, ModelError: the utility answers with another number of subsets, or with what is no number.
+        ShapeError, ModelError: the utility returns a wrong shape, or a value that is not finite.
     """
     if not 1 <= n_players <= MAX_EXACT_PLAYERS:
         raise SettingsError(
-            f"players: got {n_players}, expected 1 to {MAX_EXACT_PLAYERS}, as 2^players subsets are evaluated; sample"
-            " permutations instead"
+            f"players: got {n_players}, expected 1 to {MAX_EXACT_PLAYERS}, as 2^players subsets are evaluated; sample "
+            "permutations instead"
         )
     weight = _size_weights(n_players)
     value: F64 | None = None
     for masks_BP in _all_masks(n_players, block):
-        utility_BE = _ask(utility, masks_BP)
+        utility_BE = _evaluate(utility, masks_BP)
+        # U(S) enters phi_i with a plus sign if i is in S (weight of size |S| - 1), else with a minus sign (size |S|).
         size_B = masks_BP.sum(axis=1)
         joins, leaves = weight[np.maximum(size_B - 1, 0)], weight[np.minimum(size_B, n_players - 1)]
         share_PE = np.where(masks_BP, joins[:, None], -leaves[:, None]).T @ utility_BE
@@ -73,41 +74,43 @@ def permutation_shapley(
     truncation: float | None = None,
     block: int = BLOCK,
 ) -> SampledShapley:
-    """Mean marginal contribution of every player over random permutations.
+    """Estimate Shapley values by the mean marginal contribution of each player over random permutations.
 
-    Permutation m depends on `seed` and m alone, so that more permutations extend a run. All permutations
-    advance together, one player at a time, so the utility is asked about blocks of distinct subsets.
+    Permutation m depends only on `seed` and m, so more permutations extend a run. All permutations advance together,
+    one player at a time, so that the utility is evaluated on blocks of distinct subsets.
 
     Args:
         utility: boolean (B, P) -> (B,) or (B, E), the empty and the full subset included.
-        truncation: once a permutation's utility is within this of the full set's, in every game, its further
-            players count as contributing 0; none: every marginal contribution is evaluated.
-        block: subsets of one call.
+        truncation: once a permutation's utility is within this distance of the full set's in every game, the
+            contributions of its remaining players are set to 0. Default: evaluate every contribution.
+        block: subsets per call of the utility.
     Raises:
-        SettingsError: no players, no permutations, a negative truncation.
-        ShapeError, ModelError: the utility answers with another number of subsets, or with what is no number.
-    Source: Castro et al. 2009; truncation: Ghorbani and Zou 2019. Deviation: with E games, a permutation is cut
-        short only where all of them are within the tolerance.
+        SettingsError: no players, no permutations, or a negative truncation.
+        ShapeError, ModelError: the utility returns a wrong shape, or a value that is not finite.
+    Source: Castro et al. 2009; truncation: Ghorbani and Zou 2019. Deviation: with E games, a permutation is
+        truncated only if all of them are within the tolerance.
     """
     _check_sampling(n_players, permutations, truncation)
     ends = np.stack([np.zeros(n_players, dtype=bool), np.ones(n_players, dtype=bool)])
-    empty_E, full_E = _ask(utility, ends)
+    empty_E, full_E = _evaluate(utility, ends)
     order_MP = np.stack([stream(seed, "shapley", m).permutation(n_players) for m in range(permutations)])
     sums = _MarginalSums(np.zeros((n_players, len(full_E))), np.zeros((n_players, len(full_E))))
     before_ME = np.tile(empty_E, (permutations, 1))
-    alive = np.arange(permutations)
+    active_M = np.arange(permutations)
     evaluations, truncated = 2, 0
     for place in range(n_players):
-        open_now = alive if truncation is None else alive[np.abs(full_E - before_ME[alive]).max(axis=1) > truncation]
-        truncated += permutations - len(open_now)
-        alive = open_now
+        still_active = (
+            active_M if truncation is None else active_M[np.abs(full_E - before_ME[active_M]).max(axis=1) > truncation]
+        )
+        truncated += permutations - len(still_active)
+        active_M = still_active
         if place == n_players - 1:
-            after_ME, asked = np.tile(full_E, (len(alive), 1)), 0
+            after_ME, n_evaluated = np.tile(full_E, (len(active_M), 1)), 0
         else:
-            after_ME, asked = _level(utility, order_MP[alive, : place + 1], n_players, block)
-        evaluations += asked
-        sums.add(order_MP[alive, place], after_ME - before_ME[alive])
-        before_ME[alive] = after_ME
+            after_ME, n_evaluated = _evaluate_prefixes(utility, order_MP[active_M, : place + 1], n_players, block)
+        evaluations += n_evaluated
+        sums.add(order_MP[active_M, place], after_ME - before_ME[active_M])
+        before_ME[active_M] = after_ME
     return SampledShapley(*sums.means(permutations), permutations, evaluations, truncated)
 
 
@@ -121,7 +124,7 @@ class _MarginalSums:
         np.add.at(self.square_PE, player_M, marginal_ME**2)
 
     def means(self, permutations: int) -> tuple[F64, F64]:
-        """Mean marginal contribution and its standard error; a truncated one is a 0."""
+        """Return the mean marginal contribution and its standard error; truncated contributions count as 0."""
         mean_PE = self.total_PE / permutations
         if permutations == 1:
             return mean_PE, np.full_like(mean_PE, np.nan)
@@ -129,29 +132,28 @@ class _MarginalSums:
         return mean_PE, np.sqrt(variance_PE)
 
 
-def _level(utility: Utility, prefix_MK: I64, n_players: int, block: int) -> tuple[F64, int]:
-    """Utilities (M, E) of the sets that M prefixes of one length hold, each distinct set asked about once."""
+def _evaluate_prefixes(utility: Utility, prefix_MK: I64, n_players: int, block: int) -> tuple[F64, int]:
+    """Return the utilities (M, E) of M prefixes of equal length, and the number of distinct sets evaluated."""
     if not len(prefix_MK):
         return np.zeros((0, 1)), 0
     masks_MP = np.zeros((len(prefix_MK), n_players), dtype=bool)
     np.put_along_axis(masks_MP, prefix_MK, True, axis=1)
     distinct_BP, inverse_M = np.unique(masks_MP, axis=0, return_inverse=True)
-    parts = [_ask(utility, distinct_BP[i : i + block]) for i in range(0, len(distinct_BP), block)]
+    parts = [_evaluate(utility, distinct_BP[i : i + block]) for i in range(0, len(distinct_BP), block)]
     return np.concatenate(parts)[inverse_M.ravel()], len(distinct_BP)
 
 
-def _ask(utility: Utility, masks_BP: Masks) -> F64:
+def _evaluate(utility: Utility, masks_BP: Masks) -> F64:
     answer = np.asarray(utility(masks_BP), dtype=np.float64)
     answer_BE = answer[:, None] if answer.ndim == 1 else answer
     if answer_BE.ndim != 2 or len(answer_BE) != len(masks_BP):
         raise ShapeError(
-            f"utility: got shape {answer.shape} for {len(masks_BP)} subsets, expected one number, or one row of"
-            " numbers, a subset"
+            f"utility: got shape {answer.shape} for {len(masks_BP)} subsets, expected (B,) or (B, E) for B subsets"
         )
     bad = np.argwhere(~np.isfinite(answer_BE))
     if len(bad):
         players = np.flatnonzero(masks_BP[bad[0, 0]]).tolist()
-        raise ModelError(f"utility: got {answer_BE[tuple(bad[0])]} for players {players}, expected a number")
+        raise ModelError(f"utility: got {answer_BE[tuple(bad[0])]} for players {players}, expected a finite number")
     return answer_BE
 
 
@@ -163,7 +165,7 @@ def _all_masks(n_players: int, block: int) -> Iterator[Masks]:
 
 
 def _size_weights(n_players: int) -> F64:
-    """|S|! (P - |S| - 1)! / P! for |S| = 0 .. P - 1."""
+    """Return |S|! (P - |S| - 1)! / P! for |S| = 0 .. P - 1."""
     return np.array([factorial(s) * factorial(n_players - s - 1) / factorial(n_players) for s in range(n_players)])
 
 

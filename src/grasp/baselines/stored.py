@@ -1,13 +1,15 @@
-"""Scores on disk: computed once for what decides them, block by block, found again by a digest.
+"""Scores cached on disk: computed block by block, and looked up by a digest of everything that determines them.
+
+Start with `BlockMethod`. Layout:
 
     <cache>/<method>-<digest>/
         scores.npy        (N, E) or (N, 1), float16 or float32, rows in corpus order
-        scores.ids.json   {"units": [[target, unit_id], ...]}: with it, (N, E) is what `evaluate --predictions` reads
-        method.json       settings, seconds, account; everything that the digest is made of; written last
-        blocks/, work/    until then: the scores so far, and what the method keeps for itself
+        scores.ids.json   {"units": [[target, unit_id], ...]}; with it, `evaluate --predictions` can read (N, E) scores
+        method.json       settings, seconds, account, and the identity that the digest is computed from; written last
+        blocks/, work/    until then: scores so far, and intermediate results of the method
 
-`<cache>` is `<artifact>/baselines` unless another directory is named. `BlockMethod` gives all of this to a method that
-says what is done before the first block, and how a block is scored.
+`<cache>` defaults to `<artifact>/baselines`. A subclass of `BlockMethod` implements `prepare`, which runs before the
+first block and returns a `RowScorer` that scores a block.
 """
 
 import hashlib
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from grasp.arrays import F32
-from grasp.baselines.checkpoints import checkpoints_of
+from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.files import UNSIGNED, FileEntry
@@ -45,7 +47,7 @@ FORMAT_VERSION = 2
 
 
 class ScoredBlock(Mark):
-    """Some rows' scores, summed over the parts so far; seconds are those of all these parts."""
+    """Scores of a block, summed over the parts so far; `seconds` is the total of these parts."""
 
     part: int
     start: int
@@ -54,18 +56,18 @@ class ScoredBlock(Mark):
 
 
 class ScoreRecord(JsonModel):
-    """method.json."""
+    """Contents of method.json."""
 
     format: Literal["grasp-scores"] = "grasp-scores"
     format_version: int = FORMAT_VERSION
-    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Checksum of this file with the checksum field zeroed.")
     identity: dict[str, Any]
     seconds: Seconds
     account: Account
     files: dict[str, FileEntry]
 
 
-REMADE = "delete its directory, it is made again"
+REMADE = "delete its directory to recompute it"
 BLOCKS = Schema(mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), again=REMADE)
 RECORD = Signed(
     "method.json", ScoreRecord, "a record of scores", "grasp-scores", FORMAT_VERSION, REMADE, mistake=SettingsError
@@ -75,81 +77,81 @@ S = TypeVar("S", bound=Settings)
 
 
 class RowScorer(ABC):
-    """A part of a method, ready to score."""
+    """Scores rows for one part of a method."""
 
     @abstractmethod
     def score(self, start: int, stop: int) -> Scores:
-        """Rows [start, stop): (n, E) in the order of `material.units`, or (n, 1).
+        """Score rows [start, stop): (n, E) in the order of `inputs.units`, or (n, 1).
 
-        Every row's score is the same, up to rounding, whatever the block and the batches it is in.
+        The score of a row must not depend, up to rounding, on the block and the batches that contain it.
         """
 
     @abstractmethod
     def account(self) -> Account:
-        """Asked of the last part after its last block; also when all blocks were found ready."""
+        """Return the summary. Called on the last part after its last block, even if all blocks were on disk."""
 
 
 class BlockMethod(RowMethod[S]):
-    """Scores rows block by block, on disk. The sum over all parts is the result; most methods have one part."""
+    """Base of methods that score rows block by block. The result is the sum over parts; most methods have one."""
 
-    dtype: ClassVar[Literal["float16", "float32"]] = "float32"  # of the stored scores
-    version: ClassVar[int] = 1  # raised when the numbers change: stored results of an older one are not used
+    dtype: ClassVar[Literal["float16", "float32"]] = "float32"  # type of the stored scores
+    version: ClassVar[int] = 1  # incremented when the numbers change; stored results of older versions are ignored
 
-    def parts(self, material: MethodInputs) -> int:
-        """How many passes over the rows are added up: one a checkpoint, say, so that one model is in memory."""
-        del material
+    def parts(self, inputs: MethodInputs) -> int:
+        """Return the number of passes over the rows to sum, e.g. one per checkpoint to hold one model in memory."""
+        del inputs
         return 1
 
-    def decided_by(self, material: MethodInputs) -> Mapping[str, Any]:
-        """What of the material decides the numbers beside what `looks_at` names; part of what a result is found by."""
-        del material
+    def extra_identity(self, inputs: MethodInputs) -> Mapping[str, Any]:
+        """Return further values that determine the scores, besides the inputs that `requires` names."""
+        del inputs
         return {}
 
     @abstractmethod
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        """Everything before the first block of a part: models, units, statistics over all rows.
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+        """Do everything before the first block of a part: models, units, statistics over all rows.
 
-        Called again when a killed run goes on; what takes long is kept in `work` and found there.
+        Called again when a killed run is resumed; save expensive intermediate results in `work`.
         """
 
-    def check(self, material: MethodInputs) -> None:
-        super().check(material)
-        if "checkpoints" in self.looks_at:
-            checkpoints_of(material)
+    def check(self, inputs: MethodInputs) -> None:
+        super().check(inputs)
+        if "checkpoints" in self.requires:
+            training_checkpoints(inputs)
 
-    def scores(self, material: MethodInputs, cache: Path) -> "StoredScores":
-        """Scores that are read if they are there, else computed, going on where a killed run was.
+    def scores(self, inputs: MethodInputs, cache: Path) -> "StoredScores":
+        """Read the scores from disk, or compute them, resuming a killed run.
 
         Raises:
-            GraspError: what the method needs is not there. Nothing that was finished is lost.
-            SettingsError: another process computes the same scores.
+            GraspError: a required input is missing. Finished blocks are preserved.
+            SettingsError: another process is computing the same scores.
         """
-        place = place_of(cache, described := identity(self, material))
-        if not (place / RECORD.name).exists() or (place / BLOCKS.plan).exists():
+        directory = result_directory(cache, result_identity := identity(self, inputs))
+        if not (directory / RECORD.name).exists() or (directory / BLOCKS.plan).exists():
             try:
-                place.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(parents=True, exist_ok=True)
             except OSError as err:
                 raise SettingsError(
-                    f"{cache}: scores cannot be kept here ({err.strerror}); name another place with --cache"
+                    f"{cache}: scores cannot be stored here ({err.strerror}); pass another directory with --cache"
                 ) from err
-            with locked(place / LOCK):
-                run = _Run(place, shared_of(cache, material, self.version), self, material)
-                if not (place / RECORD.name).exists():
-                    run.finish(described)
+            with locked(directory / LOCK):
+                run = _Run(directory, shared_directory(cache, inputs, self.version), self, inputs)
+                if not (directory / RECORD.name).exists():
+                    run.finish(result_identity)
                 run.clear()
-        return _read(place)
+        return _read(directory)
 
 
 @dataclass(frozen=True)
 class StoredScores(MethodScores):
-    """Scores of every row, on disk."""
+    """Scores of all rows, on disk."""
 
     path: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks of an array on disk; opened each time they are gone through."""
+    """Blocks of an array on disk; the file is opened on each iteration."""
 
     path: Path
 
@@ -159,100 +161,102 @@ class _Blocks:
             yield start, np.asarray(scores[start : start + READ_ROWS])
 
 
-def place_of(cache: Path, described: Mapping[str, Any]) -> Path:
-    """Directory of a result, by what `identity` says."""
-    return cache / f"{described['method']}-{digest(described)}"
+def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
+    """Return the directory of a result from its `identity`."""
+    return cache / f"{result_identity['method']}-{digest(result_identity)}"
 
 
-def shared_of(cache: Path, material: MethodInputs, version: int) -> Path:
-    """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
-    fingerprints = material.artifact.manifest.fingerprints
+def shared_directory(cache: Path, inputs: MethodInputs, version: int) -> Path:
+    """Return the directory that methods of one version share, for one model, tokenizer and corpus."""
+    fingerprints = inputs.artifact.manifest.fingerprints
     decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
     return cache / f"shared-{digest(decided)}"
 
 
-def identity(method: BlockMethod[Any], material: MethodInputs) -> dict[str, Any]:
-    """Everything that decides a method's numbers on an artifact."""
-    fingerprints = material.artifact.manifest.fingerprints
-    found: dict[str, Any] = {
+def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
+    """Return everything that determines a method's scores on an artifact."""
+    fingerprints = inputs.artifact.manifest.fingerprints
+    decided: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "method": method.name,
         "version": method.version,
         "settings": method.settings.model_dump(mode="json"),
         "seed": method.seed,
         "corpus": fingerprints.get("corpus"),
-        "units": material.units.fingerprint,
-    } | dict(method.decided_by(material))
-    if "tokens" in method.looks_at:
-        found["tokenizer"] = fingerprints.get("tokenizer")
-        found["unit_length"] = material.settings.targets.max_length
-    if method.looks_at & {"model", "checkpoints"}:
-        found["model"] = fingerprints.get("model")
-    if "checkpoints" in method.looks_at:
-        found["checkpoints"] = [(one.fingerprint, one.learning_rate) for one in checkpoints_of(material)]
-    if "environment" in method.looks_at:
-        info = material.environment.environment.info
-        found["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
-    return found
+        "units": inputs.units.fingerprint,
+    } | dict(method.extra_identity(inputs))
+    if "tokens" in method.requires:
+        decided["tokenizer"] = fingerprints.get("tokenizer")
+        decided["unit_length"] = inputs.settings.targets.max_length
+    if method.requires & {"model", "checkpoints"}:
+        decided["model"] = fingerprints.get("model")
+    if "checkpoints" in method.requires:
+        decided["checkpoints"] = [
+            (checkpoint.fingerprint, checkpoint.learning_rate) for checkpoint in training_checkpoints(inputs)
+        ]
+    if "environment" in method.requires:
+        info = inputs.environment.environment.info
+        decided["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
+    return decided
 
 
 def digest(identity: Mapping[str, Any]) -> str:
-    """Short name of an identity."""
+    """Return a short hash of an identity."""
     text = json.dumps(dict(identity), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class _Run:
-    """One computation, begun or gone on with."""
+    """A computation of scores, new or resumed."""
 
-    def __init__(self, place: Path, shared: Path, method: BlockMethod[Any], material: MethodInputs) -> None:
-        self._place, self._method, self._material = place, method, material
-        self._work, self._store = WorkArea(place / "work", shared), Store(place, BLOCKS)
-        self._spent = Seconds()  # that no block's mark says yet
+    def __init__(self, directory: Path, shared: Path, method: BlockMethod[Any], inputs: MethodInputs) -> None:
+        self._directory, self._method, self._material = directory, method, inputs
+        self._work, self._store = WorkArea(directory / "work", shared), Store(directory, BLOCKS)
+        self._unrecorded = Seconds()  # time not yet recorded in the mark of a block
 
-    def finish(self, described: Mapping[str, Any]) -> None:
-        """Score what is left, then let the result appear under its name."""
+    def finish(self, result_identity: Mapping[str, Any]) -> None:
+        """Score the remaining blocks, then write the result."""
         n_parts, blocks = self._method.parts(self._material), list(self._material.blocks())
         if n_parts < 1:
             raise ModelError(f"{type(self._method).__name__}: got {n_parts} passes over the rows, expected at least 1")
-        self._store.begin({**described, "blocks": [stop for _, stop in blocks]}, replace=True)
+        self._store.begin({**result_identity, "blocks": [stop for _, stop in blocks]}, replace=True)
         done = {mark.start: mark.part for mark, _ in self._marks()}
         for part in range(n_parts):
-            left = [block for block in blocks if done.get(block[0], -1) < part]
-            if left or part == n_parts - 1:
-                account = self._score_part(part, left, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
-        self._write_result(account, described)
+            remaining = [block for block in blocks if done.get(block[0], -1) < part]
+            if remaining or part == n_parts - 1:
+                account = self._score_part(part, remaining, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
+        self._write_result(account, result_identity)
 
     def _marks(self) -> list[tuple[ScoredBlock, str]]:
-        """Marks of the blocks so far and their names; those of a later part come later."""
+        """Return the marks of finished blocks and their names, ordered by part and row."""
         marks = [(self._store.mark(name), name) for name in self._store.parts]
         return sorted(marks, key=lambda item: (item[0].part, item[0].start))
 
     def clear(self) -> None:
-        """Remove what only a run that is killed needs."""
-        shutil.rmtree(self._place / "work")
+        """Remove files that are only needed to resume."""
+        shutil.rmtree(self._directory / "work")
         self._store.clear()
 
-    def _score_part(self, part: int, left: list[tuple[int, int]], which: str) -> Account:
+    def _score_part(self, part: int, remaining: list[tuple[int, int]], which: str) -> Account:
         with self._timed():
             scorer = self._method.prepare(self._material, self._work, part)
-        rows = sum(stop - start for start, stop in left)
+        rows = sum(stop - start for start, stop in remaining)
         self._material.progress.stage(f"scoring rows{which}", rows=rows, tokens=None)
-        for start, stop in left:
+        for start, stop in remaining:
             before, name = f"{part - 1}-{start}", f"{part}-{start}"
             with self._timed():
-                block = self._checked(scorer, start, stop)
+                block = self._score_block(scorer, start, stop)
             if part:
                 block = block + np.load(self._store.file(before), allow_pickle=False)
-                self._spent += self._store.mark(before).seconds
-            told = {"part": part, "start": start, "stop": stop, "seconds": self._spent}
-            self._store.put(name, {f"blocks/{name}.npy": npy_bytes(block)}, **told)
+                self._unrecorded += self._store.mark(before).seconds
+            mark_fields = {"part": part, "start": start, "stop": stop, "seconds": self._unrecorded}
+            self._store.put(name, {f"blocks/{name}.npy": npy_bytes(block)}, **mark_fields)
             self._store.drop(before)
-            self._spent = Seconds()
+            self._unrecorded = Seconds()
             self._material.progress.advance(stop - start, 0)
         return scorer.account()
 
-    def _checked(self, scorer: RowScorer, start: int, stop: int) -> F32:
+    def _score_block(self, scorer: RowScorer, start: int, stop: int) -> F32:
         block, name = np.asarray(scorer.score(start, stop)), type(self._method).__name__
         n_units = self._material.n_units
         if block.ndim != 2 or len(block) != stop - start or block.shape[1] not in (1, n_units):
@@ -266,25 +270,27 @@ class _Run:
             unit = self._material.units.units[column].unit_id if block.shape[1] > 1 else "any"
             raise ModelError(
                 f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
-                f"this block), expected a number that {self._method.dtype} holds; {self._advice()}"
+                f"this block), expected a finite {self._method.dtype} number; {self._advice()}"
             )
         return block.astype(np.float32, copy=False)
 
     def _advice(self) -> str:
-        """What may help where a score is no number."""
+        """Return a hint for a score that is not finite."""
         dtype = self._material.settings.model.dtype
-        if self._method.looks_at & {"model", "checkpoints"} and dtype != "float32":
+        if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
             return f"the model is in {dtype}, build with model.dtype: float32"
-        return "look at the row, the unit and the method's settings"
+        return "check the row, the unit and the settings of the method"
 
-    def _write_result(self, account: Account, described: Mapping[str, Any]) -> None:
-        last = {mark.start: (mark, name) for mark, name in self._marks()}.values()  # a kill may have left earlier ones
-        for mark, _ in last:
-            self._spent += mark.seconds
+    def _write_result(self, account: Account, result_identity: Mapping[str, Any]) -> None:
+        final_marks = {
+            mark.start: (mark, name) for mark, name in self._marks()
+        }.values()  # the last part wins: a killed run may leave earlier ones
+        for mark, _ in final_marks:
+            self._unrecorded += mark.seconds
 
-        def joined(path: Path) -> None:
+        def write_scores(path: Path) -> None:
             scores = None
-            for mark, name in last:
+            for mark, name in final_marks:
                 block = np.load(self._store.file(name), allow_pickle=False)
                 if scores is None:
                     shape = self._material.n_rows, block.shape[1]
@@ -294,20 +300,20 @@ class _Run:
             scores.flush()
 
         units = [[unit.target, unit.unit_id] for unit in self._material.units.units]
-        files: dict[str, Content] = {SCORES: joined, IDS: json.dumps({"units": units}).encode()}
-        entries = {name: write_content(self._place / name, content) for name, content in files.items()}
-        record = ScoreRecord(identity=dict(described), seconds=self._spent, account=account, files=entries)
-        RECORD.write(self._place, record)
+        files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
+        entries = {name: write_content(self._directory / name, content) for name, content in files.items()}
+        record = ScoreRecord(identity=dict(result_identity), seconds=self._unrecorded, account=account, files=entries)
+        RECORD.write(self._directory, record)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         wall, cpu = time.perf_counter(), time.process_time()
         yield
-        self._spent += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+        self._unrecorded += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def _read(place: Path) -> StoredScores:
-    record, files = open_store(place, RECORD)
+def _read(directory: Path) -> StoredScores:
+    record, files = open_store(directory, RECORD)
     files.file(IDS)
     shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
-    return StoredScores(_Blocks(place / SCORES), shape, record.account, record.seconds, place)
+    return StoredScores(_Blocks(directory / SCORES), shape, record.account, record.seconds, directory)

@@ -1,4 +1,7 @@
-"""TracIn: cosines of gradients, summed over checkpoints by their learning rates."""
+"""TracIn: cosines of gradients, summed over checkpoints weighted by learning rate.
+
+Start with `TracIn`; the computation is in `grasp.baselines.gradients.cosine`.
+"""
 
 from pydantic import Field
 
@@ -8,25 +11,32 @@ from grasp.methods.contract import MethodInputs
 
 
 class TracInSettings(WeightedSettings):
-    """TracIn as the paper has it; dimension: null is the method without projection noise."""
+    """TracIn as in the paper; `dimension: null` is the method without projection noise."""
 
     normalise: bool = Field(
-        True, description="Divide gradients by their norms: cosines. Paper: yes; the original TracIn: no."
+        True, description="Divide gradients by their norms (cosines). Paper: yes; original TracIn: no."
     )
 
 
 class TracIn(CosineMethod[TracInSettings]):
     """Cosines of gradients, over checkpoints by learning rate.
 
-    Learning-rate-weighted inner products of the gradients of row and unit at checkpoints of the training.
+    Inner products of the gradients of row and unit at checkpoints of the training, weighted by learning rate.
 
     Source: Pruthi et al. 2020 (TracInCP); normalised, on one block and the final norm, projected: the paper's appendix.
-    Deviation: weights are divided by their sum; the gradient of a row is that of its mean loss a token.
+    Deviation: weights are divided by their sum; the gradient of a row is that of its mean loss per token.
     """
 
     settings_type = TracInSettings
 
-    def form(self, material: MethodInputs) -> CosineForm:
-        del material
-        own = self.settings
-        return CosineForm(own.checkpoints, own.weights, own.dimension, own.projection, own.normalise, own.normalise)
+    def form(self, inputs: MethodInputs) -> CosineForm:
+        del inputs
+        settings = self.settings
+        return CosineForm(
+            settings.checkpoints,
+            settings.weights,
+            settings.dimension,
+            settings.projection,
+            settings.normalise,
+            settings.normalise,
+        )

@@ -2,8 +2,10 @@ r"""TRAK: the Newton step of a linearised model in a random projection, over an 
 
     a_{i,e} = mean_c [ phi_e^c^T (Phi^c^T Phi^c + lambda I)^{-1} phi_i^c ] * mean_c [ 1 - p_i^c ]
 
-with phi the projected gradient of the model output function: for a language model, the mean over a sequence's tokens
-of log(p / (1 - p)). Shape letters: N rows, n of a block, E units, K projected width, C checkpoints.
+with phi the projected gradient of the model output function: for a language model, the mean over a sequence's tokens of
+log(p / (1 - p)). Start with `Trak`; `newton_map` is the linear algebra.
+
+Shape letters: N rows, n of a block, E units, K projected width, C checkpoints.
 """
 
 from dataclasses import replace
@@ -14,10 +16,10 @@ from pydantic import Field
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import ProjectedSettings
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
-from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
+from grasp.baselines.gradients.session import mean_row_tokens, select_checkpoints
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -25,90 +27,90 @@ from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients import LayerSet
 
-SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
-MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB
+SINGULAR = 1e-12  # relative to the largest eigenvalue: size of a zero eigenvalue after rounding of float32 features
+MAX_WIDTH = 8192  # of the matrix that is inverted: 512 MB
 
 
 class TrakSettings(ProjectedSettings):
-    """TRAK as the paper has it: the layers, checkpoints and projection of tracin."""
+    """TRAK as in the paper, with the layers, checkpoints and projection of tracin."""
 
     ridge: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="lambda, in units of the mean diagonal of Phi^T Phi; 0: none, as the original.",
+        description="lambda in units of the mean diagonal of Phi^T Phi; 0: none, as in the original.",
     )
     output: Literal["margin", "loss"] = Field(
-        "margin", description="What is differentiated: margin: log(p / (1 - p)), as TRAK has it; loss: -log p."
+        "margin", description="Model output that is differentiated: margin: log(p / (1 - p)), as in TRAK; loss: -log p."
     )
-    weigh_doubt: bool = Field(True, description="Multiply by 1 - p of the row, as TRAK has it.")
+    weigh_doubt: bool = Field(True, description="Multiply by 1 - p of the row, as in TRAK.")
 
 
 class Trak(BlockMethod[TrakSettings]):
     """A Newton step in a random projection, over an ensemble of checkpoints.
 
-    After-kernel of the model linearised at each checkpoint, in a random projection.
+    Newton step of the model linearised at each checkpoint, in a random projection.
 
-    Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is stated for one label an example; here output and
-    1 - p are means over a sequence's labels, and layers, checkpoints and width are the paper's, not all parameters of
-    models trained on halves of the corpus. Large layers are projected in two steps.
+    Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is defined for one label per example; here output
+    and 1 - p are means over a sequence's labels, and layers, checkpoints and width are those of the paper, not all
+    parameters of models trained on halves of the corpus. Large layers are projected in two steps.
     """
 
     settings_type = TrakSettings
-    looks_at = frozenset({"tokens", "model", "checkpoints"})
+    requires = frozenset({"tokens", "model", "checkpoints"})
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        layers = choose_layers(material.model, self.settings.layers)
-        width = self._refuse_width(material, layers)
-        checkpoints = chosen_checkpoints(material, self.settings.checkpoints)
-        members = [self._member(material, work, one, width) for one in checkpoints]
-        account = self._account(material, layers, width, checkpoints)
+        layers = choose_layers(inputs.model, self.settings.layers)
+        width = self._check_width(inputs, layers)
+        checkpoints = select_checkpoints(inputs, self.settings.checkpoints)
+        members = [self._member(inputs, work, checkpoint, width) for checkpoint in checkpoints]
+        account = self._account(inputs, layers, width, checkpoints)
         return _Ensemble(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
 
-    def _member(self, material: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
-        """One checkpoint: all features, then the matrix that maps a row's to scores."""
-        own = self.settings
-        spec = FeatureSpec(own.layers, own.dimension, own.projection, self.seed, own.output)
-        store = FeatureStore(material, work, checkpoint, spec)
+    def _member(self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
+        """Compute the features at one checkpoint and the matrix that maps a row's features to scores."""
+        settings = self.settings
+        spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, settings.output)
+        store = FeatureStore(inputs, work, checkpoint, spec)
         gram_KK = np.zeros((width, width))
         name = checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}"
-        material.progress.stage(f"gradients at {name}", rows=material.n_rows, tokens=None)
-        for start, stop in material.blocks():
+        inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
+        for start, stop in inputs.blocks():
             row_NK = np.asarray(store.rows(start, stop)[0], dtype=np.float64)
             gram_KK += row_NK.T @ row_NK
-            material.progress.advance(stop - start, 0)
-        map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), own.ridge, str(checkpoint.path))
+            inputs.progress.advance(stop - start, 0)
+        map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), settings.ridge, str(checkpoint.path))
         store.close()
         return _Member(store, map_KE)
 
-    def _refuse_width(self, material: MethodInputs, layers: LayerSet) -> int:
+    def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
         width = self.settings.dimension or layers.size
         if width > MAX_WIDTH:
             raise SettingsError(
-                f"trak.dimension: {width} numbers a row, of which a matrix is inverted; expected at most {MAX_WIDTH}: "
-                "set a dimension, or fewer layers"
+                f"trak.dimension: got {width} features per row, expected at most {MAX_WIDTH}, since a matrix of that "
+                "width is inverted; set a dimension, or fewer layers"
             )
-        if width > material.n_rows and not self.settings.ridge:
+        if width > inputs.n_rows and not self.settings.ridge:
             raise SettingsError(
-                f"trak.dimension: got {width} for {material.n_rows} rows: Phi^T Phi has no inverse, so scores would "
-                "mean nothing; set trak.ridge above 0 (1e-3, say), or a smaller dimension"
+                f"trak.dimension: got {width} for {inputs.n_rows} rows: Phi^T Phi is singular, so the scores are "
+                "undefined; set trak.ridge above 0, e.g. 1e-3, or a smaller dimension"
             )
         return width
 
     def _account(
-        self, material: MethodInputs, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
+        self, inputs: MethodInputs, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
     ) -> Account:
-        own = self.settings
-        how = "whole gradients, not projected"
-        if own.dimension is not None:
-            how = projection_note(layers.blocks, own.dimension, own.projection, typical_tokens(material))
-        ridge = f"lambda {own.ridge:g} of the mean diagonal" if own.ridge else "lambda 0"
+        settings = self.settings
+        form_note = "whole gradients, not projected"
+        if settings.dimension is not None:
+            form_note = projection_note(layers.blocks, settings.dimension, settings.projection, mean_row_tokens(inputs))
+        ridge = f"lambda {settings.ridge:g} of the mean diagonal" if settings.ridge else "lambda 0"
         return Account(
             features=width * len(checkpoints),
-            covers=(described(layers),),
+            covers=(describe_layers(layers),),
             notes=(
-                how,
+                form_note,
                 checkpoint_note(checkpoints),
                 ridge,
             ),
@@ -116,32 +118,32 @@ class Trak(BlockMethod[TrakSettings]):
 
 
 def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
-    """(Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by eigenvalues in float64.
+    """Return (Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by eigendecomposition in float64.
 
     Raises:
-        ModelError: Phi^T Phi + lambda I has no inverse: fewer independent gradients than K, lambda lost in rounding.
+        ModelError: Phi^T Phi + lambda I is singular: fewer than K independent gradients, and lambda lost in rounding.
     """
     width = len(gram_KK)
     shift = ridge * float(np.trace(gram_KK)) / width
     values, vectors = np.linalg.eigh(gram_KK)
     if not values[0] + shift > SINGULAR * values[-1]:
-        what = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
+        matrix_name = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
         raise ModelError(
-            f"{where}: {what} has no inverse: its eigenvalues reach from {values[0] + shift:.3g} to "
-            f"{values[-1] + shift:.3g}; set a {'larger ' if shift else ''}trak.ridge (1e-3, say), more layers, or a "
+            f"{where}: {matrix_name} is singular: its eigenvalues range from {values[0] + shift:.3g} to "
+            f"{values[-1] + shift:.3g}; set a {'larger ' if shift else ''}trak.ridge, e.g. 1e-3, more layers, or a "
             "smaller dimension"
         )
     return np.asarray(vectors @ ((vectors.T @ unit_EK.T) / (np.maximum(values, 0.0) + shift)[:, None]))
 
 
 class _Member:
-    """One checkpoint of the ensemble, ready."""
+    """A checkpoint of the ensemble."""
 
     def __init__(self, store: FeatureStore, map_KE: F64) -> None:
         self._store, self._map_KE = store, map_KE
 
     def score(self, start: int, stop: int) -> tuple[F64, F64]:
-        """Scores before the weight 1 - p, (n, E), and 1 - p, (n,)."""
+        """Return scores without the factor 1 - p, (n, E), and 1 - p, (n,)."""
         row_NK, doubt_N = self._store.rows(start, stop)
         return np.asarray(row_NK, dtype=np.float64) @ self._map_KE, np.asarray(doubt_N)
 

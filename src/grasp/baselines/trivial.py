@@ -1,6 +1,6 @@
-"""What users try first, and what no information gives. Peers' leaderboards show that they are hard to beat.
+"""Trivial baselines: a random score, the length of a row, the loss of a row. Leaderboards show they are hard to beat.
 
-None of them looks at the target: one score a row for all units.
+None of them depends on the target: one score per row for all units. Start with `Random`, `Length` or `Loss`.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ from grasp.settings import Settings
 
 
 class _Column(RowScorer):
-    """One number a row, known beforehand."""
+    """Scores that are a precomputed column of the rows."""
 
     def __init__(self, values_N: F64, account: Account) -> None:
         self._values_N, self._account = values_N, account
@@ -29,52 +29,52 @@ class _Column(RowScorer):
 
 
 class Random(BlockMethod[NoSettings]):
-    """A random number a row: what no information gives.
+    """A random score per row: the level of chance.
 
-    Standard normal, from the seed alone.
+    Standard normal, determined by the seed.
     """
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
-        values_N = stream(self.seed, "baselines", "random").standard_normal(material.n_rows)
-        return _Column(values_N, Account(covers=("nothing",), notes=("knows nothing of rows or units",)))
+        values_N = stream(self.seed, "baselines", "random").standard_normal(inputs.n_rows)
+        return _Column(values_N, Account(covers=("nothing",), notes=("independent of rows and units",)))
 
 
 class LengthSettings(Settings):
-    """Length of a row as its score."""
+    """Direction of the score by length."""
 
     prefer: Literal["long", "short"] = Field("long", description="Which rows score high.")
 
 
 class Length(BlockMethod[LengthSettings]):
-    """Tokens of the row."""
+    """Number of tokens of the row."""
 
     settings_type = LengthSettings
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = 1.0 if self.settings.prefer == "long" else -1.0
-        return _Column(sign * material.column("n_tokens"), Account(covers=("number of tokens",)))
+        return _Column(sign * inputs.column("n_tokens"), Account(covers=("number of tokens",)))
 
 
 class LossSettings(Settings):
-    """Loss of the reference model as a score."""
+    """Direction of the score by loss."""
 
     prefer: Literal["low", "high"] = Field(
-        "low", description="Which rows score high: low keeps fluent text, as perplexity filters do; high, hard text."
+        "low", description="Which rows score high. low: fluent text, as in perplexity filters; high: difficult text."
     )
 
 
 class Loss(BlockMethod[LossSettings]):
-    """Loss of the reference model on the row: low first, as perplexity filters do.
+    """Loss of the reference model on the row: low first, as in perplexity filters.
 
-    Mean loss of the reference model on the row, which the artifact has.
+    Mean loss of the reference model on the row, as stored in the artifact.
     """
 
     settings_type = LossSettings
-    looks_at = frozenset({"model"})
+    requires = frozenset({"model"})
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = -1.0 if self.settings.prefer == "low" else 1.0
-        return _Column(sign * material.column("loss"), Account(covers=("loss of the row",)))
+        return _Column(sign * inputs.column("loss"), Account(covers=("loss of the row",)))

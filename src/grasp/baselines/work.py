@@ -1,4 +1,7 @@
-"""Where a method keeps what takes long to make, so that a killed run goes on: every file is whole or not there."""
+"""Directory for intermediate results of a method, so that a killed run can be resumed. Start with `WorkArea`.
+
+Every file is written atomically: it is either complete or absent.
+"""
 
 import json
 import time
@@ -17,7 +20,7 @@ SECONDS = "seconds.json"
 
 
 class WorkArea:
-    """Arrays and records by name, in a directory of one artifact: of one method and setting, or what methods share."""
+    """Named arrays and JSON records in a directory, of one method with its settings or shared between methods."""
 
     def __init__(self, directory: Path, shared: Path | None = None) -> None:
         self.directory = directory
@@ -25,50 +28,50 @@ class WorkArea:
         directory.mkdir(parents=True, exist_ok=True)
 
     def load(self, name: str) -> NDArray[Any] | None:
-        """An array that was saved, mapped from disk; None: not there."""
+        """Memory-map a saved array; return None if it does not exist."""
         path = self.directory / f"{name}.npy"
         return np.load(path, mmap_mode="r", allow_pickle=False) if path.exists() else None
 
     def save(self, name: str, array: NDArray[Any]) -> None:
-        """Keep an array; it appears when it is whole."""
+        """Save an array atomically."""
         with written_aside(self.directory / f"{name}.npy") as part, part.open("wb") as handle:
             np.save(handle, array, allow_pickle=False)
 
-    def loaded(self, name: str) -> NDArray[Any]:
-        """An array that is known to be there, mapped from disk."""
+    def load_required(self, name: str) -> NDArray[Any]:
+        """Memory-map an array that must exist."""
         array = self.load(name)
         assert array is not None, f"{self.directory / name} was saved before"
         return array
 
-    def kept(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """An array by name, made and saved the first time it is asked for; mapped from disk."""
+    def load_or_compute(self, name: str, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """Memory-map an array by name; compute and save it first if it does not exist."""
         if self.load(name) is None:
-            self.save(name, make())
-        return self.loaded(name)
+            self.save(name, compute())
+        return self.load_required(name)
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record that was written; None: not there."""
+        """Read a record; return None if it does not exist."""
         path = self.directory / f"{name}.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record; it appears when it is whole."""
+        """Write a record atomically."""
         write_whole(self.directory / f"{name}.json", (json.dumps(dict(record), indent=1) + "\n").encode())
 
     def shared(self, name: str) -> "WorkArea":
-        """An area that other methods, and other settings of this one, find as well; it outlives the run.
+        """Return an area that other methods and other settings of this one can use; it persists after the run.
 
         Args:
-            name: must hold everything that decides what is kept in it, e.g. a digest of layers, projection, seed,
-                units and `checkpoint.fingerprint`; but model, tokenizer, corpus and the method's version decide the
-                directory that it lies in.
+            name: must identify everything that determines the contents, e.g. by a digest of layers, projection, seed,
+                units and `checkpoint.fingerprint`. Model, tokenizer, corpus and the version of the method are part of
+                the parent directory.
         """
         base = self._shared if self._shared is not None else self.directory
         return WorkArea(base / name)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time of the block to `seconds`, for what is kept here; see `Account.ready`."""
+        """Add the time of the `with` block to `seconds`; see `Account.ready`."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
@@ -78,6 +81,6 @@ class WorkArea:
 
     @property
     def seconds(self) -> Seconds:
-        """Time that was spent under `timed`."""
-        found = self.read(SECONDS.removesuffix(".json"))
-        return Seconds() if found is None else Seconds(**found)
+        """Total time spent under `timed`."""
+        record = self.read(SECONDS.removesuffix(".json"))
+        return Seconds() if record is None else Seconds(**record)

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.inputs import identity, leak_arrays, prepare, unit_table
-from grasp.build.pipeline import column_sums
+from grasp.build.inputs import leak_arrays, prepare, unit_table
+from grasp.build.model_pass import Workers
+from grasp.build.pipeline import column_sums, scored_shards
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import score_shard
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.forward_pass import Reference
@@ -39,7 +39,7 @@ def add_target(
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, own)
         origin.require_corpus_here("--corpus")
-        settings = origin.settings.model_copy(update={"targets": targets})
+        settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
         kernels = loaded_kernels(artifact, inputs.model, inputs.settings.features)
@@ -47,7 +47,7 @@ def add_target(
             kernel.prepare(inputs.units)
         extension = ArtifactWriter.extend(
             out,
-            identity=identity(inputs),
+            identity=inputs.identity.record,
             units=unit_table(inputs),
             arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
             dtype=settings.array_dtype,
@@ -60,18 +60,13 @@ def add_target(
                 f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features spares "
                 "targets that are added this pass"
             )
-        left = extension.left
-        share = len(left) / inputs.store.n_shards
-        progress.stage(
-            "rows scored", rows=round(inputs.store.n_rows * share), tokens=round(inputs.store.n_tokens * share)
-        )
-        for k in left:
-            passed = [artifact.features(k)] if kept else None
-            shard = score_shard(inputs.ready, inputs.store.shard(k), kernels=kernels, passed=passed)
+        passed = (lambda k: [artifact.features(k)]) if kept else None
+        workers = Workers(inputs.ready)
+        for k, shard in scored_shards(inputs, workers, kernels, extension.left, passed, progress):
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
-            progress.advance(len(shard.loss_N), 0)
         added = "targets+" + "+".join(inputs.unit_set.targets)
-        extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}}, moments=leak_arrays(inputs))
+        fingerprint = inputs.identity.fingerprints["targets"]
+        extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs))
         return "kept features" if kept else "pass"
 
 

@@ -18,9 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from grasp.build.modality import load_reference
-from grasp.build.model_pass import ModelPass
+from grasp.build.model_pass import ModelPass, Workers
 from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
-from grasp.build.score_shard import Workers
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
 from grasp.models.forward_pass import Rows
 from grasp.progress import Advance, ignore

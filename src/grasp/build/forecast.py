@@ -1,115 +1,245 @@
-"""`grasp build --forecast`: what a build would be, by its own functions on the first rows."""
+"""`grasp build --forecast`: estimate size, time and disk of a build in seconds, from its first rows and a timed pass.
 
+The first megabyte of the corpus is cut into rows, and a few of their tokens pass the model; everything else is
+proportion. Nothing is written to the artifact. Start with `forecast`.
+"""
+
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.artifact.writer import lock_artifact
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
-from grasp.build.pipeline import alike, claim_settings, decided, has_work, refuse_untrained
-from grasp.build.sample import MEGABYTE, Sample, kept_bytes
-from grasp.build.score_shard import Arrays, observe_part, score_shard
+from grasp.build.model_pass import Arrays, ModelPass, joined, observe_part, read_batches, score_shard
+from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, kept_bytes, refuse_untrained
+from grasp.corpus.documents import documents_of
+from grasp.corpus.row_store import RowShard
+from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
-from grasp.kernels.kernel import kernel_class, make_kernels
+from grasp.kernels.gradient import room
+from grasp.kernels.kernel import Batch, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Rows
 from grasp.progress import Progress, Silent
-from grasp.settings import build_settings
+from grasp.settings import BuildSettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
 from grasp.yaml_files import plain_settings, require_flags
 
-FIRST_TOKENS = 2_048  # of the rows by which time is told
+PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
+PROBE_DOCUMENTS = 4_096  # at most; of images, which have no text, exactly
+PROBE_TOKENS = 32  # of the first pass; the next has four times as many
+PROBE_SECONDS = 0.5  # that a timed pass takes at least, unless all rows passed
+PROBE_UNITS = 64  # units that the probe is scored against
+TRUSTED_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
 
 
-def foretell(
+def forecast(
     out: Path | str,
     settings: Mapping[str, Any] | Path | str,
     *,
     untrained: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """What `build` would be: rows, questions, kernels, time and disk, a line each. Its rows are kept for the build.
+    """Estimate what `build` would do: rows, questions, kernels, time and disk, one line each.
 
     Args:
-        settings: as of `build`; all that it reads is named in them.
+        settings: as of `build`; they name all inputs.
+        untrained: do not refuse a model that predicts the first rows no better than chance.
     Raises:
-        GraspError: what would stop the build before its pass; or it is finished.
+        GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
     data = plain_settings(settings)
     require_flags(data, REQUIRED, "build")
-    asked, place, progress = decided(build_settings(data), ON_DISK), staging_place(out)[2], progress or Silent()
-    with lock_artifact(place):
-        if (place / MANIFEST).exists():
-            raise ArtifactError(f"{place}: is finished, so there is nothing to foretell; choose another --out")
-        claim_settings(asked, place, progress)
-        inputs = prepare(asked, place / "tokens", progress, replace=not has_work(place))
+    chosen, place = decided(build_settings(data), ON_DISK), staging_place(out)[2]
+    if (place / MANIFEST).exists():
+        raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
+    n_read, n_documents = _first_documents(chosen)
+    if n_read < n_documents:
+        corpus = chosen.corpus.model_copy(update={"limit": n_read})
+        chosen, progress = chosen.model_copy(update={"corpus": corpus}), None  # notes would be about a part
+    with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
+        inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             alike(inputs, inputs.settings.like)
-        kept = sum(file.stat().st_size for file in (place / "tokens").iterdir())
-        return _by_first_rows(inputs, kept, untrained=untrained)
+        tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
+        probe = _timed_probe(inputs, untrained=untrained)
+        return _report(inputs, probe, n_documents / n_read, tokens_bytes)
 
 
-def _by_first_rows(inputs: Inputs, kept: int, *, untrained: bool) -> str:
-    """The lines, by both loops over the first rows; `kept`: bytes of the rows as they lie on disk already."""
-    ready, model, store, settings = inputs.ready, inputs.model, inputs.store, inputs.settings
-    features, sample = settings.features, Sample.draw(inputs.store.supervised(), settings.features)
-    reached = np.cumsum(np.asarray(store.table(0).column("n_tokens"), dtype=np.int64))
-    rows = store.rows(np.arange(max(1, int(np.searchsorted(reached, FIRST_TOKENS, side="right")))))
-    share = rows.n_tokens / store.n_tokens
-    next(iter(ready.batches(store.rows(np.arange(1)))))  # the first time takes longer
+def _first_documents(settings: BuildSettings) -> tuple[int, int]:
+    """Return how many documents are read, and about how many the corpus has."""
+    source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
+    n_read = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS)
+    if settings.model.classifier is None:
+        documents = documents_of(source, settings.corpus)
+        sizes = (len(document.text or "") + 4 * len(document.input_ids or ()) for document in documents)
+        for n_documents, chars in enumerate(accumulate(sizes), start=1):
+            if chars >= PROBE_CHARS or n_documents >= n_read:
+                break
+        else:
+            return n_documents, n_documents
+        n_read = n_documents
+    total = source.approximate_length(n_read)
+    return min(n_read, total), total if limit is None else min(limit, total)
 
-    # Time: of the questions once more, of the sample, and of all rows if these are more or do not fit.
+
+@dataclass(frozen=True)
+class _Probe:
+    """A timed pass of a few tokens.
+
+    Attributes:
+        n_tokens: of the pass.
+        pass_seconds: of the model and of the moments, for these tokens.
+        prepare_seconds: of folding the moments into all units.
+        score_seconds: of scoring these tokens against all units.
+        widths: numbers of a row, by array.
+        moments: bytes of the moments of the whole sample.
+        feature_bytes: of the batches of these tokens as an artifact keeps them.
+    """
+
+    n_tokens: int
+    pass_seconds: float
+    prepare_seconds: float
+    score_seconds: float
+    widths: Mapping[str, int]
+    moments: int
+    feature_bytes: int
+
+
+def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
+    """Pass more and more tokens through the model, until a pass takes long enough to be timed, and score them."""
+    ready, features = inputs.ready, inputs.settings.features
+    sample = Sample.draw(inputs.store.supervised(), features)
+    n_tokens = PROBE_TOKENS
+    while True:
+        rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
+        passed: list[Arrays] = []
+        begun = time.perf_counter()
+        corpus = observe_part(ready, rows, states_every=sample.states_every, keep=passed.append)
+        pass_seconds = time.perf_counter() - begun
+        if pass_seconds >= PROBE_SECONDS or rows.n_tokens == inputs.store.n_tokens:
+            break
+        n_tokens *= 4
+    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= TRUSTED_POSITIONS:
+        refuse_untrained(corpus.loss, inputs.model)
+
+    # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
+    n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
+    n_positions = round(sum(len(unit.input_ids) - unit.first for unit in tokens) / len(tokens)) if tokens else 1
+    units = _as_units(ready, passed, min(n_units, PROBE_UNITS), n_positions)
     begun = time.perf_counter()
-    passed: list[Arrays] = []
-    corpus = observe_part(ready, rows, states_every=sample.states_every, keep=passed.append)
-    pass_seconds = (time.perf_counter() - begun) / share
-    if not untrained and isinstance(model, ReferenceModel):
-        refuse_untrained(corpus.loss, model)
-    begun = time.perf_counter()
-    kernels = make_kernels(features.kernels, model, features, corpus)
+    kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
-        kernel.prepare(inputs.units)
-    seconds = time.perf_counter() - begun
+        kernel.prepare(units)
+    prepare_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
-    shard = score_shard(ready, rows, kernels=kernels, keep_features=settings.keep_features, passed=passed)
-    seconds += (time.perf_counter() - begun) / share
-    coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
-    beside = kept_bytes(model, store, features, coordinates)
-    once = sample.is_whole and settings.like is None and beside <= features.kept_mb * MEGABYTE
-    if not once:
-        beside = 0
-    of_sample = 0.0 if settings.like is not None else sample.n_positions / store.n_supervised
-    seconds += pass_seconds * (1.0 if once else of_sample + 1.0)
+    shard = score_shard(ready, rows, kernels=kernels, keep_features=inputs.settings.keep_features, passed=passed)
+    score_seconds = time.perf_counter() - begun
+    share, states = n_units / units.n_rows, min(inputs.store.n_supervised, STATES) / max(1, corpus.n_positions)
+    return _Probe(
+        n_tokens=rows.n_tokens,
+        pass_seconds=pass_seconds,
+        prepare_seconds=prepare_seconds * share,
+        score_seconds=score_seconds * share,
+        widths={
+            name: n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items()
+        },
+        moments=sum(
+            # states are a sample of fixed size, other moments have one size
+            round(array.nbytes * (states if name.startswith("states.") else 1))
+            for name, array in corpus.arrays().items()
+        ),
+        feature_bytes=sum(array.nbytes for array in (shard.features or {}).values()),
+    )
 
-    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and what is kept.
-    n_numbers = sum(array.shape[1] for array in shard.arrays.values())
-    finished = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
-    finished += 2 * len(parquet_bytes(store.table(0))) * store.n_shards
-    states = min(store.n_supervised, STATES) / max(1, corpus.n_positions)
-    for name, array in corpus.arrays().items():
-        finished += round(array.nbytes * (states if name.startswith("states.") else 1))
-    if shard.features is not None:
-        finished += round(sum(array.nbytes for array in shard.features.values()) / share)
+
+def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
+    """Return rows of at most `n_tokens` tokens; if the first row is longer, its end, since answers come last."""
+    if not isinstance(rows, RowShard):
+        return rows  # images
+    n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
+    stop = int(rows.offsets[n_rows])
+    start = max(0, stop - n_tokens) if n_rows == 1 else 0
+    offsets, labelled = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.labelled
+    if labelled is not None:
+        labelled = labelled[start:stop].copy()
+        labelled[offsets[:-1]] = False  # the first token of a row is never predicted
+        labelled[-1] = True
+    return replace(
+        rows, flat_ids=rows.flat_ids[start:stop], offsets=offsets, table=rows.table.slice(0, n_rows), labelled=labelled
+    )
+
+
+def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
+    """Return `n_units` units of `n_positions` positions each, made of the rows of the probe, in turn."""
+    batches = [pair for arrays in passed for pair in read_batches(arrays, ready, ready.model.vocab_size)]
+    n_rows = sum(len(index) for index, _ in batches)
+    copies = -(-n_units // n_rows)
+    rows = joined([(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows)
+    rows = rows.rows(0, n_units)
+    first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
+    chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
+    units = replace(rows.at_positions(chosen_P, rows.row_P[chosen_P], n_units), tail=rows.tail)
+    if ready.sampled is None:
+        return units
+    gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
+    gradient_EK = room(n_units, ready.sampled, ready.settings.gradient_memory_mb)
+    for e in range(n_units):
+        gradient_EK[e] = gradient_NK[e % n_rows].to(gradient_EK.device, gradient_EK.dtype)
+    return replace(units, gradient_BK=gradient_EK, sampled=ready.sampled)
+
+
+def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> str:
+    """Format the forecast; `ratio` is the whole corpus in units of the part that was read."""
+    model, store, settings = inputs.model, inputs.store, inputs.settings
+    features, n_units = settings.features, len(inputs.unit_set.units)
+    n_rows, n_tokens, n_supervised = (round(ratio * n) for n in (store.n_rows, store.n_tokens, store.n_supervised))
+
+    # Time: units pass once, rows once, and the sample before them unless it is the whole corpus and is stored.
+    sample = Sample.draw(store.supervised(), features)
+    sampled = sample.n_positions
+    if sample.is_whole and ratio > 1:  # the part that was read is too small to fill the sample
+        rows_needed = features.sample_rows if counts_rows(features) else 1
+        sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
+    coordinates = 0 if inputs.ready.sampled is None else inputs.ready.sampled.sample.size
+    passed_bytes = round(ratio * kept_bytes(model, store, features, coordinates))
+    is_measured = settings.like is not None
+    once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE
+    passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)
+    unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
+    seconds = probe.pass_seconds / probe.n_tokens * (passes * n_tokens + unit_tokens)
+    seconds += probe.prepare_seconds + probe.score_seconds * n_tokens / probe.n_tokens
+
+    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and stored batches.
+    finished = n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moments
+    finished += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
+    finished += round(probe.feature_bytes * n_tokens / probe.n_tokens)
+    temporary, tokens_bytes = passed_bytes if once else 0, round(ratio * tokens_bytes)
     if settings.keep_tokens:
-        finished += kept
+        finished += tokens_bytes
     else:
-        beside += kept
+        temporary += tokens_bytes
 
+    about = "about " if ratio > 1 else ""
     questions = Counter(unit.target for unit in inputs.unit_set.units)
     ranking = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
-    about = f"about {duration_text(seconds)}, by the first {len(rows)} rows"
     return (
-        f"rows: {store.n_rows:,} of {store.n_documents:,} documents\n"
+        f"rows: {about}{n_rows:,} of {about}{round(ratio * store.n_documents):,} documents\n"
         f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}\n"
         f"kernels: {', '.join(ranking)}\n"
-        f"time: {store.n_tokens:,} tokens on {model.device}: {about}\n"
-        f"disk: about {size_text(finished)}, and {size_text(beside)} more until it is finished"
+        f"time: {about}{n_tokens:,} tokens on {model.device}: about {duration_text(seconds)}, timed on "
+        f"{probe.n_tokens:,} tokens\n"
+        f"disk: about {size_text(finished)}, and {size_text(temporary)} more until it is finished"
     )

@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 import grasp
 from grasp.arrays import I64
 from grasp.artifact.reader import Leaks
+from grasp.build.identity import Identity
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
 from grasp.build.model_pass import ModelPass
-from grasp.build.sample import Store
 from grasp.corpus.conversations import preference_note
-from grasp.corpus.documents import documents_of
+from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
-from grasp.corpus.row_store import RowStore
+from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError
 from grasp.kernels.kernel import Batch
@@ -35,24 +36,35 @@ from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import skipped_lines
 
+Store = RowStore | ShardStore[Any, Any]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Inputs:
-    """Everything a build reads, ready."""
+    """Everything a build reads. `units` pass the model when they are first asked for."""
 
     settings: BuildSettings
     ready: ModelPass
     store: Store
     unit_set: UnitSet
-    units: Batch
-    model_fingerprint: str
-    unit_tokens: Sequence[UnitTokens] = ()  # of pictures there are none
+    unit_inputs: Units
+    identity: Identity
     leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; of pictures there are none
 
     @property
     def model(self) -> Reference:
-        """The model that reads the corpus."""
+        """Return the model that reads the corpus."""
         return self.ready.model
+
+    @property
+    def unit_tokens(self) -> Sequence[UnitTokens]:
+        """Return the token ids of the units; empty if they are images."""
+        return self.unit_inputs if isinstance(self.unit_inputs, Sequence) else ()
+
+    @cached_property
+    def units(self) -> Batch:
+        """Pass the units through the model, once."""
+        return self.ready.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +106,7 @@ def prepare(
         if model is None:
             refuse_unreadable(settings.model.path)
         unit_set = load_units(settings.targets, in_memory.units)
-        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
-        next(documents_of(source, settings.corpus), None)
+        corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
             config, made = text_config_of(settings.model), tokenizer_of(settings.model)
             vocab_size = getattr(config, "vocab_size", None) or len(made)
@@ -136,7 +147,7 @@ def prepare(
             tokenizer,
             shard_rows=settings.shard_rows,
             context=context,
-            source=source,
+            corpus=corpus,
             replace=replace,
             progress=lambda rows: progress.advance(rows, 0),
         )
@@ -173,14 +184,25 @@ def prepare(
         )
     progress.stage("units", rows=None, tokens=None)
     ready = ModelPass.choose(model, settings.features)
+    reader, reader_fingerprint = model.reader
+    identity = Identity(
+        fingerprints={
+            "model": model.fingerprint(),
+            reader: reader_fingerprint,
+            "corpus": store.fingerprint,
+            "targets": unit_set.fingerprint,
+        },
+        dtype=str(model.dtype).removeprefix("torch."),
+        features=settings.features.model_dump(mode="json"),
+        rounding={"device": model.device.type, **model.batching},
+    )
     return Inputs(
         settings=settings,
         ready=ready,
         store=store,
         unit_set=unit_set,
-        units=ready.units(units, [unit.unit_id for unit in unit_set.units]),
-        model_fingerprint=model.fingerprint(),
-        unit_tokens=units if isinstance(units, Sequence) else (),
+        unit_inputs=units,
+        identity=identity,
         leaks=leaks,
     )
 
@@ -237,38 +259,18 @@ def _names_documents(store: RowStore, label: str) -> bool:
     )
 
 
-def identity(inputs: Inputs) -> dict[str, Any]:
-    """All that decides the numbers."""
-    model = inputs.model
-    return {
-        "model": inputs.model_fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        **model.batching,
-        "corpus": inputs.store.fingerprint,
-        "targets": inputs.unit_set.fingerprint,
-        "features": inputs.settings.features.model_dump(mode="json"),
-    }
-
-
 def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) -> dict[str, Any]:
     """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
     store, model = inputs.store, inputs.model
-    reader, reader_fingerprint = model.reader
     return {
         "made_by": {
             "program": f"grasp {grasp.__version__}",
             "python": platform.python_version(),
             "torch": torch.__version__,
             "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": inputs.identity.dtype,
         },
-        "fingerprints": {
-            "model": inputs.model_fingerprint,
-            reader: reader_fingerprint,
-            "corpus": store.fingerprint,
-            "targets": inputs.unit_set.fingerprint,
-        },
+        "fingerprints": dict(inputs.identity.fingerprints),
         "settings": inputs.settings.model_dump(mode="json"),
         "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
         "details": {

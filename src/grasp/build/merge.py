@@ -23,6 +23,7 @@ from grasp.arrays import F32, I64
 from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
+from grasp.build.identity import Identity
 from grasp.build.pipeline import sketch_gain
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
@@ -70,11 +71,10 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
 
 def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
     """See that numbers of two parts mean the same."""
+    this, other = Identity.from_artifact(part), Identity.from_artifact(first)
+    found = this.changes(other, (this.fingerprints | other.fingerprints).keys() - {"corpus"})
     then, now = (
         {
-            "fingerprints": {name: value for name, value in one.manifest.fingerprints.items() if name != "corpus"},
-            "model.dtype": one.manifest.made_by.get("dtype"),
-            "features": dict(one.feature_settings),
             "targets": one.manifest.targets,
             "arrays": {
                 name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
@@ -83,7 +83,7 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
         }
         for one in (first, part)
     )
-    found = list(differences(then, now))
+    found += differences(then, now)
     for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith(LEAKS)):
         both = name in first.moments and name in part.moments
         if not both or not np.array_equal(first.moments[name], part.moments[name]):

@@ -1,11 +1,14 @@
 """Rows and units through the model, a batch at a time: forward, or forward and backward where a kernel needs it.
 
-Each row and each unit passes the model once: all kernels read the same batch.
-Shape letters: B rows of a batch, L tokens, K coordinates, E units.
+Each row and each unit passes the model once: all kernels read the same batch. In loop 1 they observe it, in loop 2 they
+score it: `observe_part`, `score_shard`. Between the loops batches may lie on disk: `PassedBatches`.
+Shape letters: N rows of a shard, B rows of a batch, L tokens, K coordinates, E units, C columns of an array.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -13,19 +16,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import I64
+from grasp.arrays import F32, I64
+from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.gradient import SampledGradients, room
-from grasp.kernels.kernel import Batch, needs_backward
+from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
+from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 from grasp.targets.units import UnitTokens
 
 Outcome = TypeVar("Outcome")
+Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None
 # ---------------------------------------------------------------------------------- batches that are kept in a file
 
 
-def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> dict[str, NDArray[Any]]:
+def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arrays:
     """Return a batch, the k-th of a part, as named arrays, from which `read_batches` makes it again.
 
     Args:
@@ -194,7 +200,7 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> dic
     Raises:
         ModelError: hidden states that do not fit float16.
     """
-    arrays: dict[str, NDArray[Any]] = {f"{k}.rows": index}
+    arrays: Arrays = {f"{k}.rows": index}
     for part, at in (("", batch), ("tail.", batch.tail)):
         if at is not None:
             arrays |= {f"{k}.{part}{name}": array for name, array in _arrays(at, half=half).items()}
@@ -210,7 +216,7 @@ def _narrow(gradient_BK: Tensor) -> Tensor:
     return gradient_BK if gradient_BK.dtype == torch.float64 else gradient_BK.bfloat16()
 
 
-def _arrays(batch: Batch, *, half: bool) -> dict[str, NDArray[Any]]:
+def _arrays(batch: Batch, *, half: bool) -> Arrays:
     hidden_PH = batch.hidden_PH.half() if half else batch.hidden_PH
     if half and not bool(hidden_PH.isfinite().all()):
         raise ModelError(
@@ -284,3 +290,128 @@ def _batch_of(
         None if ready is None else ready.model.head,
         vocab_size,
     )
+
+
+# -------------------------------------------------------------------- what the model does in the two loops of a build
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredShard:
+    """The numbers of a shard, in order of row.
+
+    Attributes:
+        arrays: of every kernel, (N, C), by the name of its array.
+        features: the batches as an artifact keeps them; None: they are not kept.
+    """
+
+    loss_N: F32
+    arrays: dict[str, F32]
+    features: Arrays | None = None
+
+
+class PassedBatches:
+    """Batches of loop 1 on disk, so that loop 2 need not run the model again. Memory holds one batch at a time.
+
+    Args:
+        ends: number of batches up to the end of each shard; None: loop 1 is to be run.
+    """
+
+    def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
+        self._spool = FeatureSpool(directory)
+        self._n_batches = 0
+        self.ends = list(ends or ())
+
+    def write(self, batch: Arrays) -> None:
+        """Write the next batch of the shard."""
+        self._spool.write(self._n_batches, batch)
+        self._n_batches += 1
+
+    def end_shard(self) -> None:
+        """Note that the batches of the next shard follow."""
+        self.ends.append(self._n_batches)
+
+    def read(self, k: int) -> Iterator[Arrays]:
+        """Yield the batches of shard k."""
+        for number in range(self.ends[k - 1] if k else 0, self.ends[k]):
+            yield self._spool.read(number)
+
+
+def observe_part(
+    ready: ModelPass,
+    rows: Rows,
+    *,
+    states_every: int,
+    keep: Callable[[Arrays], None] | None = None,
+    advance: Advance = ignore,
+) -> CorpusMoments:
+    """Pass a part of the sample through the model, and return the moments of all kernels.
+
+    Args:
+        states_every: the hidden state of one in so many positions is kept.
+        keep: receives each batch as arrays, from which `score_shard` scores these rows without the model.
+    """
+    corpus = CorpusMoments(ready.model, states_every)
+    kernels = make_kernels(ready.settings.kernels, ready.model, ready.settings, corpus)
+    for index, batch in ready.batches(rows):
+        corpus.observe_loss(batch)
+        for kernel in kernels:
+            kernel.observe(batch)
+        if keep is not None:
+            keep(batch_arrays(0, index, batch))
+        advance(len(index), rows.tokens_of(index))
+    return corpus
+
+
+def score_shard(
+    ready: ModelPass,
+    rows: Rows,
+    *,
+    kernels: Sequence[Kernel],
+    keep_features: bool = False,
+    passed: Iterable[Arrays] | None = None,
+    advance: Advance = ignore,
+) -> ScoredShard:
+    """Pass the rows of a shard through the model, and score each batch by every kernel.
+
+    Args:
+        keep_features: also return the batches as an artifact keeps them.
+        passed: batches of these rows from `batch_arrays`; the model is not run again.
+    """
+    loss_N = np.empty(len(rows), dtype=np.float32)
+    arrays: dict[str, F32] = {}
+    features: Arrays = {}
+    batches = ready.batches(rows)
+    if passed is not None:
+        vocab_size = ready.model.vocab_size
+        batches = chain.from_iterable(read_batches(arrays, ready, vocab_size) for arrays in passed)
+    for k, (index, batch) in enumerate(batches):
+        loss_N[index] = batch.loss_B.cpu().numpy()
+        for kernel in kernels:
+            part_BC = kernel.score(batch).cpu().numpy()
+            if kernel.array not in arrays:
+                arrays[kernel.array] = np.empty((len(rows), part_BC.shape[1]), dtype=np.float32)
+            arrays[kernel.array][index] = part_BC
+        if keep_features:
+            features |= batch_arrays(k, index, batch, half=True)
+        advance(len(index), rows.tokens_of(index))
+    return ScoredShard(loss_N, arrays, features or None)
+
+
+class Workers:
+    """Who runs jobs of the model over parts of the corpus: this process; see also `engine.RayWorkers`."""
+
+    def __init__(self, ready: ModelPass) -> None:
+        self._ready = ready
+
+    def run(
+        self,
+        job: Callable[..., Any],
+        parts: Iterable[tuple[int, Rows]],
+        advance: Advance = ignore,
+        *,
+        in_order: bool = False,
+        **how: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield what `job(ready, rows, **how)` gives for each numbered part, as parts are done or `in_order`."""
+        for k, rows in parts:
+            yield k, job(self._ready, rows, advance=advance, **how)

@@ -12,49 +12,56 @@ One process, the one that is called, reads the corpus, merges the moments and wr
 elsewhere. So a worker that dies takes nothing with it but the part that it had.
 """
 
-import hashlib
-import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, FeatureSpool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.build.identity import Identity
 from grasp.build.inputs import (
     ON_DISK,
     InMemory,
     Inputs,
+    Store,
     describe_build,
-    identity,
     leak_arrays,
     prepare,
     unit_table,
 )
+from grasp.build.model_pass import Arrays, PassedBatches, ScoredShard, Workers, observe_part, score_shard
 from grasp.build.ray_cluster import ClusterSpec
-from grasp.build.sample import MEGABYTE, PART_ROWS, Sample, kept_bytes, tokens_ahead
-from grasp.build.score_shard import PassedBatches, ScoredShard, Workers, observe_part, score_shard
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
-from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
+from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
+from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import dtype_name, is_adapter, refuse_unreadable, said_train
+from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
+from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings
+from grasp.seeds import stream
+from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
 UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
+PART_ROWS = 64  # of a sample that go through the model at once
+MEGABYTE = 1 << 20
+THERE_AND_BACK = 3  # forward passes that a forward and a backward pass cost
 PASSED = "passed.ends"  # beside the moments of a build that goes on: see `PassedBatches`
 NO_GRADIENT = "relevance_gradient.none"  # sum over rows without a finite one
 
@@ -86,8 +93,7 @@ def build_artifact(
             return out
         fresh = not has_work(out)
         inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
-        made_of = hashlib.blake2b(json.dumps(identity(inputs), sort_keys=True).encode(), digest_size=8)
-        work = out / "work" / made_of.hexdigest()
+        work = out / "work" / inputs.identity.key
         entered: AbstractContextManager[Workers]
         if cluster is None:
             entered = nullcontext(Workers(inputs.ready))
@@ -102,6 +108,45 @@ def build_artifact(
             write_shards(inputs, workers, kernels, out, passed, None if gone_on else begun, progress)
         clean(inputs.settings, out)
     return out
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Whole rows, drawn uniformly, by which kernels know the corpus.
+
+    Attributes:
+        row_index: which rows, ascending.
+        n_positions: positions with loss that they hold.
+        is_whole: they are all rows; then the parts are the shards.
+        states_every: of how many positions the hidden state of one is kept.
+    """
+
+    row_index: I64
+    n_positions: int
+    is_whole: bool
+    states_every: int
+
+    @classmethod
+    def draw(cls, supervised_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
+        """Draw rows until they hold the positions that the settings ask for, and are enough for moments over rows."""
+        order_N = stream(settings.seed, "moments", "token").permutation(len(supervised_N))
+        reached = np.cumsum(supervised_N[order_N])
+        enough = int(np.searchsorted(reached, settings.sample_positions, side="left")) + 1
+        least = settings.sample_rows if counts_rows(settings) else 1
+        index = np.sort(order_N[: max(enough, least)])
+        n_positions = int(supervised_N[index].sum())
+        return cls(index, n_positions, len(index) == len(supervised_N), max(1, n_positions // STATES))
+
+
+def kept_bytes(model: Reference, store: Store, settings: FeatureSettings, coordinates: int) -> int:
+    """Return about how much the model gives for all rows, as it is kept between the loops.
+
+    Args:
+        coordinates: that are taken of a row's gradient.
+    """
+    width = 4 * model.hidden_size + 8 * (settings.top_k + 1) + 16
+    places = len(settings.row_positions)
+    return store.n_supervised * width * places + 2 * coordinates * store.n_rows
 
 
 def observe(
@@ -122,7 +167,11 @@ def observe(
     coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
     fits = kept_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
     keep = keep and sample.is_whole and fits and settings.like is None
-    progress.plan(tokens_ahead(store, features, sample, measured=settings.like is not None, once=keep))
+    # tokens that the model reads in each stage, about: all of them again, unless the sample is whole and kept
+    passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)
+    cost = store.n_tokens * (THERE_AND_BACK if needs_backward(features.kernels) else 1)
+    ahead = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
+    progress.plan({stage: tokens for stage, tokens in ahead.items() if tokens})
     corpus, saved = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
     passed: PassedBatches | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
@@ -183,17 +232,28 @@ def write_shards(
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
         out,
-        identity=identity(inputs),
+        identity=inputs.identity.record,
         n_rows=store.n_rows,
         shard_rows=settings.shard_rows,
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
     kept = FeatureSpool(out / FEATURES) if settings.keep_features else None
-    for k, shard in scored_shards(inputs, workers, kernels, writer.left, passed, progress):
+    batches = None if passed is None else passed.read
+    for k, shard in scored_shards(inputs, workers, kernels, writer.left, batches, progress):
         if kept is not None and shard.features is not None:
             kept.write(k, shard.features)
-        _write_shard(inputs, writer, k, shard, progress)
+        table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
+        if isinstance(store, RowStore) and store.masked:
+            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
+        sums = column_sums(shard.arrays)
+        if "relevance_gradient" in shard.arrays:
+            bad = ~shard.arrays["relevance_gradient"].any(axis=1)
+            sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
+            if bad.any():
+                named = table["row_id"].filter(pa.array(bad)).to_pylist()
+                progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
+        writer.write_shard(k, shard.arrays, table, sums)
     if writer.complete:
         return
 
@@ -220,38 +280,27 @@ def scored_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     left: Sequence[int],
-    passed: PassedBatches | None,
+    passed: Callable[[int], Iterable[Arrays]] | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
-    """Yield the numbers of some shards, as they come: by a pass of their rows, or from what a pass gave before."""
+    """Yield the numbers of some shards, as they come.
+
+    Args:
+        passed: gives the batches of a shard that passed the model before; None: its rows pass the model here.
+    """
     store, keep = inputs.store, inputs.settings.keep_features
     share = len(left) / store.n_shards
     if passed is not None:
         progress.stage("kept rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
-            rows, batches = store.shard(k), passed.read(k)
-            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=batches)
+            rows = store.shard(k)
+            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed(k))
             progress.advance(len(rows), 0)
         return
     if left:
         progress.stage("rows scored", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
     parts = ((k, store.shard(k)) for k in left)
     yield from workers.run(score_shard, parts, progress.advance, kernels=kernels, keep_features=keep)
-
-
-def _write_shard(inputs: Inputs, writer: ArtifactWriter, k: int, shard: ScoredShard, progress: Progress) -> None:
-    """The numbers of a shard, as its rows of the artifact."""
-    table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
-    if isinstance(inputs.store, RowStore) and inputs.store.masked:
-        table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised(k), pa.int32()))
-    sums = column_sums(shard.arrays)
-    if "relevance_gradient" in shard.arrays:
-        bad = ~shard.arrays["relevance_gradient"].any(axis=1)
-        sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
-        if bad.any():
-            named = table["row_id"].filter(pa.array(bad)).to_pylist()
-            progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
-    writer.write_shard(k, shard.arrays, table, sums)
 
 
 def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
@@ -282,14 +331,8 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
 def alike(inputs: Inputs, like: str) -> ArtifactReader:
     """The artifact whose moments hold for these inputs."""
     artifact = ArtifactReader.open(like)
-    reader, reader_fingerprint = inputs.model.reader
-    then, now = artifact.manifest, {"model": inputs.model_fingerprint, reader: reader_fingerprint}
-    changed = [
-        *differences({what: then.fingerprints.get(what) for what in now}, now, "fingerprints"),
-        *differences(then.made_by.get("dtype"), dtype_name(inputs.model.dtype), "model.dtype"),
-        *differences(artifact.feature_settings, inputs.settings.features.model_dump(mode="json"), "features"),
-    ]
-    if changed:
+    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
+    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
         raise ArtifactError(
             f"like: {artifact.where} was built with another model or other features, so its moments do not hold "
             f"here: {'; '.join(changed)}; give this build the same"

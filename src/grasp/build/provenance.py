@@ -21,7 +21,7 @@ from grasp.targets.units import Unit, UnitSet, UnitTokens
 from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
-    from grasp.build.sample import Store
+    from grasp.build.inputs import Store
     from grasp.models.forward_pass import Reference
     from grasp.models.tokenizer import HfTokenizer
 

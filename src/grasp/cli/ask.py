@@ -8,7 +8,7 @@ from typing import Any
 
 import grasp
 from grasp.cli.app import command, option
-from grasp.cli.console import PlainStream, check_outputs, in_colour, reads, tell
+from grasp.cli.console import PlainStream, check_outputs, in_colour, tell
 from grasp.cli.options import Art, JsonFile, OwnSettings, Quiet, ResultFile, merged, names
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -36,7 +36,7 @@ def score(
     **asked: Any,
 ) -> None:
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads | reads(asked), tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, asked=asked, tables=["--out"])
     if top is None and out is None and not asked["bottom"]:
         top = TOP
     with Watch(quiet=quiet) as watch:
@@ -69,7 +69,8 @@ def explain(
     page = row is not None and out is not None and out.suffix == ".html"
     check_outputs(
         {"--out": out, "--json": json_file},
-        artifact.files.reads | reads(asked),
+        artifact=artifact.files,
+        asked=asked,
         tables=[] if page else ["--out"],
     )
     if row is None:
@@ -111,13 +112,16 @@ def report(
     artifact = grasp.open(art)
     if out is None and atlas is None:
         raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
-    check_outputs({"--out": out}, artifact.files.reads | reads(asked))
+    check_outputs({"--out": out}, artifact=artifact.files, asked=asked)
     if atlas is not None:
         from grasp.predict.scoring_rule import as_protocol
         from grasp.report.atlas import write_atlas
 
         opens = write_atlas(
-            artifact.files, atlas, protocol=as_protocol(asked["protocol"]), targets=names(asked["target"])
+            artifact.files,
+            atlas,
+            protocol=as_protocol(asked["protocol"], artifact.files),
+            targets=names(asked["target"]),
         )
         print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")
     if out is None:
@@ -169,10 +173,11 @@ def _tell(address: str) -> None:
     more="protocol omitted family count seed units components",
 )
 def predict(art: Art, out: ResultFile = None, **asked: Any) -> None:
-    from grasp.api.predict import parse_weights
+    if asked["weight"]:
+        from grasp.api.predict import parse_weights
 
-    asked["weight"] = parse_weights(asked["weight"], "--weight")
+        asked["weight"] = parse_weights(asked["weight"], "--weight")
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads | reads(asked), tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, asked=asked, tables=["--out"])
     result = artifact.predict(**asked, out=out)
     tell(result, out, written=result.lines)

@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, reads
+from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Quiet, beside
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -57,7 +57,7 @@ def select(
         if place is not None:
             check_place(place)
     outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact.reads | reads(asked), tables=["--left-out"] if dropped is None else [])
+    check_outputs(outputs, artifact=artifact, asked=asked, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     exporter = None
     if written is not None or documents or ids_out or corpus or form != "parquet":
@@ -96,7 +96,7 @@ def mix(
     **asked: Any,
 ) -> None:
     opened = grasp.open(art)
-    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads(asked))
+    check_outputs({**beside("--out", out), "--weights": weights}, artifact=opened.files, asked=asked)
     mixture = opened.mix(**asked)
     print(mixture)
     if out is not None:

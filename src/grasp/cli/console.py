@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -14,7 +15,10 @@ from grasp.cli.app import flag_of
 from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
+    from grasp.artifact.reader import ArtifactReader
     from grasp.results import Result
+
+READS = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}  # of what else is read: "--protocol reads"
 
 
 class PlainStream:
@@ -57,25 +61,30 @@ def program() -> str:
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], reads: Mapping[str, files.Reads] | None = None, **how: Any
+    outputs: Mapping[str, Path | None],
+    reads: Mapping[str, files.Reads] | None = None,
+    *,
+    artifact: "ArtifactReader | None" = None,
+    asked: Mapping[str, Any] = MappingProxyType({}),
+    **how: Any,
 ) -> None:
-    """`grasp.files.check_outputs`, and a word on files that will be replaced."""
-    files.check_outputs(outputs, reads, **how)
+    """Check by `grasp.files.check_outputs`, and print a note for each file that will be replaced.
+
+    Args:
+        artifact: that is read, with what it was built from.
+        asked: arguments of the command's verb; their paths are read.
+    """
+    if not any(outputs.values()):
+        return
+    read = dict(reads or {}) | ({} if artifact is None else artifact.reads)
+    for name, value in asked.items():
+        if name != "cache":
+            paths = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Path)]
+            read[READS.get(name, f"{flag_of(name)} reads")] = paths
+    files.check_outputs(outputs, read, **how)
     for flag, path in outputs.items():
         if path is not None and flag.startswith("--") and path.is_file():
             print(f"note: {flag} replaces {plain(path)}", file=sys.stderr)
-
-
-READS = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}  # of what else is read: "--protocol reads"
-
-
-def reads(asked: Mapping[str, Any]) -> dict[str, files.Reads]:
-    """What a command reads: the paths among the arguments of its verb, as `check_outputs` takes them."""
-    found = {name: value if isinstance(value, list) else [value] for name, value in asked.items() if name != "cache"}
-    return {
-        READS.get(name, f"{flag_of(name)} reads"): [one for one in values if isinstance(one, Path)]
-        for name, values in found.items()
-    }
 
 
 def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 )
 def detect(art: Art, out: ResultFile = None, quiet: Quiet = False, **asked: Any) -> None:
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads, tables=["--out"])
+    check_outputs({"--out": out}, artifact=artifact.files, tables=["--out"])
     with Watch(quiet=quiet) as watch:
         found = artifact.detect(**asked, progress=watch)
     _print_comparison(found)

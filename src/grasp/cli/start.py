@@ -64,7 +64,7 @@ def build(
         [],
     ),
     forecast: bool = option(
-        "--forecast", "Only say what it would be: rows, kernels, time, disk, and what would stop it.", False
+        "--forecast", "Only estimate rows, kernels, time and disk, and report what would stop the build.", False
     ),
     add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
     settings: ConfigFile = None,
@@ -100,11 +100,10 @@ def build(
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
-        from grasp.build.forecast import foretell
+        from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
-            told = foretell(out, data, untrained=untrained, progress=watch)
-        print(f"{told}\n{out}: has the rows; the same command without --forecast goes on from there")
+            print(estimate(out, data, untrained=untrained, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; say --engine ray")

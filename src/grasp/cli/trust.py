@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, reads, show, tell
+from grasp.cli.console import check_outputs, show, tell
 from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
@@ -35,19 +35,19 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.methods.registry import method_named
+    from grasp.methods.registry import find_method
     from grasp.methods.registry import methods as installed
 
     if name is None:
-        show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])
+        show("methods", ("name", "text"), [(entry.name, entry.summary()) for entry in installed().values()])
         return
-    entry = method_named(name)
+    entry = find_method(name)
     kind = entry.load()
     print(f"{entry.name}\n")
     print("\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines()))
-    print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.looks_at)])}")
-    if kind.needs_modules:
-        extras = sorted(set(kind.needs_modules.values()))
+    print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.requires)])}")
+    if kind.required_modules:
+        extras = sorted(set(kind.required_modules.values()))
         print(f"needs: {install_hint(*extras)}")
     for field, info in kind.settings_type.model_fields.items():
         default = "must be given" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
@@ -108,7 +108,7 @@ def evaluate(
 ) -> None:
     opened = grasp.open(art)
     outputs = {"--json": json_file, "--csv": csv_file}
-    check_outputs(outputs, opened.files.reads | reads(asked), streamed=("--json", "--csv"))
+    check_outputs(outputs, artifact=opened.files, asked=asked, streamed=("--json", "--csv"))
     if names(asked["methods"]) == []:
         raise SettingsError(
             f"--methods: got {asked['methods']!r}, expected names separated by commas; see grasp methods"

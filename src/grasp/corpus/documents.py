@@ -6,9 +6,10 @@ columns are what.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from grasp.settings import CorpusSettings
 
 ROW_ID_COLUMNS = ("row_id", "id")  # the first that is there names the rows, unless a setting says otherwise
 DOC_ID_COLUMN = "doc_id"
+FIRST_DOCUMENTS = 256  # that are read when a corpus is opened
 
 # Sees the columns of a table with their types, or of a JSON record without; says which are content, or raises.
 ContentOf = Callable[[Mapping[str, pa.DataType | None], str], Sequence[str]]
@@ -218,7 +220,41 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Documents of a source that is open, from position `start` to the limit that the settings give."""
-    for record in read_records(source, settings, partial(_content_columns, settings), start):
+    yield from _documents(read_records(source, settings, partial(_content_columns, settings), start), settings)
+
+
+class Corpus:
+    """A corpus of texts that is open: its first documents are read, and the reading goes on from there.
+
+    Attributes:
+        first: up to 256 documents.
+        columns: which column of the first record became what: text, turns or the columns of another form, ids, names.
+    """
+
+    def __init__(self, source: Source, settings: CorpusSettings) -> None:
+        self.source, self.settings = source, settings
+        records = read_records(source, settings, partial(_content_columns, settings), 0)
+        head = list(islice(records, 1))
+        self.columns = _column_roles(head[0], settings) if head else {}
+        documents = _documents(chain(head, records), settings)
+        self.first = list(islice(documents, FIRST_DOCUMENTS))
+        self._unread: Iterator[Document] | None = documents
+
+    def documents(self, start: int) -> Iterator[Document]:
+        """Yield the documents from position `start` on; the first time from 0 on nothing is read again."""
+        if start == 0 and self._unread is not None:
+            begun, self.first, unread, self._unread = self.first, [], self._unread, None
+            return chain(begun, unread)
+        return documents_of(self.source, self.settings, start=start)
+
+
+def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
+    """Make documents of records.
+
+    Raises:
+        CorpusError: token ids that are none, or columns that hold something else than they promise.
+    """
+    for record in records:
         where, ids, column = record.where, record.values.get(settings.ids_column), settings.ids_column
         if ids is not None:
             if isinstance(ids, pa.Array):
@@ -253,11 +289,8 @@ def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) ->
         )
 
 
-def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
-    """Which column of the first record became what: text, turns or the columns of another form, ids, names."""
-    record = next(read_records(source, settings, partial(_content_columns, settings), 0), None)
-    if record is None:
-        return {}
+def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
+    """Return which column of a record became what: text, turns or the columns of another form, ids, names."""
     form = form_of(record.values.keys(), settings, record.where)
     first = "turns" if holds_turns(record.values.get(form.columns[0]), form.columns[0]) else "text"
     content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}

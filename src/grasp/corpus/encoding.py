@@ -96,7 +96,7 @@ class TokenizedText:
         ids: (L,), special tokens in front included, none at the end.
         n_prefix: how many of them the tokenizer put in front of the text.
         loss_mask: (L,), tokens that carry loss; None: all but the first.
-        ends: (L,), the character after each token; None if not asked for, or the tokenizer does not report it.
+        ends: (L,), the character after each token; None if the tokenizer does not report it.
     """
 
     ids: I64
@@ -105,19 +105,13 @@ class TokenizedText:
     ends: I64 | None
 
 
-def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer, *, with_ends: bool = False) -> list[TokenizedText]:
+def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[TokenizedText]:
     """Encode texts, each as a whole, and say which tokens carry loss.
 
-    Args:
-        with_ends: also return where tokens end, which costs time.
     Raises:
         CorpusError: the tokenizer reports no offsets, and the border of an answer cannot be found without them.
     """
-    plain = [text.text for text in texts]
-    if with_ends or any(text.loss_spans is not None for text in texts):
-        encoded = tokenizer.encode_with_spans(plain)
-    else:
-        encoded = [(ids, None) for ids in tokenizer.encode(plain)]
+    encoded = tokenizer.encode_with_spans([text.text for text in texts])
     return [_tokenized(text, ids, spans, tokenizer) for text, (ids, spans) in zip(texts, encoded, strict=True)]
 
 

@@ -17,8 +17,9 @@ Kind = Literal["null", "bool", "int", "long", "float", "string"]  # long: intege
 IDS_COLUMN = "__input_ids__"
 LABELLED_COLUMN = "__labelled__"
 DOCUMENT_COLUMN = "__document__"
+SPANS_COLUMN = "__spans__"
 CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # of rows that are pictures
-_HIDDEN = (IDS_COLUMN, LABELLED_COLUMN, DOCUMENT_COLUMN)
+_HIDDEN = (IDS_COLUMN, LABELLED_COLUMN, DOCUMENT_COLUMN, SPANS_COLUMN)
 OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
 # Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
 _OWN = re.compile(rf"(?:{'|'.join(OWN_COLUMNS)})_*", re.IGNORECASE)

@@ -60,7 +60,8 @@ class Row(StoredRow):
 
     input_ids: I32
     labelled: Bool | None = None  # tokens that carry loss; None: all but the first
-    text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
+    # documents by index, and the characters of their texts that are in the row; None: the tokenizer reports no offsets
+    spans: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +105,6 @@ def pack(
     tokenizer: Tokenizer,
     cursor: Cursor = START,
     skipped: Skipped | None = None,
-    *,
-    with_texts: bool = False,
 ) -> Iterator[Row]:
     """Documents as rows: tokenised a batch at a time and packed; none is packed before it is due.
 
@@ -114,7 +113,6 @@ def pack(
         settings: max_length must be a number.
         cursor: where the first row begins.
         skipped: takes what is left out.
-        with_texts: each row has the span of text that it holds.
     Raises:
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
@@ -132,7 +130,7 @@ def pack(
             break
         as_text = [document for document in batch if document.is_tokenised]
         try:
-            encoded = encode_texts([model_text(document) for document in as_text], tokenizer, with_ends=with_texts)
+            encoded = encode_texts([model_text(document) for document in as_text], tokenizer)
         except CorpusError as err:
             raise CorpusError(f"{as_text[0].where} on: {err}") from err
         tokens = {document.index: text for document, text in zip(as_text, encoded, strict=True)}
@@ -186,6 +184,16 @@ class _Piece:
     begin: int = 0  # character of the document at which it begins
     ends: I64 | None = None  # character after each of its tokens
     labelled: Bool | None = None  # which of them carry loss; None: all
+
+    @property
+    def span(self) -> tuple[int, int, int] | None:
+        """Return the index of the document and the characters of it; None: there is no text, or no offsets."""
+        text = self.document.text
+        if text is None:
+            return None
+        if len(self.ids) == self.total:
+            return self.document.index, 0, len(text)
+        return None if self.ends is None else (self.document.index, self.begin, int(self.ends[-1]))
 
     def cut(self, first: int, stop: int) -> "_Piece":
         """Return its tokens [first, stop); what lies between two tokens goes with the second."""
@@ -371,12 +379,7 @@ class Packer:
         if len(ids) < MIN_ROW_TOKENS:
             self._skipped.add("one_token", row_id)
             return
-        texts: list[str | None] = []  # the spans of the documents
-        for piece in pieces:
-            text = piece.document.text
-            if text is not None and len(piece.ids) < piece.total:
-                text = None if piece.ends is None else text[piece.begin : piece.ends[-1]]
-            texts.append(text)
+        spans = [span for piece in pieces if (span := piece.span) is not None]
         # To read: from a word near the row's first token on, white space folded. Tokens are not mapped back to
         # characters: the start is in proportion to their number. Ids alone are decoded.
         n_chars, share = self._settings.snippet_chars, main.first / main.total
@@ -398,7 +401,7 @@ class Packer:
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
             after=Cursor(next_document, next_token, self._named[next_document]),
-            text=None if None in texts else "\n\n".join(text for text in texts if text is not None),
+            spans=tuple(spans) if len(spans) == len(pieces) else None,
         )
 
 

@@ -3,39 +3,42 @@
 `plan.json` says what is being written, `shard-00000.parquet` holds rows, its mark `shard-00000.json` says where the
 next shard begins, `store.json` that the store is complete. What rows are made of is the kind of store's: token ids in a
 `RowStore`, pictures in another room's.
+
+A corpus is read once. Names and fingerprint are taken of each shard while it is in memory; only a build that goes on
+reads the shards that are whole, for both. Of its text a row keeps where it stands: documents and spans of characters.
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
-from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
-from grasp.corpus.documents import column_roles, documents_of
+from grasp.corpus.documents import Corpus, Document
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
     ARROW_TYPE,
     DOCUMENT_COLUMN,
     IDS_COLUMN,
     LABELLED_COLUMN,
+    SPANS_COLUMN,
     Kind,
     column_of,
     kind_of_all,
     widest,
 )
 from grasp.corpus.packing import (
-    ENCODE_DOCUMENTS,
     START,
     Cursor,
     Row,
@@ -47,17 +50,19 @@ from grasp.corpus.packing import (
 )
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
-from grasp.files import UNSIGNED, FileEntry, discard, is_part, temporary_path
+from grasp.files import UNSIGNED, FileEntry, discard, is_part, kind_of, temporary_path
 from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import Files, Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Signed
-from grasp.text import skipped_lines
+from grasp.text import parse_json, skipped_lines
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+WITHOUT_SPANS: Final = 1  # the format before
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
 AGAIN: Final = "delete its directory and build again"
+CHANGED: Final = "the corpus changed since these rows were made of it; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
 LONGEST: Final = 2_048  # tokens of a row, where neither a setting nor the model's context says less
@@ -108,7 +113,20 @@ ROWS = Schema(
 def summary_of(holds: str) -> Signed[StoreSummary]:
     """The summary of a store whose rows are made of tokens, or of something else."""
     what, none = f"a store of {holds}", "an unfinished row store; run the build again to go on"
-    return Signed(SUMMARY, StoreSummary, what, holds, FORMAT, AGAIN, CorpusError, none=none, unsigned=True, key="holds")
+    older = (WITHOUT_SPANS,)
+    return Signed(
+        SUMMARY,
+        StoreSummary,
+        what,
+        holds,
+        FORMAT,
+        AGAIN,
+        CorpusError,
+        none=none,
+        unsigned=True,
+        key="holds",
+        older=older,
+    )
 
 
 class Numbered(Protocol):
@@ -140,7 +158,7 @@ class ShardStore(ABC, Generic[S, R]):
         self._files = Files(directory, summary.files, AGAIN, CorpusError)
         self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
         self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
-        self.details, self.skipped = summary.details, summary.skipped
+        self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
         self._kinds = dict(summary.labels)
         self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
         self._public = (*PUBLIC_COLUMNS, *self.label_columns)  # what callers see, in this order
@@ -178,19 +196,20 @@ class ShardStore(ABC, Generic[S, R]):
             rows: made of documents, from a cursor on; what is left out is told to the account.
             reader: what else than settings and corpus makes this store this store.
         """
-        plan = {  # the path is not in it: a corpus may move
-            "format": FORMAT,
-            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
-            **reader,
-            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-        }
         foreign = directory.exists() and not (directory / ROWS.plan).exists()
         if foreign and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
             raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
+        done = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
+        plan = {  # the path is not in it: a corpus may move
+            "format": FORMAT if done is None or replace else done.format_version,
+            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
+            **reader,
+            "corpus": _files_of(source),
+        }
         store = Store(directory, ROWS)
         store.begin(plan, replace=replace)
-        if (directory / SUMMARY).exists():
-            return cls.open(directory)
+        if done is not None and (directory / SUMMARY).exists():
+            return done
 
         # What is whole stays, up to the first gap.
         whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
@@ -206,30 +225,48 @@ class ShardStore(ABC, Generic[S, R]):
                 n_documents = document.index + 1
                 yield document
 
-        # The shards.
         skipped = Skipped()
         label_of: dict[str, str] = {}  # by its name in small letters
         for label in (name for mark in marks for name, _ in mark.labels):
             label_of[label.casefold()] = label
-        stream = rows(counted(), cursor, skipped)
-        while shard := list(islice(stream, shard_rows)):
-            name = f"shard-{len(marks):05d}"
-            data, kinds = cls._shard_bytes(shard, label_of)
-            mark = store.put(
-                name,
-                {f"{name}.parquet": data},
-                n_rows=len(shard),
-                n_tokens=sum(row.n_tokens for row in shard),
-                # A short shard is the last one: what came after its last row has been read and counted as well.
-                cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
-                labels=list(kinds.items()),
-                ignored_columns=sorted({name for row in shard for name in row.ignored}),
-                skipped=skipped.drain(),
-            )
-            marks.append(mark)
-            if progress is not None:
-                progress(untold + len(shard))
-            untold = 0
+        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content, in order; shards do not enter
+
+        with _row_names(directory) as names:
+
+            def observe(table: pa.Table) -> None:
+                for row in cls._hashed(table):
+                    digest.update(row)
+                shard = table.select(["row_id", DOCUMENT_COLUMN])
+                names.register("shard", shard).execute("INSERT INTO names SELECT * FROM shard")
+
+            for name in store.parts:
+                observe(read_table(store.file(name), AGAIN, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content]))
+
+            # The shards.
+            stream = rows(counted(), cursor, skipped)
+            while shard := list(islice(stream, shard_rows)):
+                name = f"shard-{len(marks):05d}"
+                table, kinds = cls._shard_table(shard, label_of)
+                observe(table)
+                mark = store.put(
+                    name,
+                    {f"{name}.parquet": parquet_bytes(table)},
+                    n_rows=len(shard),
+                    n_tokens=sum(row.n_tokens for row in shard),
+                    # A short shard is the last one: what came after its last row has been read and counted as well.
+                    cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
+                    labels=list(kinds.items()),
+                    ignored_columns=sorted({name for row in shard for name in row.ignored}),
+                    skipped=skipped.drain(),
+                )
+                marks.append(mark)
+                if progress is not None:
+                    progress(untold + len(shard))
+                untold = 0
+            twice = names.execute(
+                "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
+                "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
+            ).fetchone()
 
         # The end: it is a corpus, and its names are names.
         total = Skipped()
@@ -241,17 +278,13 @@ class ShardStore(ABC, Generic[S, R]):
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
                 "expected at least one, of two tokens or more"
             )
-        if (twice := _named_twice(store)) is not None:
+        if twice is not None:
             row_id, *places = twice
             shown = " and ".join(next(documents(place)).where for place in places)
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
                 'of names with --id-column, or have names made with --id-column ""'
             )
-        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content, in order; shards do not enter
-        for name in store.parts:
-            for row in cls._hashed(read_table(store.file(name), AGAIN, CorpusError, ["row_id", *cls.content])):
-                digest.update(row)
         kinds_of: dict[str, list[Kind]] = {}
         for label, kind in (pair for mark in marks for pair in mark.labels):
             kinds_of.setdefault(label, []).append(kind)
@@ -279,8 +312,8 @@ class ShardStore(ABC, Generic[S, R]):
         return cls.open(directory)
 
     @classmethod
-    def _shard_bytes(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[bytes, dict[str, Kind]]:
-        """The file of a shard, and the kinds of its labels, which `label_of` learns; its columns are let go."""
+    def _shard_table(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
+        """Return the table of a shard, and the kinds of its labels, which are added to `label_of`."""
         labels = dict.fromkeys(name for row in rows for name in row.labels)
         for label in labels:  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
             if (other := label_of.setdefault(label.casefold(), label)) != label:
@@ -301,7 +334,7 @@ class ShardStore(ABC, Generic[S, R]):
                 **{label: column_of(column, kinds[label]) for label, column in values.items()},
             }
         )
-        return parquet_bytes(table), kinds
+        return table, kinds
 
     @staticmethod
     @abstractmethod
@@ -323,16 +356,16 @@ class ShardStore(ABC, Generic[S, R]):
         Raises:
             CorpusError: no such shard, or its file is damaged.
         """
-        whole = self._read(k, self._public + self.content)
+        whole = self.columns(k, self._public + self.content)
         return self._shard(k * self.shard_rows, whole.select(self._public), whole)
 
     def table(self, k: int) -> pa.Table:
         """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
-        return self._read(k, self._public)
+        return self.columns(k, self._public)
 
     def lengths(self) -> I64:
         """Tokens of every row, (N,); nothing else is read."""
-        shards = [self._read(k, ("n_tokens",)) for k in range(self.n_shards)]
+        shards = [self.columns(k, ("n_tokens",)) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def supervised(self) -> I64:
@@ -363,47 +396,54 @@ class ShardStore(ABC, Generic[S, R]):
         parts = []
         for k in np.unique(shard_of) if row_index.size else (0,):
             in_shard = row_index[shard_of == k] - k * self.shard_rows
-            parts.append(self._read(int(k), self._public + self.content).take(pa.array(in_shard)))
+            parts.append(self.columns(int(k), self._public + self.content).take(pa.array(in_shard)))
         # `parts` has the rows shard by shard; back to the order asked for
         back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
         whole = pa.concat_tables(parts, promote_options="default").take(pa.array(back))
         return self._shard(-1, whole.select(self._public), whole)
 
-    def _read(self, k: int, columns: Sequence[str]) -> pa.Table:
-        """Columns of a shard, as it was written; labels of the whole corpus, of one type; content only where there."""
+    def columns(self, k: int, names: Sequence[str]) -> pa.Table:
+        """Return columns of shard k: labels are of one type in all shards, and content is left out that it lacks.
+
+        Raises:
+            CorpusError: no such shard, or its file is damaged.
+        """
         if not 0 <= k < self.n_shards:
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
         name = f"shard-{k:05d}.parquet"
         path = self._files.file(name) if self._files.entries else self._directory / name
-        stored = read_table(path, AGAIN, CorpusError, list(columns))
-        found = {name: stored.column(name) for name in columns if name in stored.column_names}
-        for label in columns:
+        stored = read_table(path, AGAIN, CorpusError, list(names))
+        found = {name: stored.column(name) for name in names if name in stored.column_names}
+        for label in names:
             if (kind := self._kinds.get(label)) is None:
                 continue
             if label not in found:
                 found[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
             elif found[label].type != ARROW_TYPE[kind]:
                 found[label] = pa.chunked_array([column_of(found[label].to_pylist(), kind)])
-        return pa.table({name: found[name] for name in columns if name in found})
+        return pa.table({name: found[name] for name in names if name in found})
 
 
-def _named_twice(store: Store[RowsMark]) -> tuple[str, int, int] | None:
-    """A row_id that occurs twice, with the first and the last document of that name."""
-    spill = temporary_path(store.root / "spill")  # DuckDB counts the names: memory does not grow with the corpus
+@contextmanager
+def _row_names(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a table `names` of row_id and document, which spills to disk: memory does not grow with the corpus."""
+    spill = temporary_path(directory / "spill")
     config: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
         "memory_limit": "512MB",
         "threads": 2,
     }
-    files = dataset([str(store.file(name)) for name in store.parts], format="parquet")
-    with duckdb.connect(config=config) as connection:
-        connection.register("names", files)
-        twice: tuple[str, int, int] | None = connection.execute(
-            f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
-            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
-        ).fetchone()
-    discard(spill)
-    return twice
+    try:
+        with duckdb.connect(config=config) as connection:
+            connection.execute("CREATE TABLE names (row_id VARCHAR, document BIGINT)")
+            yield connection
+    finally:
+        discard(spill)
+
+
+def _files_of(source: Source) -> dict[str, list[str]]:
+    """Size and stamp of each file of a corpus, by name."""
+    return {name: [size, stamp] for name, size, stamp in source.identity()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +500,7 @@ class RowStore(ShardStore[RowShard, Row]):
         *,
         shard_rows: int,
         context: int | None = None,
-        source: Source | None = None,
+        corpus: Corpus | None = None,
         replace: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Self:
@@ -469,16 +509,15 @@ class RowStore(ShardStore[RowShard, Row]):
         Args:
             shard_rows: rows in a shard: what is held in memory, and what a kill can cost.
             context: positions of the model that will read them, where `settings.max_length` says nothing.
-            source: the corpus, where it is in memory.
+            corpus: open already; None: it is opened.
             replace: throw away what was begun here with other input.
             progress: called with the rows of each shard that is finished; the first time also with those before it.
         Raises:
             CorpusError: the corpus is empty or malformed, names a row twice, or is not the one that
                 `directory` was begun with.
         """
-        corpus = source or open_source(settings.path, settings.split)
-        documents = islice(documents_of(corpus, settings), ENCODE_DOCUMENTS)
-        first = [written_out(document, tokenizer, settings) for document in documents]
+        corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
+        first = [written_out(document, tokenizer, settings) for document in corpus.first]
         if settings.max_length is None:  # what the model reads, at most `LONGEST`, or rows of ids that are longer
             longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
@@ -493,21 +532,25 @@ class RowStore(ShardStore[RowShard, Row]):
         encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
         return cls._write(
             directory,
-            corpus,
+            corpus.source,
             settings,
-            lambda start: documents_of(corpus, settings, start=start),
+            corpus.documents,
             lambda documents, cursor, skipped: pack(documents, settings, tokenizer, cursor, skipped),
             progress,
             shard_rows=shard_rows,
             replace=replace,
             reader={"tokenizer": {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}},
-            details={"max_length": settings.max_length, "columns": column_roles(corpus, settings)},
+            details={"max_length": settings.max_length, "columns": corpus.columns},
         )
 
     @staticmethod
     def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
-        ids = {IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))}
+        spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
+        ids = {
+            SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
+            IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
+        }
         if all(row.labelled is None for row in rows):
             return ids
         masks = [
@@ -526,11 +569,57 @@ class RowStore(ShardStore[RowShard, Row]):
         flat, offsets, labelled = _tokens(whole)
         return RowShard(start, flat, offsets, table, labelled)
 
+    def keeps_spans_of(self, source: Source) -> bool:
+        """Return whether texts of rows can be read from a source: it has the files that the rows were made of.
+
+        Files count as the same if name, size and stamp are: a digest of the content, or the time of the last change.
+        """
+        if self.format_version == WITHOUT_SPANS:
+            return False
+        try:
+            plan = parse_json((self._directory / ROWS.plan).read_bytes())
+        except (OSError, ValueError):
+            return False
+        files = _files_of(source)
+        return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
+
+    def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
+        """Yield the text of each of some rows: its spans of documents, joined by blank lines; None: they are not known.
+
+        Args:
+            row_index: ascending.
+            corpus: that the rows were made of.
+            tokenizer: called only for conversations, which its chat template writes out.
+        Raises:
+            CorpusError: the corpus has another document where one of these rows is from.
+        """
+        documents = corpus.documents(0)
+        document: Document | None = None
+        for k in np.unique(row_index // self.shard_rows).tolist():
+            table = self.columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
+            table = table.take(row_index[row_index // self.shard_rows == k] - k * self.shard_rows)
+            for doc_id, main, flat in zip(*(column.to_pylist() for column in table.columns), strict=True):
+                if flat is None:
+                    yield None
+                    continue
+                parts = []
+                for index, begin, end in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+                    while document is None or document.index < index:
+                        document = next(documents, None)
+                        if document is None:
+                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CHANGED}")
+                        if document.index == index and document.conversation is not None:
+                            document = written_out(document, tokenizer(), corpus.settings)
+                    if index == main and document.doc_id != doc_id:
+                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CHANGED}")
+                    parts.append(str(document.text)[begin:end])
+                yield "\n\n".join(parts)
+
     def supervised(self, k: int | None = None) -> I64:
         """Positions of every row that carry loss, (N,), or of the rows of shard k."""
         counts = []
         for i in range(self.n_shards) if k is None else (k,):
-            table = self._read(i, ("n_tokens", LABELLED_COLUMN))
+            table = self.columns(i, ("n_tokens", LABELLED_COLUMN))
             lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
             if LABELLED_COLUMN in table.column_names:
                 labelled = table.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ _FILE_SUFFIX = re.compile(
 )
 _DIGEST_BYTES = 64 << 20  # local files up to this size are told by their content, which takes a tenth of a second
 _DIGEST_ROWS = 65_536
+_COUNTED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
 
@@ -77,6 +79,9 @@ class Source(Protocol):
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Records from position `start` on, in order."""
+
+    def approximate_length(self, n: int) -> int:
+        """Return about how many records there are, by at least the first `n`; exact for Parquet and tables."""
 
 
 def lies_here(path: str) -> bool:
@@ -216,6 +221,24 @@ class FileSource:
                         yield ArrowChunk(begin + first + before, name, first + before, whole)
                     first += batch.num_rows
                 begin += n_rows
+
+    def approximate_length(self, n: int) -> int:
+        """Return the number of records; of large JSON lines an estimate by at least the first `n`."""
+        if all(path.endswith(PARQUET) for _, path in self.files):
+            return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
+        sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
+        read_bytes, records = 0, 0  # of the files before the one that is read
+        for (name, path), size in zip(self.files, sizes, strict=True):
+            with _opened(self.fs, path, name) as handle:
+                for _ in json_lines(handle, name, sys.maxsize):
+                    records += 1
+                    if records < n or handle.closed:  # a decompressor closes it at its end
+                        continue
+                    # decompression reads a block ahead, so only a large part is taken for a measure
+                    if (part := read_bytes + handle.tell()) >= _COUNTED_BYTES:
+                        return round(records * sum(sizes) / part)
+            read_bytes += size
+        return records
 
 
 def parquet_batches(
@@ -387,6 +410,10 @@ class TableSource:
     def identity(self) -> list[list[str]]:
         """Name, size and stamp of each file of the table, or its rows and the digest of its content."""
         return self.files
+
+    def approximate_length(self, n: int) -> int:
+        """Return the number of rows of the table."""
+        return int(self.table.num_rows)
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Records from position `start` on."""

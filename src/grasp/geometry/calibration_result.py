@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 import grasp
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
 from grasp.files import write_whole
@@ -473,6 +473,6 @@ def standard_errors(resampled: Sequence[F64]) -> F64:
             value = value_CTR[:, :, which_R[picked]]
             total_CR[:, picked] += np.where(np.isfinite(value), value, 0.0).sum(axis=1)
             count_CR[:, picked] += np.isfinite(value).sum(axis=1)
-    mean_CR = np.divide(total_CR, count_CR, out=np.full_like(total_CR, np.nan), where=count_CR > 0)
+    mean_CR = ratio(total_CR, count_CR, undefined=np.nan)
     known = [row[np.isfinite(row)] for row in mean_CR]
     return np.array([row.std(ddof=1) if len(row) > 1 else np.inf for row in known])

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 HOMES = {
+    "PAPER": "geometry_rule",
     "bind": "geometry_predictor",
     "checks": "sketch_checks",
     "choose_rows": "greedy",

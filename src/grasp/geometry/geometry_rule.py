@@ -94,7 +94,7 @@ class InteractionProtocol(ScoringProtocol):
         return (*kernels, *(f"{half}_sketch" for half in halves_needed(self.components)))
 
     @property
-    def beside_kernels(self) -> str:
+    def beside_kernels(self) -> str:  # type: ignore[override]
         """What it adds to its kernels, in words."""
         return "".join(f", {omega:+g} {name}" for name, omega in self.components.items())
 
@@ -105,3 +105,8 @@ class InteractionProtocol(ScoringProtocol):
 
 
 protocol_type = InteractionProtocol
+
+# The paper: eq:grasp-score on pooled relevance, and K_raw in the two parts into which eq:ia-components takes it apart,
+# added up by eq:component-predictor. The paper selects omega on its own development environments and prints none; -0.25
+# is what ours selected (experiments/lds_main/protocol.yaml). `grasp calibrate` selects another one on other runs.
+PAPER = InteractionProtocol(name="paper", match={"pooled": 1.0}, components={"joint.self": -0.25, "joint.pair": -0.25})

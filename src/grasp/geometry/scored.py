@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64
+from grasp.arrays import F32, F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
 from grasp.geometry.candidates import Binding, Candidate, candidate_of, needed_arrays
@@ -65,9 +65,7 @@ def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candi
     total: F64 = np.zeros((1, 1))
     for kernel, weight in candidate.match:
         scale_C = std[kernel] if candidate.omega else 1.0
-        total = total + weight * np.divide(
-            parts[kernel], scale_C, out=np.zeros_like(parts[kernel]), where=np.asarray(scale_C) > 0
-        )
+        total = total + weight * ratio(parts[kernel], scale_C)
     for name, omega in candidate.omega:
         # K_self has no pairs in it, and K_cent has no decomposition by pairs: both stay as they are
         shuffled = candidate.shuffled and name.endswith((".pair", ".raw"))

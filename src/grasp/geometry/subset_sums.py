@@ -13,8 +13,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from grasp.arrays import F64
-from grasp.predict.predictor import inverse
+from grasp.arrays import F64, ratio
 from grasp.predict.weights import Side, Weights
 from grasp.runs.predictions import Weighting
 
@@ -82,7 +81,7 @@ class SubsetMass:
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
         mass_B = self.retained_B if side == "retained" else self.omitted_B
-        return np.ones_like(mass_B) if weighting == "count" else inverse(mass_B)
+        return np.ones_like(mass_B) if weighting == "count" else ratio(1.0, mass_B)
 
 
 @dataclass(frozen=True, slots=True)

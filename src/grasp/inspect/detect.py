@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from grasp.arrays import F64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, only_target, row_places
+from grasp.artifact.where import LabelColumn
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
@@ -155,48 +156,16 @@ def detect(
     right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
     truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
     progress = progress or Silent()
-
-    copies, not_compared = exact_copies(artifact, target)
-    if copies:
-        first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
-        names = artifact.rows(first)["row_id"].to_pylist()
-        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
-        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
-        more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
-        raise ArtifactError(
-            f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
-            f"of the corpus: {listed}{more}; take them out of one of the two and build again"
-        )
-    notes = [] if not_compared is None else [not_compared]
-
+    not_compared = _refuse_copies(artifact, target)
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores = {"relevance": relevance_N}
+    scores, geometry_notes = {"relevance": relevance_N}, list[str]()
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as the corpus spells it
-        code_N = column.codes_N.astype(np.int64)
-        if None in column.values:  # rows without a label are each alone
-            none_N = np.flatnonzero(code_N == column.values.index(None))
-            code_N[none_N] = len(column.values) + np.arange(len(none_N))
-        _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-        k_nearest = neighbours or NEIGHBOURS
-        near = disagreement(sketch_ND, code_N, k_nearest, progress)
-        alone = int(near.alone_N.sum())
-        if near.share_N.min() == near.share_N.max():  # it tells no row from another
-            why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
-            notes.append(f"{why}: geometry says nothing, rows are ranked by relevance alone")
-        else:
-            scores |= {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}
-            if alone:
-                notes.append(f"{alone} rows are alone with their {label}: geometry says nothing of them")
-            if near.found < 1:
-                notes.append(
-                    f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.found:.0%} of "
-                    f"the {k_nearest} nearest were found"
-                )
-
+        by_label, geometry_notes = _label_scores(artifact, column, relevance_N, neighbours or NEIGHBOURS, progress)
+        scores |= by_label
     ranking, ranking_N = list(scores.items())[-1]
     if right_N is not None:
         try:
@@ -220,8 +189,60 @@ def detect(
         rows=artifact.n_rows,
         threshold=cut,
         detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
-        notes=(*notes, "scores speak against a row: the higher, the more suspicious", *cut.notes),
+        notes=(
+            *not_compared,
+            *geometry_notes,
+            "scores speak against a row: the higher, the more suspicious",
+            *cut.notes,
+        ),
     )
+    return _suspects(artifact, record, scores, label, top)
+
+
+def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
+    """Refuse trusted units that are rows of the corpus; return a note if not all could be compared."""
+    copies, not_compared = exact_copies(artifact, target)
+    if copies:
+        first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
+        names = artifact.rows(first)["row_id"].to_pylist()
+        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
+        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
+        more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
+        raise ArtifactError(
+            f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
+            f"of the corpus: {listed}{more}; take them out of one of the two and build again"
+        )
+    return [] if not_compared is None else [not_compared]
+
+
+def _label_scores(
+    artifact: ArtifactReader, column: LabelColumn, relevance_N: F64, k_nearest: int, progress: Progress
+) -> tuple[dict[str, F64], list[str]]:
+    """Return the scores `geometry` and `fused`, unless labels of neighbours tell no row from another; and notes."""
+    code_N, label = column.codes_N.astype(np.int64), column.name
+    if None in column.values:  # rows without a label are each alone
+        none_N = np.flatnonzero(code_N == column.values.index(None))
+        code_N[none_N] = len(column.values) + np.arange(len(none_N))
+    _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
+    near = disagreement(sketch_ND, code_N, k_nearest, progress)
+    alone = int(near.alone_N.sum())
+    if near.share_N.min() == near.share_N.max():
+        why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
+        return {}, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
+    notes = [f"{alone} rows are alone with their {label}: geometry says nothing of them"] if alone else []
+    if near.found < 1:
+        notes.append(
+            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.found:.0%} of "
+            f"the {k_nearest} nearest were found"
+        )
+    return {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
+
+
+def _suspects(
+    artifact: ArtifactReader, record: DetectionRecord, scores: Mapping[str, F64], label: str | None, top: int
+) -> Suspects:
+    """Return all rows in the order of the score that ranks, and the first `top` as people read them."""
+    cut, ranking_N = record.threshold, scores[record.ranking]
     order_N = np.argsort(-ranking_N, kind="stable")
     row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
     table = pa.table(
@@ -232,11 +253,9 @@ def detect(
             **{name: score_N[order_N] for name, score_N in scores.items()},
         }
     )
-
-    # the first rows as people read them
     head, rows = table.slice(0, top), artifact.rows(order_N[:top])
     yes = "yes" if cut.beyond_chance else "by chance?"
-    shown = {name: head[name] for name in ("rank", ranking)}
+    shown = {name: head[name] for name in ("rank", record.ranking)}
     shown |= {"flagged": [yes if flag else "no" for flag in head["flagged"].to_pylist()], "row_id": head["row_id"]}
     shown |= {} if label is None else {label: rows[label]}
     return Suspects(

@@ -12,7 +12,6 @@ from scipy.special import ndtri
 
 from grasp.arrays import F64, Bool
 from grasp.errors import SettingsError
-from grasp.inspect.health_metrics import placed, placement
 
 MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
 SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
@@ -91,6 +90,12 @@ def _cut(hits_N: NDArray[np.int64], count: int, k: int) -> AtCut:
 def auroc(score_N: F64, planted_N: Bool) -> float:
     """Chance that a planted row scores higher than a clean one, ties half."""
     return float(placement(score_N[planted_N], np.sort(score_N[~planted_N])).mean())
+
+
+def placement(some: F64, others: F64) -> F64:
+    """Share of the other numbers, sorted, that lie below each of some, ties half."""
+    below = np.searchsorted(others, some, "left") + np.searchsorted(others, some, "right")
+    return np.asarray(below / (2 * len(others)))
 
 
 def average_precision(score_N: F64, planted_N: Bool) -> float:
@@ -186,5 +191,5 @@ def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], 
 
 
 def mean_ranks(scores: list[F64]) -> F64:
-    """Mean of the ranks, each from 0 to 1: no score outweighs another by its unit."""
-    return np.asarray(np.mean([placed(score) for score in scores], axis=0))
+    """Mean of the ranks, each from 0 to 1, ties in the middle of theirs: no score outweighs another by its unit."""
+    return np.asarray(np.mean([placement(score, np.sort(score)) for score in scores], axis=0))

@@ -245,7 +245,7 @@ class _Question:
             | {name: pa.array(by_token_L, mask=~has_part_L) for name, by_token_L in columns.items()}
         )
 
-        target, notes = self.predictor.targets[0], []
+        target, notes = self.predictor.units.targets[0], []
         where, unit, questions, answer, pairs = target, None, None, None, None
         if self.by_position:  # the unit's tokens, and what those that carry loss received
             unit, (tokens_of_unit,) = self.units["unit_id"][0].as_py(), self.unit_tokens

@@ -121,7 +121,7 @@ def check(
     origin = _or_error(lambda: reopened(artifact, own))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
-    chosen = as_protocol(protocol)
+    chosen = as_protocol(protocol, artifact)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
 
     checks = []

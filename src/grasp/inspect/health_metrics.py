@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 
-from grasp.arrays import F64, Floats
+from grasp.arrays import F64, Floats, ratio
+from grasp.runs.metrics import spearman
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +36,8 @@ def missing(name: str, healthy: str, why: str) -> Check:
 
 
 def rank_agreement(one_B: F64, other_B: F64) -> float:
-    """Spearman's rho; nan where one of the two is constant."""
-    if np.ptp(one_B) == 0 or np.ptp(other_B) == 0:
-        return float("nan")
-    return float(np.corrcoef(placed(one_B), placed(other_B))[0, 1])
-
-
-def placement(some: F64, others: F64) -> F64:
-    """Share of the other numbers, sorted, that lie below each of some, ties half."""
-    below = np.searchsorted(others, some, "left") + np.searchsorted(others, some, "right")
-    return np.asarray(below / (2 * len(others)))
-
-
-def placed(values_N: F64) -> F64:
-    """Where each number stands among all, between 0 and 1: its rank, ties in the middle of theirs."""
-    return placement(values_N, np.sort(values_N))
+    """Spearman's rho as a number; nan where one of the two is constant."""
+    return float(spearman(one_B, other_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:
@@ -58,7 +46,7 @@ def top_shares(blocks: Iterable[Floats]) -> F64:
     for block in blocks:
         square_nE = np.asarray(block, dtype=np.float64) ** 2
         most_E, total_E = np.maximum(most_E, square_nE.max(axis=0)), total_E + square_nE.sum(axis=0)
-    return np.divide(most_E, total_E, out=np.zeros_like(total_E), where=total_E > 0)
+    return ratio(most_E, total_E)
 
 
 def mass_outside(residual_NV: csr_array) -> float:
@@ -70,7 +58,7 @@ def mass_outside(residual_NV: csr_array) -> float:
     kept = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
     missing = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
     total = kept + missing
-    return float(np.mean(np.divide(missing, total, out=np.zeros_like(total), where=total > 0)))
+    return float(np.mean(ratio(missing, total)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import ModelPass, joined, read_batches
+from grasp.build.model_pass import ModelPass, joined, observe_part, read_batches
 from grasp.build.provenance import BuildSource
-from grasp.build.score_shard import observe_part
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement

@@ -1,6 +1,7 @@
-"""Published methods beside GRASP: what one must be, and how installed ones are found by name.
+"""Published attribution methods: their interface, and the registry of installed ones.
 
-In: an artifact, and runs where a method learns from them. Out: scores of rows, ranks of rows, predictions of subsets.
-`contract` is what a method is and what it may look at; `registry` finds methods by the entry point group
-`grasp.methods`, reads their settings and asks them. Ours are in `grasp.baselines`, which nobody imports.
+Input: an artifact, and retrained runs for methods that are fitted to them. Output: scores of rows, ranks of rows,
+predictions of subsets. `contract` defines the base classes and the inputs of a method; `registry` loads methods from
+the entry point group `grasp.methods`, validates their settings and runs them. The built-in methods are in
+`grasp.baselines`, which no other package imports.
 """

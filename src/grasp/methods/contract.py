@@ -1,12 +1,12 @@
-"""What a method must be to stand beside GRASP: settings, what it looks at, and scores of rows or values of subsets.
+"""Interface of an attribution method: settings, required inputs, and scores of rows or predictions of subsets.
 
-A `RowMethod` scores rows: (N, E) for the units of the artifact, or (N, 1) where the score does not depend on the unit.
-A `SubsetMethod` predicts subsets, (B, E), itself. Sign, always: positive means that training on the row should lower
-the unit's loss. A method is found by name through the entry point group `grasp.methods`; see docs/baselines.md.
+Start with `RowMethod`. It scores rows: (N, E) for the units of the artifact, or (N, 1) if the score does not depend on
+the unit. A `SubsetMethod` predicts subsets, (B, E), directly. Sign convention: positive means that training on the row
+should lower the unit's loss. Methods are registered under the entry point group `grasp.methods`; see docs/baselines.md.
 
-`MethodInputs` is what a method may look at: the artifact's rows and units, its reference model, checkpoints, retrained
-subsets. Everything is read when it is asked for, in blocks where it is as long as the corpus, and proved to be what the
-artifact was made from: fingerprints of tokens, tokenizer, model and units.
+`MethodInputs` gives a method access to the artifact's rows and units, its reference model, checkpoints and retrained
+subsets. Data is loaded lazily, per block if it is as long as the corpus, and verified against the fingerprints of
+tokens, tokenizer, model and units that the artifact was built from.
 
 Shape letters: N rows, n rows of a block, E units, B subsets.
 """
@@ -38,40 +38,40 @@ if TYPE_CHECKING:
     from grasp.models.causal_lm import ReferenceModel
     from grasp.models.tokenizer import HfTokenizer
 Scores = Floats
-# What a method may need beside the artifact's own tables; each is checked before work begins.
-Looks = Literal["tokens", "model", "checkpoints", "environment"]
+# Inputs that a method may require besides the artifact's tables; each is checked before the method runs.
+Requirement = Literal["tokens", "model", "checkpoints", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
-    """An environment seen from the artifact: targets have the artifact's names, those not in common are left out."""
+    """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped."""
 
     environment: Environment
     utilities: Utilities
     subsets: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_joined(cls, joined: Joined, utilities: Utilities) -> "Retrained":
-        """Of utilities whose targets have the environment's names."""
-        renamed = replace(utilities, targets=joined.own_names(utilities.targets))
-        return cls(joined.environment, renamed, joined.blocks)
+    def from_alignment(cls, alignment: Joined, utilities: Utilities) -> "Retrained":
+        """Rename the targets of `utilities` from the names in the runs to the artifact's names."""
+        renamed = replace(utilities, targets=alignment.own_names(utilities.targets))
+        return cls(alignment.environment, renamed, alignment.blocks)
 
 
 @dataclass(frozen=True, eq=False)
 class MethodInputs:
-    """One artifact, opened for methods.
+    """Everything that a method may read: an artifact, its model, checkpoints and retrained runs.
 
     Args:
-        block_rows: rows of one block; none: those of a shard.
-        batch_tokens: tokens of one forward pass, padding included; none: as the build had them.
-        checkpoint_places: directories of checkpoints given by the user; none: beside the artifact's model.
-        retrained: what is known of the environment, for methods that need one.
+        block_rows: rows per block. Default: rows per shard.
+        batch_tokens: tokens per forward pass, padding included. Default: the setting of the build.
+        checkpoint_paths: directories of checkpoints. Default: the directory of the artifact's model.
+        retrained: retrained runs, for methods that require them.
     """
 
     artifact: ArtifactReader
     block_rows: int | None = None
     batch_tokens: int | None = None
-    checkpoint_places: tuple[Path, ...] = ()
+    checkpoint_paths: tuple[Path, ...] = ()
     retrained: Retrained | None = None
     progress: Progress = Silent()  # noqa: RUF009 - it has no state
 
@@ -82,7 +82,7 @@ class MethodInputs:
         return self.artifact.n_rows
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, int]]:
-        """(first row, row after the last) of every block from row `start` on."""
+        """Yield (first row, row after the last) of each block, from row `start` on."""
         size = self.block_rows or self.artifact.grid.shard_rows
         while start < self.n_rows:
             stop = min(self.n_rows, start - start % size + size)
@@ -90,24 +90,24 @@ class MethodInputs:
             start = stop
 
     def rows(self, start: int, stop: int) -> RowShard:
-        """Token ids and labels of rows [start, stop); `.start` is `start`.
+        """Return token ids and labels of rows [start, stop); `.start` is `start`.
 
         Raises:
-            ArtifactError: the artifact did not keep its tokens, or they are not its own.
+            ArtifactError: the artifact has no tokens, or their fingerprint differs from the recorded one.
         """
         return replace(self.store.rows(np.arange(start, stop)), start=start)
 
     def rows_at(self, row_index: I64) -> RowShard:
-        """Rows by index, in the order given; only the shards they lie in are read. Raises as `rows`."""
+        """Return rows by index, in the given order; reads only the shards that contain them. Raises as `rows`."""
         return self.store.rows(row_index)
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """Text of rows [start, stop), decoded from their tokens: what the model read, cut where the row was cut."""
+        """Decode rows [start, stop) to text: what the model read, truncated where the row is."""
         rows = self.rows(start, stop)
         return self.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
 
     def column(self, name: str) -> F64:
-        """A numeric column of the row table, (N,): `loss` (nats a token) or `n_tokens`."""
+        """Return a numeric column of the row table, (N,): `loss` (nats per token) or `n_tokens`."""
         return np.concatenate(
             [np.asarray(batch.column(name), dtype=np.float64) for batch in self.artifact.row_batches([name])]
         )
@@ -117,12 +117,12 @@ class MethodInputs:
         """All rows, as training reads them.
 
         Raises:
-            ArtifactError: rows are images; the artifact did not keep its tokens, or they are not its own.
+            ArtifactError: rows are images; the artifact has no tokens, or their fingerprint differs.
         """
         if self.origin.has_images:
             raise ArtifactError(
-                f"{self.artifact.where}: rows are images, and the method reads tokens; its scores can be handed to "
-                "`grasp evaluate --predictions`"
+                f"{self.artifact.where}: rows are images, but the method reads tokens; compute its scores elsewhere "
+                "and pass them to `grasp evaluate --predictions`"
             )
         rows = self.origin.rows
         assert isinstance(rows, RowStore)
@@ -132,7 +132,7 @@ class MethodInputs:
 
     @property
     def units(self) -> UnitSet:
-        """All units of the artifact, in the order of its columns."""
+        """All units of the artifact, in column order."""
         return self.origin.units
 
     @property
@@ -141,24 +141,24 @@ class MethodInputs:
 
     @property
     def unit_tokens(self) -> list[UnitTokens]:
-        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        """Tokens of each unit; the loss is taken on the labels `input_ids[first:]`."""
         return self.origin.unit_tokens
 
     # ------------------------------------------------------------------------------------------- model
 
     @cached_property
     def origin(self) -> BuildSource:
-        """What the artifact was built from."""
+        """The sources that the artifact was built from."""
         return BuildSource(self.artifact)
 
     @property
     def settings(self) -> BuildSettings:
-        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        """Settings of the build, with the dtype resolved then, so that every machine loads the same weights."""
         return self.origin.settings
 
     @property
     def tokenizer(self) -> "HfTokenizer":
-        """The reference model's tokenizer; the model's weights are not read for it."""
+        """The reference model's tokenizer; does not load the model's weights."""
         return self.origin.tokenizer
 
     @cached_property
@@ -166,8 +166,8 @@ class MethodInputs:
         """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode.
 
         Raises:
-            ModelError: it cannot be loaded.
-            ArtifactError: it is not the one that the artifact was built with.
+            ModelError: the model cannot be loaded.
+            ArtifactError: the artifact was built with another model.
         """
         from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
 
@@ -181,21 +181,21 @@ class MethodInputs:
 
     @property
     def environment(self) -> Retrained:
-        """The environment, for methods that look at one.
+        """The retrained runs.
 
         Raises:
-            SettingsError: none was given.
+            SettingsError: no runs were passed.
         """
         if self.retrained is None:
-            raise SettingsError("this method is fitted on retrained subsets; name their directory (--runs)")
+            raise SettingsError("this method is fitted to retrained subsets; pass their directory with --runs")
         return self.retrained
 
 
-# ----------------------------------------------------------------------------------------------------- what a method is
+# ------------------------------------------------------------------------------------------------ interface of a method
 
 
 class NoSettings(Settings):
-    """A method without settings."""
+    """Settings of a method that has none."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -203,7 +203,7 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time spent; CPU seconds are of this process with all of its threads."""
+    """Elapsed time in seconds; `cpu` sums over all threads of this process."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -214,15 +214,15 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a method says of itself when it has scored every row.
+    """Summary that a method returns after scoring every row.
 
     Attributes:
-        features: floats a row from which a unit that comes later could be scored without reading the corpus again
-            (TRAK: projection x checkpoints); 0 where there are none. The scores are counted beside them.
-        covers: what was looked at: names of layers, "all tokens", "units' prompts and completions".
-        notes: what a reader of the numbers must know; one sentence each.
-        counts: rows or units that were passed over, by reason.
-        ready: seconds that were spent earlier on what was found ready and used again.
+        features: stored floats per row from which a new unit could be scored without reading the corpus again
+            (TRAK: projection width x checkpoints), not including the scores; 0 if the method stores none.
+        covers: parameters or text that the scores depend on: names of layers, "all tokens", ...
+        notes: remarks needed to interpret the scores, one phrase each.
+        counts: number of skipped rows or units, by reason.
+        ready: seconds that earlier runs spent on intermediate results which this run reused.
     """
 
     features: int = 0
@@ -234,12 +234,12 @@ class Account:
 
 @dataclass(frozen=True)
 class MethodScores:
-    """Scores of every row, and what they took.
+    """Scores of all rows, with the cost of computing them.
 
     Attributes:
-        blocks: (first row, (n, E) or (n, 1)) from first row to last; can be gone through more than once.
+        blocks: (first row, (n, E) or (n, 1)) in corpus order; can be iterated more than once.
         shape: (N, E) or (N, 1).
-        seconds: None: not measured.
+        seconds: None if not measured.
     """
 
     blocks: Iterable[tuple[int, Scores]]
@@ -249,7 +249,7 @@ class MethodScores:
 
     @classmethod
     def from_array(cls, scores: ArrayLike, account: Account = Account()) -> "MethodScores":
-        """Scores that are in memory: (N, E), (N, 1), or (N,) for the same score for every unit."""
+        """Wrap scores in memory: (N, E), (N, 1), or (N,) if the score is the same for every unit."""
         array = np.asarray(scores, dtype=np.float64)
         array = array[:, None] if array.ndim == 1 else array
         return cls(((0, array),), array.shape, account)
@@ -259,47 +259,47 @@ class MethodScores:
 
 
 class Method(ABC, Generic[S]):
-    """What row and subset methods have in common. The first line of its docstring is what `grasp methods` shows."""
+    """Base of row and subset methods. `grasp methods` prints the first line of a subclass's docstring."""
 
     settings_type: ClassVar[type[Settings]] = NoSettings
-    looks_at: ClassVar[frozenset[Looks]] = frozenset()
-    needs_modules: ClassVar[Mapping[str, str]] = {}  # module -> extra of grasp-attribution that brings it
-    supervised: ClassVar[bool] = False  # fitted on the utilities it is judged by: an oracle
+    requires: ClassVar[frozenset[Requirement]] = frozenset()
+    required_modules: ClassVar[Mapping[str, str]] = {}  # module -> extra of grasp-attribution that installs it
+    supervised: ClassVar[bool] = False  # fitted to the utilities that it is evaluated on: an oracle
 
     def __init__(self, settings: S, *, name: str = "", seed: int = 0) -> None:
         self.settings = settings
         self.name = name
         self.seed = seed
 
-    def check(self, material: MethodInputs) -> None:
-        """See that what it looks at is there, before any work begins.
+    def check(self, inputs: MethodInputs) -> None:
+        """Check that every required input is available, before the method runs.
 
         Raises:
-            GraspError: the artifact keeps no tokens, or no environment was named.
+            GraspError: the artifact has no tokens, or no runs were passed.
         """
-        if "environment" in self.looks_at and material.retrained is None:
-            raise SettingsError(f"method {self.name}: is made from retrained subsets; name their directory (--runs)")
-        if "tokens" in self.looks_at:
-            _ = material.store
+        if "environment" in self.requires and inputs.retrained is None:
+            raise SettingsError(f"method {self.name}: requires retrained subsets; pass their directory with --runs")
+        if "tokens" in self.requires:
+            _ = inputs.store
 
 
 class RowMethod(Method[S]):
-    """Scores rows."""
+    """A method that scores rows."""
 
-    weighting: ClassVar[Literal["mean", "count"]] = "mean"  # over a subset's rows, unless the user says otherwise
+    weighting: ClassVar[Literal["mean", "count"]] = "mean"  # how scores are aggregated over a subset's rows, by default
 
     @abstractmethod
-    def scores(self, material: MethodInputs, cache: Path) -> MethodScores:
-        """Scores of every row for every unit, in the order of `material.units`.
+    def scores(self, inputs: MethodInputs, cache: Path) -> MethodScores:
+        """Return the score of each row for each unit, in the order of `inputs.units`.
 
         Args:
-            cache: a directory, which may not be there yet, for what takes long and can be used again.
+            cache: directory for intermediate results and scores; it may not exist yet.
         """
 
 
 class SubsetMethod(Method[S]):
-    """Predicts subsets."""
+    """A method that predicts subsets directly."""
 
     @abstractmethod
-    def predict(self, material: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
-        """Utilities of every subset and unit, with targets by the artifact's names; higher is better."""
+    def predict(self, inputs: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
+        """Predict the utility of each subset for each unit, targets by the artifact's names; higher is better."""

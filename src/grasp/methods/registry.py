@@ -1,10 +1,11 @@
-"""Published methods by name or label, and what they give: scores of rows, ranks of rows, predictions of subsets.
+"""Registry of attribution methods: load them by name or label, and compute scores, ranks and predictions.
 
-The names are those that installed packages put under the entry point group `grasp.methods`. A settings file:
+Start with `configured_methods`, then `scores` or `method_predictions`. Names are the entry points that installed
+packages register under the group `grasp.methods`. Example of a settings file:
 
 tracin: {projection: 64}                          # settings of a method under its own name
-tracin-all: {method: tracin, layers: all}         # another configuration beside it
-trak-best: {method: trak, oracle_selected: true}  # chosen on the utilities that it will be judged by
+tracin-all: {method: tracin, layers: all}         # a second configuration of the same method
+trak-best: {method: trak, oracle_selected: true}  # selected on the utilities that it is evaluated on
 
 Shape letters: N rows, E units, B subsets.
 """
@@ -38,31 +39,31 @@ from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
 
 GROUP = "grasp.methods"
-GRASP = "grasp"  # may be named among the methods; its own predictions are always there
+GRASP = "grasp"  # accepted among the names of methods; its predictions are always included
 CACHE = "baselines"  # inside the artifact
-ANY = ("", "any")  # the one column of scores that do not depend on the unit
-COVERED = 6  # names of what a method looked at, in a note
-COUNTED = "scores are added up over a subset, not averaged"
+ANY_UNIT = ("", "any")  # the only column of scores that do not depend on the unit
+MAX_COVERED = 6  # entries of `Account.covers` that a note lists
+SUM_NOTE = "scores are summed over a subset, not averaged"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method by name."""
+    """A registered method, not imported yet."""
 
     point: EntryPoint
 
     @property
     def name(self) -> str:
-        """The name that `--methods` takes."""
+        """Name of the method, as in `--methods`."""
         return self.point.name
 
     @property
     def package(self) -> str:
-        """The package that brings it."""
+        """Name of the package that registers the method."""
         return self.point.dist.name if self.point.dist is not None else "?"
 
-    def says(self) -> str:
-        """First line of its docstring; read from the source, since a list of methods must not wait for torch."""
+    def summary(self) -> str:
+        """Return the first line of the docstring; parses the source instead of importing it, since torch is slow."""
         spec = find_spec(self.point.module)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return ""
@@ -72,66 +73,66 @@ class Entry:
         return ""
 
     def load(self) -> type[Method[Any]]:
-        """The class; its module is imported here, and torch only with those that need it.
+        """Import the module and return the class.
 
         Raises:
-            MissingExtraError: it cannot be imported.
-            SettingsError: it is no method.
+            MissingExtraError: the module cannot be imported.
+            SettingsError: the entry point is not a method.
         """
         where = f"method {self.name}: {self.point.value} of package {self.package}"
         try:
             kind = self.point.load()
         except (ImportError, AttributeError) as err:
-            raise MissingExtraError(f"{where} cannot be imported: {err}; repair the package or uninstall it") from err
+            raise MissingExtraError(f"{where} cannot be imported: {err}; reinstall or uninstall the package") from err
         if not (isinstance(kind, type) and issubclass(kind, Method)):
             raise SettingsError(f"{where}: got {kind!r}, expected a class derived from grasp.methods.contract.Method")
         return kind
 
 
 def methods() -> dict[str, Entry]:
-    """All methods by name.
+    """Return all registered methods by name.
 
     Raises:
-        SettingsError: two packages have a method of one name.
+        SettingsError: two packages register the same name.
     """
     return _installed(tuple(sys.path))
 
 
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, Entry]:
-    del path  # what is installed is looked for along it
-    found: dict[str, Entry] = {}
+    del path  # part of the cache key only: entry points are discovered along sys.path
+    entries: dict[str, Entry] = {}
     for entry in map(Entry, sorted(entry_points(group=GROUP), key=lambda point: point.name)):
-        if other := found.get(entry.name):
+        if duplicate := entries.get(entry.name):
             raise SettingsError(
-                f"method {entry.name}: packages {other.package} and {entry.package} both have one; uninstall either"
+                f"method {entry.name}: packages {duplicate.package} and {entry.package} both register it; uninstall one"
             )
-        found[entry.name] = entry
-    return found
+        entries[entry.name] = entry
+    return entries
 
 
-def method_named(name: str, where: str = "method") -> Entry:
-    """A method by name.
+def find_method(name: str, where: str = "method") -> Entry:
+    """Return a registered method by name.
 
     Args:
-        where: what a message names.
+        where: prefix of the error message.
     Raises:
-        SettingsError: no such method; the message lists those there are.
+        SettingsError: unknown name; the message lists the available ones.
     """
     known = methods()
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        there = ", ".join(known) or "none: install grasp-attribution with pip, which makes its methods known"
-        raise SettingsError(f"{where}: got {name!r}; {hint}there are {there}")
+        available = ", ".join(known) or "none: install grasp-attribution with pip to register its methods"
+        raise SettingsError(f"{where}: unknown method {name!r}; {hint}available: {available}")
     return known[name]
 
 
 # --------------------------------------------------------------------------------------------------- configurations
 
 
-class _Beside(Settings):
-    """What every configuration may say, whatever the method: method, seed, weighting, negative, oracle_selected."""
+class _CommonOptions(Settings):
+    """Options that every configuration accepts, for any method."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -144,61 +145,66 @@ class _Beside(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredMethod:
-    """One configuration of one method."""
+    """A method with its settings and options."""
 
     label: str
     method: Method[Any]
     oracle_selected: bool = False
-    weighting: Weighting | None = None  # None: the method's own
-    negative: float = 1.0  # what negative scores of rows are multiplied by, where subsets are predicted
+    weighting: Weighting | None = None  # None: the default of the method
+    negative: float = 1.0  # factor on negative row scores when subsets are predicted
 
 
 def configured_methods(
     names: str | Sequence[str] | None, configured: Mapping[str, Any] | None = None, where: str = "methods"
 ) -> tuple[ConfiguredMethod, ...]:
-    """Methods by name or label, ready to run; their modules are imported here.
+    """Import methods by name or label and validate their settings.
 
     Args:
-        names: None: every configuration of the file.
-        configured: by label: settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`, `negative`.
-        where: what a message about the configurations names.
+        names: names or labels. Default: every configuration.
+        configured: label -> settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`, `negative`.
+        where: prefix of error messages about the configurations.
     Raises:
-        SettingsError: no such method (those there are are listed), settings that it does not have, or of a wrong kind.
-        MissingExtraError: what a method needs is not installed; the message names the extra.
+        SettingsError: unknown method (the message lists the available ones), or invalid settings.
+        MissingExtraError: a required package is not installed; the message names the extra.
     """
-    given = dict(configured or {})
-    chosen = list(given) if names is None else [name for name in listed(names) if name != GRASP]
-    twice = sorted({name for name in chosen if chosen.count(name) > 1})
-    if twice:
-        raise SettingsError(f"methods: got {', '.join(twice)} twice; give one of them another label in a settings file")
-    for label, values in given.items():
-        said, _ = _split(label, values, where)
-        if label not in chosen:  # a mistake in what is not asked for is a mistake all the same
-            _valid(where, label, (_Beside, said))
-    found = list[ConfiguredMethod]()
-    for label in chosen:
-        if label not in given and label not in methods():
-            if not given:
-                method_named(label, where)  # says which there are
+    configurations = dict(configured or {})
+    labels = list(configurations) if names is None else [name for name in listed(names) if name != GRASP]
+    duplicates = sorted({name for name in labels if labels.count(name) > 1})
+    if duplicates:
+        raise SettingsError(
+            f"methods: {', '.join(duplicates)} given twice; use another label for one in a settings file"
+        )
+    for label, values in configurations.items():
+        options, _ = _split_options(label, values, where)
+        if label not in labels:  # report errors in unused configurations too
+            _validate(where, label, (_CommonOptions, options))
+    configured_list = list[ConfiguredMethod]()
+    for label in labels:
+        if label not in configurations and label not in methods():
+            if not configurations:
+                find_method(label, where)  # raises with the list of available methods
             raise SettingsError(
-                f"methods: got {label!r}; {where} has {', '.join(given)}, and there are {', '.join(methods())}"
+                f"methods: unknown label {label!r}; configured in {where}: {', '.join(configurations)}; available "
+                f"methods: {', '.join(methods())}"
             )
-        said, own = _split(label, given.get(label, {}), where)
-        kind = method_named(said["method"]).load()
-        beside, settings = _valid(where, label, (_Beside, said), (kind.settings_type, own))
-        assert isinstance(beside, _Beside)
-        for module, extra in kind.needs_modules.items():
-            require(module, extra=extra, feature=f"method {beside.method}")
+        options, setting_values = _split_options(label, configurations.get(label, {}), where)
+        kind = find_method(options["method"]).load()
+        common, settings = _validate(where, label, (_CommonOptions, options), (kind.settings_type, setting_values))
+        assert isinstance(common, _CommonOptions)
+        for module, extra in kind.required_modules.items():
+            require(module, extra=extra, feature=f"method {common.method}")
         if issubclass(kind, SubsetMethod):
-            of_rows = {"weighting": beside.weighting is not None, "negative": beside.negative != 1.0}
-            if idle := [name for name, is_given in of_rows.items() if is_given]:
+            row_options = {"weighting": common.weighting is not None, "negative": common.negative != 1.0}
+            if unused := [name for name, is_set in row_options.items() if is_set]:
                 raise SettingsError(
-                    f"{where}: {label}: {', '.join(idle)}: {beside.method} predicts subsets and scores no rows; leave "
-                    "out"
+                    f"{where}: {label}: {', '.join(unused)}: not supported by {common.method}, which predicts subsets "
+                    "and scores no rows; remove it"
                 )
-        method = kind(settings, name=beside.method, seed=beside.seed)
-        found.append(ConfiguredMethod(label, method, beside.oracle_selected, beside.weighting, beside.negative))
-    return tuple(found)
+        method = kind(settings, name=common.method, seed=common.seed)
+        configured_list.append(
+            ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
+        )
+    return tuple(configured_list)
 
 
 def published_methods(
@@ -208,150 +214,156 @@ def published_methods(
     checkpoints: Sequence[Path | str] = (),
     cache: Path | str | None = None,
 ) -> tuple[ConfiguredMethod, ...]:
-    """Methods by name, by the labels of a settings file, or by both; none where neither is given.
+    """Load methods by name, from a settings file, or both; return an empty tuple if neither is passed.
 
     Raises:
-        SettingsError: as `configured_methods`; or checkpoints or a cache for which none of them has a use.
+        SettingsError: as `configured_methods`; or checkpoints or a cache that no method uses.
     """
     if names is None and settings is None:
-        idle = [name for name, value in {"checkpoints": checkpoints, "cache": cache}.items() if value]
-        if idle:
-            raise SettingsError(f"{', '.join(idle)}: no meaning without methods; name a method, or leave it out")
+        unused = [name for name, value in {"checkpoints": checkpoints, "cache": cache}.items() if value]
+        if unused:
+            raise SettingsError(f"{', '.join(unused)}: requires methods; pass --methods, or drop it")
         return ()
     is_file = settings is not None and not isinstance(settings, Mapping)
-    given = read_yaml(Path(str(settings))) if is_file else settings
-    assert given is None or isinstance(given, Mapping)
-    found = configured_methods(names, given, str(settings) if is_file else "methods")
-    if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
-        raise SettingsError("checkpoints: no meaning with these methods, none of which looks at any; leave it out")
-    return found
+    configurations = read_yaml(Path(str(settings))) if is_file else settings
+    assert configurations is None or isinstance(configurations, Mapping)
+    selected = configured_methods(names, configurations, str(settings) if is_file else "methods")
+    if checkpoints and not any("checkpoints" in entry.method.requires for entry in selected):
+        raise SettingsError("checkpoints: none of these methods uses checkpoints; drop it")
+    return selected
 
 
-def _split(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stands beside the settings of a configuration, its method among it, and the settings."""
+def _split_options(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a configuration into common options (the method included) and settings of the method."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where}: {label}: got {values!r}, expected settings by name, or {{}}")
     if label not in methods() and "method" not in values:
         raise SettingsError(
-            f"{where}: {label} is no method; name its method: {label}: {{method: ..., ...}}, one of "
+            f"{where}: {label} is not a method; add one, as in {label}: {{method: ..., ...}}; expected one of "
             f"{', '.join(methods())}"
         )
-    own = {str(key): value for key, value in values.items()}
-    beside = {"method": label} | {field: own.pop(field) for field in _Beside.model_fields if field in own}
-    if not isinstance(beside["method"], str):
+    setting_values = {str(key): value for key, value in values.items()}
+    options = {"method": label} | {
+        field: setting_values.pop(field) for field in _CommonOptions.model_fields if field in setting_values
+    }
+    if not isinstance(options["method"], str):
         raise SettingsError(
-            f"{where}: {label}: method: got {beside['method']!r}, expected one of {', '.join(methods())}"
+            f"{where}: {label}: method: got {options['method']!r}, expected one of {', '.join(methods())}"
         )
-    method_named(beside["method"])
-    return beside, own
+    find_method(options["method"])
+    return options, setting_values
 
 
-def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
-    """The halves of a configuration as settings; their mistakes in one message."""
-    found, mistakes = [], []
-    for kind, values in halves:
+def _validate(where: str, label: str, *sections: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
+    """Validate each section of a configuration; report the errors of all sections in one message."""
+    validated, errors = [], []
+    for kind, values in sections:
         try:
-            found.append(kind.model_validate(values))
+            validated.append(kind.model_validate(values))
         except ValidationError as err:
-            mistakes.append(describe(err, "", kind).removeprefix(": "))
-    if mistakes:
-        raise SettingsError(f"{where}: {label}: {'; '.join(mistakes)}")
-    return found
+            errors.append(describe(err, "", kind).removeprefix(": "))
+    if errors:
+        raise SettingsError(f"{where}: {label}: {'; '.join(errors)}")
+    return validated
 
 
-# ------------------------------------------------------------------------------------------------------- what they give
+# -------------------------------------------------------------------------------------------- scores and predictions
 
 
 def method_predictions(
     configured: ConfiguredMethod,
-    material: MethodInputs,
+    inputs: MethodInputs,
     subsets: Sequence[SubsetBlock],
     cache: Path | None = None,
     *,
     renamed: Mapping[str, str] | None = None,
 ) -> Predictions:
-    """Predict subsets by a method, under its label; its scores are computed unless they are stored.
+    """Predict subsets with a method, under its label; reuse its stored scores if there are any.
 
     Args:
-        subsets: retained sides over the artifact's rows.
-        cache: where the method may keep its scores; None: in the artifact.
-        renamed: the artifact's name of a target -> the name to predict under; targets without one are left out.
+        subsets: retained rows of each subset, as weights over the artifact's rows.
+        cache: directory of stored scores. Default: inside the artifact.
+        renamed: target name in the artifact -> name in the predictions; other targets are dropped.
     Raises:
-        GraspError: what the method needs is not there.
+        GraspError: a required input is missing.
     """
     method, label = configured.method, configured.label
     if isinstance(method, RowMethod):
-        units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
-        found = scores(configured, material, cache)
-        account, n_columns = found.account, found.shape[1]
+        units = tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
+        row_scores = scores(configured, inputs, cache)
+        account, n_columns = row_scores.account, row_scores.shape[1]
         is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
         weighting = configured.weighting or method.weighting
-        by_row = RowScores(label, (ANY,) if is_broadcast else units, material.n_rows, found)
+        by_row = RowScores(label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, row_scores)
         predictions = by_row.sum_over(subsets, weighting=weighting, negative=configured.negative)
         if is_broadcast:
             values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
             predictions = replace(predictions, units=units, values_BE=values_BE)
-        seconds = None if found.seconds is None else found.seconds + account.ready
+        seconds = None if row_scores.seconds is None else row_scores.seconds + account.ready
         spent = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
         predictions = replace(predictions, cost=Cost(account.features, n_columns, *spent))
-        said = [*account.notes, *([COUNTED] if weighting == "count" else [])]
+        notes = [*account.notes, *([SUM_NOTE] if weighting == "count" else [])]
     else:
         assert isinstance(method, SubsetMethod)
-        method.check(material)
-        predictions, account = method.predict(material, subsets)
-        predictions, said = replace(predictions, cost=None), [*account.notes]
+        method.check(inputs)
+        predictions, account = method.predict(inputs, subsets)
+        predictions, notes = replace(predictions, cost=None), [*account.notes]
     if renamed is not None:
-        kept = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
+        columns = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
         predictions = replace(
             predictions,
-            units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in kept),
-            values_BE=predictions.values_BE[:, kept],
+            units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in columns),
+            values_BE=predictions.values_BE[:, columns],
             task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
         )
-    # one line for the report: what was covered, what else must be known, what was passed over
-    said += [f"{reason}: {n:,}" for reason, n in account.counts.items()]
+    # A single line for the report: coverage, notes, counts of skipped rows and units.
+    notes += [f"{reason}: {n:,}" for reason, n in account.counts.items()]
     if account.covers:
-        more = len(account.covers) - COVERED
-        said.insert(0, f"covers {', '.join(account.covers[:COVERED])}" + (f" and {more} more" if more > 0 else ""))
+        n_more = len(account.covers) - MAX_COVERED
+        notes.insert(
+            0, f"covers {', '.join(account.covers[:MAX_COVERED])}" + (f" and {n_more} more" if n_more > 0 else "")
+        )
     standing: MethodRole = "supervised oracle" if method.supervised else "predictor"
     if configured.oracle_selected and not method.supervised:
         standing = "oracle-selected"
-    notes = (f"{label}: {'; '.join(said)}",) if said else ()
-    return replace(predictions, method=label, standing=standing, notes=notes)
+    note_line = (f"{label}: {'; '.join(notes)}",) if notes else ()
+    return replace(predictions, method=label, standing=standing, notes=note_line)
 
 
-def scores(configured: ConfiguredMethod, material: MethodInputs, cache: Path | None = None) -> MethodScores:
-    """Scores of every row by a method that gives them.
+def scores(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | None = None) -> MethodScores:
+    """Score every row with a method; reuse stored scores if there are any.
 
     Args:
-        cache: where the method may keep them; None: in the artifact.
+        cache: directory of stored scores. Default: inside the artifact.
     Raises:
-        SettingsError: the method predicts subsets, not rows.
-        ShapeError: its scores are not those of the artifact's rows and units.
+        SettingsError: the method predicts subsets and scores no rows.
+        ShapeError: the scores do not have the shape of the artifact's rows and units.
     """
     method = configured.method
     if not isinstance(method, RowMethod):
-        raise SettingsError(f"method {configured.label}: predicts subsets and scores no rows; see it in grasp evaluate")
-    method.check(material)
-    found = method.scores(material, cache if cache is not None else material.artifact.path / CACHE)
-    expected = [(material.n_rows, material.n_units), (material.n_rows, 1)]
-    if found.shape not in expected:
-        raise ShapeError(
-            f"method {configured.label}: got scores of shape {found.shape}, expected {expected[0]} or {expected[1]}"
+        raise SettingsError(
+            f"method {configured.label}: predicts subsets and scores no rows; use `grasp evaluate` instead"
         )
-    return found
+    method.check(inputs)
+    result = method.scores(inputs, cache if cache is not None else inputs.artifact.path / CACHE)
+    expected = [(inputs.n_rows, inputs.n_units), (inputs.n_rows, 1)]
+    if result.shape not in expected:
+        raise ShapeError(
+            f"method {configured.label}: got scores of shape {result.shape}, expected {expected[0]} or {expected[1]}"
+        )
+    return result
 
 
-# ------------------------------------------------------------------------------------------------------ rows by rank
+# ---------------------------------------------------------------------------------------------------- ranks of rows
 
 
 @dataclass(frozen=True, slots=True)
 class MethodRows:
-    """The rows of an artifact under the scores of a method, which are its one array."""
+    """The rows of an artifact with the scores of a method as their only array."""
 
     artifact: ArtifactReader
     label: str
-    found: MethodScores
+    scores: MethodScores
 
     @property
     def n_rows(self) -> int:
@@ -362,19 +374,19 @@ class MethodRows:
         return (f"relevance_{self.label}",)
 
     def unit_columns(self, target: str) -> I64:
-        """Columns of the target's units: those of the artifact."""
+        """Return the columns of the target's units."""
         return self.artifact.unit_columns(target)
 
     def array_blocks(self, name: str, *, columns: I64 | None = None, block_rows: int | None = None) -> Blocks:
-        """Scores in blocks of the stored size; one that does not depend on the unit is the same in every column."""
+        """Yield (first row, scores) in blocks of the stored size; a score that ignores the unit fills every column."""
         del name, block_rows
-        chosen = np.arange(len(self.artifact.units)) if columns is None else columns
-        for start, block in self.found:
-            own: F32 = block.astype(np.float32)
-            yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
+        selected = np.arange(len(self.artifact.units)) if columns is None else columns
+        for start, block in self.scores:
+            block_NE: F32 = block.astype(np.float32)
+            yield start, block_NE[:, selected] if block_NE.shape[1] > 1 else np.repeat(block_NE, len(selected), axis=1)
 
     def means(self, target: str) -> F64:
-        """Mean of the scores over the units of a target, (N,)."""
+        """Return the mean score over the units of a target, (N,)."""
         blocks = self.array_blocks(self.array_names[0], columns=self.unit_columns(target))
         return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
 
@@ -388,17 +400,17 @@ def method_rows(
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> MethodRows:
-    """Score the rows by a method, unless that was done before.
+    """Score the rows with a method; reuse stored scores if there are any.
 
     Args:
-        environment: for a method that is made from retrained subsets.
+        environment: retrained runs, for a method that requires them.
     Raises:
-        GraspError: what the method needs is not there, or it scores no rows.
+        GraspError: a required input is missing, or the method scores no rows.
     """
-    known = None
+    retrained = None
     if environment is not None:
-        joined = Joined.from_environment(environment, artifact)
-        known = Retrained.from_joined(joined, environment.utilities().select(*joined.renamed.values()))
-    places, kept = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
-    material = MethodInputs(artifact, checkpoint_places=places, retrained=known, progress=progress or Silent())
-    return MethodRows(artifact, configured.label, scores(configured, material, kept))
+        alignment = Joined.from_environment(environment, artifact)
+        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.renamed.values()))
+    paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
+    inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
+    return MethodRows(artifact, configured.label, scores(configured, inputs, cache_path))

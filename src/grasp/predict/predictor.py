@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I64, Blocks
+from grasp.arrays import F32, F64, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import cached, checked_targets
 from grasp.errors import ProtocolError
@@ -46,6 +46,7 @@ from grasp.predict.scoring_rule import (
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
+SIMILAR = ("hidden", "residual")  # sketches that tell how alike rows are
 REPETITION = "repetition"  # beside the kernels, as a part of a change
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
 ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
@@ -107,8 +108,7 @@ class ColumnSpread:
     @property
     def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
         """1 / std; 0 where there is no variance worth the name: such a column is dropped."""
-        varies_E = self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny)
-        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=varies_E)
+        return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
 
     def z(self, value_BE: F64) -> F64:
         """(x - mean) / std; 0 where nothing varies. Source: eq:component-predictor."""
@@ -300,18 +300,13 @@ class SubsetSums:
     def worth(self, exposure: Exposure) -> F64:
         """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
         base_B = exposure.base(self.kept_B, self.n_rows)
-        return np.asarray(exposure(base_B * inverse(self.weight_B)) * self.counted_B * inverse(base_B))
+        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.counted_B * ratio(1.0, base_B))
 
     def cumulated(self) -> "SubsetSums":
         """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
         kept_B = np.cumsum(self.counted_B)
         sketch = {half: np.cumsum(total_BD, axis=0) for half, total_BD in self.sketch.items()}
         return SubsetSums(self.n_rows, kept_B, kept_B, kept_B, np.cumsum(self.effect_BT, axis=0), sketch)
-
-
-def inverse(mass_B: F64) -> F64:
-    """1 / x; 0 where x is 0."""
-    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,16 +347,17 @@ class Predictor:
             protocol: None: the one that ships.
             targets: None: all.
             per_unit: prepare for `unit_change`.
-            sketches: halves whose sums are wanted.
+            sketches: halves whose sums are wanted, as far as they are built.
             components: keep the kernels apart, for `parts`.
             units: other columns than all units of the targets.
             exposure: of a training budget; None: of no budget.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = as_protocol(protocol).fitted(artifact.array_names, artifact.feature_settings)
+        fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         law = exposure or Exposure()
+        sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
         if fitted.beside:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
@@ -376,10 +372,6 @@ class Predictor:
         bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
         return replace(bound, task=own, sketches=held, exposure=law)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return self.units.targets
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
@@ -481,7 +473,7 @@ class Predictor:
 
     def _mean(self, sum_BC: F64, sums: SubsetSums, base_C: F64 | float) -> F64:
         """worth (mean + b) - b of values that add up to 0 over the corpus."""
-        mean_BC = inverse(sums.counted_B)[:, None] * sum_BC
+        mean_BC = ratio(1.0, sums.counted_B)[:, None] * sum_BC
         worth_B1 = sums.worth(self.exposure)[:, None]
         return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * base_C)
 
@@ -564,7 +556,7 @@ def additive_predictor(
         match: one kernel in the place of the protocol's.
         unit: one unit in the place of all those of the target.
     """
-    chosen, units = as_protocol(protocol), None
+    chosen, units = as_protocol(protocol, artifact), None
     if match is not None:
         alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.resources import as_file, files
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
-from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS
+from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS, ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
 from grasp.settings import Positions, Settings
@@ -47,6 +46,7 @@ class ScoringProtocol(Settings):
     beside: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
     interacts: ClassVar[bool] = False  # whether a subset is worth more, or less, than the mean of its rows
     searches: ClassVar[bool] = False  # whether the worth of a row depends on the rows beside it: choosing is a search
+    beside_kernels: ClassVar[str] = ""  # what it adds to its kernels, in words
 
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[Match, float] | Literal["auto"] = Field(
@@ -98,11 +98,6 @@ class ScoringProtocol(Settings):
     def arrays(self) -> tuple[str, ...]:
         """Arrays of an artifact that a fitted protocol reads."""
         return tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
-
-    @property
-    def beside_kernels(self) -> str:
-        """What it adds to its kernels, in words."""
-        return ""
 
     @property
     def in_words(self) -> str:
@@ -164,17 +159,47 @@ def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
     return {result.partition("/")[2] for result, theirs in runs.items() if theirs == fingerprint}
 
 
-def default_protocol() -> ScoringProtocol:
-    """The protocol that ships with the package."""
-    return as_protocol(None)
+# Development runs that the built-in rule was selected on: environment, fingerprint of its runs, and targets. From
+# `documents` on they are of experiments/finetune, where a pretrained model is trained further.
+_SELECTED_ON = {
+    ("cc-topic", "0f2f202d19245c847448c176fd1067de"): ("sciq", "openbookqa", "sciq@all", "openbookqa@all"),
+    ("documents", "21d5f717f4b5db332a0befbf51401c70"): ("sciq", "arc_easy", "hellaswag", "instructions"),
+    ("lengths", "6459f96358d740bcaf5c6fb5d18c404d"): ("sciq", "arc_easy", "hellaswag", "instructions"),
+    ("contrasts", "6ce5051a10f18b4f1afbebe3fc47b880"): ("python", "c", "sums", "trivia"),
+    ("small-12", "309d2e26f61496bfb64e2568573f7976"): ("sciq", "arc_easy", "hellaswag", "openbookqa"),
+    ("small-48", "e9e3bac5b97679ef2deaeda8d5ba4bf6"): ("sciq", "arc_easy", "hellaswag", "openbookqa"),
+    ("small-192", "e333a45edf07148e84a9b81a6e2781e1"): ("sciq", "arc_easy", "hellaswag", "openbookqa"),
+    ("small-48-slow", "427d51675cf31988c10c5f26eaae01da"): ("sciq", "arc_easy", "hellaswag", "openbookqa"),
+}
+
+# Selected by the highest lower confidence bound, out of the protocols without geometry of
+# experiments/lds_main/additive.yaml and the kernels of experiments/finetune; default.provenance.json has the bounds.
+# What stands beside output_layer and embedding follows from what is trained: knn for a new model; gradient, with a
+# quarter each of output_layer and embedding, for one that is trained further (experiments/finetune/further.json), or
+# hidden_bias and hidden_linear if it was read without a backward pass (experiments/finetune/choice.json).
+DEFAULT_PROTOCOL = ScoringProtocol(
+    name="default",
+    match="auto",
+    negative=0.25,  # selected for output_layer + embedding, taken over for the other kernels of a forward pass
+    selected_on=tuple(f"{name}/{target}" for (name, _), targets in _SELECTED_ON.items() for target in targets),
+    selected_runs={f"{name}/{target}": runs for (name, runs), targets in _SELECTED_ON.items() for target in targets},
+)
 
 
-def as_protocol(protocol: ScoringProtocol | Path | str | None) -> ScoringProtocol:
-    """A protocol, its file, or the one that ships."""
-    if protocol is None:
-        with as_file(files("grasp.predict").joinpath("default.yaml")) as path:
-            return load_protocol(path)
-    return protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
+def as_protocol(protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader) -> ScoringProtocol:
+    """Return a protocol as it is, or read its file; for None return the built-in rule that fits the artifact.
+
+    That is the paper's where `rule: paper` built what it reads, else the default.
+    """
+    if isinstance(protocol, ScoringProtocol):
+        return protocol
+    if protocol is not None:
+        return load_protocol(protocol)
+    if artifact.feature_settings.get("rule") == "paper":
+        paper: ScoringProtocol = geometry().PAPER
+        if set(paper.arrays) <= set(artifact.array_names):  # settings may name other kernels
+            return paper
+    return DEFAULT_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:

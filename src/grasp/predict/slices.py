@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
-from grasp.predict.predictor import Exposure, Predictor, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
@@ -29,7 +29,6 @@ MOST_LABELS = 4
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights
-SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
         floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
         product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-        redundancy_G = np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor)
+        redundancy_G = ratio(product_G, norm_G, least=floor, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
@@ -187,7 +186,7 @@ def dropped_intervals(
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # all other rows, counted from the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
-    bounds = np.full((2, len(predictor.targets), n_slices), np.nan)
+    bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:
@@ -213,7 +212,7 @@ def cosines(slices: SubsetSums) -> F64 | None:
     size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
     product_GG = np.outer(size_G, size_G)
     floor = 1e-12 * float(np.trace(gram_GG))
-    cosine_GG = np.divide(centred_GG, product_GG, out=np.full_like(gram_GG, np.nan), where=product_GG > floor)
+    cosine_GG = ratio(centred_GG, product_GG, least=floor, undefined=np.nan)
     return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
 
 

@@ -17,9 +17,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import own_directory, written_aside
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.runs.calibration import measures
 
 
 def write_atlas(
@@ -39,7 +38,7 @@ def write_atlas(
         SettingsError: the directory cannot be written, is somebody else's, or lies in what the artifact reads.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
-    names = [f"{half}_sketch" for half in measures(artifact.array_names)]
+    names = [f"{half}_sketch" for half in SIMILAR if f"{half}_sketch" in artifact.array_names]
     if not names:
         raise ArtifactError(
             f"{artifact.where}: keeps no sketches, which place rows on a map; build it with features.hidden_width and "
@@ -56,7 +55,7 @@ def write_atlas(
                 table = pa.Table.from_batches([batch]).drop_columns(["row_index"])
                 table = table.rename_columns(["text" if name == "snippet" else name for name in table.column_names])
                 rows = slice(start, start + batch.num_rows)
-                for target, effect_N in zip(predictor.targets, predictor.effect_NT[rows].T, strict=True):
+                for target, effect_N in zip(predictor.units.targets, predictor.effect_NT[rows].T, strict=True):
                     table = table.append_column(f"relevance_{target}", pa.array(effect_N, pa.float32()))
                 for axis, along_N in zip("xy", place_N2[rows].T, strict=True):
                     table = table.append_column(f"projection_{axis}", pa.array(along_N, pa.float32()))

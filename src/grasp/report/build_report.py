@@ -90,7 +90,7 @@ def report(
     command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
     found = findings(
         artifact,
-        as_protocol(protocol),
+        as_protocol(protocol, artifact),
         target=targets,
         by=by,
         previous=earlier,

@@ -106,7 +106,7 @@ def held_rows(
 
 def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> tuple[Question, ...]:
     """The first units of every target, each with the rows at its ends. Their effects are let go when it returns."""
-    targets = predictor.targets
+    targets = predictor.units.targets
     each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (predictor.n_rows * len(targets))))
     columns = [artifact.unit_columns(target)[:each] for target in targets]
     target_Q = np.repeat(np.arange(len(targets)), [len(part) for part in columns])

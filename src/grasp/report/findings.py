@@ -21,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.inspect.detect import ShownSuspects, read_suspects
-from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
@@ -35,7 +35,7 @@ from grasp.predict.slices import (
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
-from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve, measures
+from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
 from grasp.runs.retrained import Environment
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
@@ -178,7 +178,7 @@ def findings(
     agreed: Agreement | Missing = NO_RUNS
     if environment is not None:
         agreed = agreement(artifact, environment, protocol, targets=targets, partial=partial)
-    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=measures(artifact.array_names))
+    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILAR)
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     nats: OutcomePredictor | Missing = NO_RUNS
     if environment is not None and partial and environment.pending():

@@ -24,7 +24,7 @@ from grasp.build.modality import Pictured
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import as_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.results import Result
@@ -259,7 +259,7 @@ def web(
     def page() -> str:
         shown = environment if isinstance(environment, Environment) else None
         command = f"grasp serve {artifact.where}"
-        return render(findings(artifact, default_protocol(), environment=shown, command=command), live="/api")
+        return render(findings(artifact, as_protocol(None, artifact), environment=shown, command=command), live="/api")
 
     def report(request: "Request") -> "Response":
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.predict.predictor import KernelRelevance, UnitSelection
@@ -74,7 +74,7 @@ def label_trends(
         mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]
         positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
         up, down = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
-        share_CGT = np.divide(positive, up, out=np.zeros_like(positive), where=up > 0)
-        share_CGT += np.divide(negative, down, out=np.zeros_like(negative), where=down > 0)
+        share_CGT = ratio(positive, up)
+        share_CGT += ratio(negative, down)
         trends.append(LabelTrend(label.label, kernel, tuple(names), mean_CGT, share_CGT))
     return tuple(trends)

@@ -60,7 +60,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
         if command is not None and not (is_environment(out) and (out / ROWS).exists()):
-            write_corpus(settings.corpus, tokenizer, out)
+            write_corpus(store, settings.corpus, tokenizer, out)
         targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.corpus.documents import read_documents
-from grasp.corpus.packing import pack
+from grasp.corpus.documents import Corpus
+from grasp.corpus.row_store import RowStore
+from grasp.corpus.sources import open_source
 from grasp.errors import ModelError, SettingsError
 from grasp.files import discard, written_aside
 from grasp.models.causal_lm import ReferenceModel
@@ -53,13 +54,20 @@ def command_words(command: str) -> list[str]:
     return words
 
 
-def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
+def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
     """Write every row of the corpus with its text and labels, in order; subsets are copied out of it."""
+    corpus = Corpus(open_source(settings.path, settings.split), settings)
+    texts = store.texts(np.arange(store.n_rows), corpus, lambda: tokenizer)
     with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        for row in pack(read_documents(settings), settings, tokenizer, with_texts=True):
-            text = tokenizer.decode([row.input_ids.tolist()])[0] if row.text is None else row.text
-            labels = {f"{name}_" if name in ("row_id", "text") else name: value for name, value in row.labels.items()}
-            file.write(json_text({"text": text, "row_id": row.row_id, **labels}, None, only_ascii=False) + "\n")
+        for k in range(store.n_shards):
+            shard = store.shard(k)
+            names = ["row_id", *store.label_columns]
+            for i, row in enumerate(shard.table.select(names).to_pylist()):
+                text = next(texts)
+                if text is None:
+                    (text,) = tokenizer.decode([shard.ids(i).tolist()])
+                labels = {f"{name}_" if name == "text" else name: value for name, value in row.items()}
+                file.write(json_text({"text": text, **labels}, None, only_ascii=False) + "\n")
 
 
 def write_subset(rows: Path, weight_N: F64, seed: int, out: Path) -> None:

@@ -15,7 +15,7 @@ from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.predictor import KernelRelevance, Predictor
+from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, sensible_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Joined, runs_beside
@@ -46,12 +46,7 @@ class NatsTable:
     @property
     def columns(self) -> dict[str, F64]:
         """By the names that they have in every table."""
-        return dict(zip(columns_of(self.unit), (self.nats_BT, self.low_BT, self.high_BT), strict=True))
-
-
-def columns_of(unit: str) -> tuple[str, str, str]:
-    """Columns of the expected change and its interval."""
-    return unit, f"{unit}_low", f"{unit}_high"
+        return {self.unit: self.nats_BT, f"{self.unit}_low": self.low_BT, f"{self.unit}_high": self.high_BT}
 
 
 class Outside:
@@ -188,7 +183,7 @@ class OutcomePredictor:
     @property
     def columns(self) -> dict[str, int]:
         """Asked target -> its task among those learned; those without runs are not in it."""
-        taught = self.known.predictor.targets
+        taught = self.known.predictor.units.targets
         return {target: taught.index(target) for target in self.targets if target in taught}
 
     def predict(self, weights: Weights) -> NatsTable:
@@ -259,11 +254,6 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
     return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
 
 
-def measures(array_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Sketches that a predictor should be prepared with, so that distances can be told."""
-    return tuple(half for half in ("hidden", "residual") if f"{half}_sketch" in array_names)
-
-
 def learn(
     predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str
 ) -> OutcomePredictor:
@@ -280,11 +270,11 @@ def learn(
             "left to test them on"
         )
     joined = Joined.from_environment(environment, artifact)
-    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.targets}
+    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.units.targets}
     if not common:
         raise EnvironmentDataError(
-            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
-            "is common to both"
+            f"{environment.path}: has targets {list(environment.targets)}, asked are "
+            f"{list(predictor.units.targets)}; none is common to both"
         )
     targets = {own: theirs for own, theirs in joined.renamed.items() if environment.role_of(theirs) == "dev"}
     asked = {own: theirs for own, theirs in common.items() if own in targets}
@@ -299,9 +289,7 @@ def learn(
     teaches_T |= np.array([target in asked for target in targets])
     targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
     utility_RST = utility_RST[:, :, teaches_T]
-    teacher = Predictor.from_artifact(
-        artifact, predictor.protocol, list(targets), sketches=measures(artifact.array_names)
-    )
+    teacher = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
     labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
     known = SubsetFeaturizer.from_predictor(teacher, artifact, tuple(labels))
     parts = [known.features(block.weights) for block in joined.blocks]
@@ -320,14 +308,14 @@ def learn(
         for target, rise in zip(targets, rise_T, strict=True)
         if rise < 0 and target in asked
     ]
-    if missing := [target for target in predictor.targets if target not in asked]:
+    if missing := [target for target in predictor.units.targets if target not in asked]:
         notes.append(f"no runs for {', '.join(missing)}: no expected change")
     unit, (measured, models) = environment.unit, environment.described
     return OutcomePredictor(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
         tuple(notes),
-        predictor.targets,
+        predictor.units.targets,
         known,
         Learned.fit(features, utility_RST),
         features,

@@ -38,7 +38,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import stdtrit
 
-from grasp.arrays import F64, Integers
+from grasp.arrays import F64, Integers, ratio
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.seeds import stream
 
@@ -144,10 +144,11 @@ class FeatureScales:
     @classmethod
     def from_runs(cls, runs: SubsetFeatures) -> Self:
         relevance, kernels = (
-            (one.mean(axis=0), _inverse(one.std(axis=0))) for one in (runs.relevance_BT, runs.kernel_BTM)
+            (one.mean(axis=0), ratio(1.0, one.std(axis=0), least=TINY)) for one in (runs.relevance_BT, runs.kernel_BTM)
         )
         sketch, share = (
-            (one.mean(axis=0), _inverse(np.sqrt(one.var(axis=0).sum()))) for one in (runs.sketch_BD, runs.share_BG)
+            (one.mean(axis=0), ratio(1.0, np.sqrt(one.var(axis=0).sum()), least=TINY))
+            for one in (runs.sketch_BD, runs.share_BG)
         )
         farthest_T, within_T = (np.abs(one).max(axis=0, initial=0.0) for one in (runs.relevance_BT, runs.within_BT))
         return cls(relevance, kernels, sketch, share, farthest_T, within_T)
@@ -164,7 +165,7 @@ class FeatureScales:
 
     def step(self, at: SubsetFeatures, part: float) -> SubsetFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""
-        spreads = [_inverse(inverse) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
+        spreads = [ratio(1.0, inverse, least=TINY) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
         relevance_1T, kernel_1TM, sketch = (part * spread[None] for spread in spreads)
         share_BG = part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
         return SubsetFeatures(share_BG, relevance_1T, kernel_1TM, np.full_like(at.sketch_BD, sketch), relevance_1T)
@@ -180,11 +181,6 @@ class FeatureScales:
             (features.sketch_BD - mean_D) * inverse,
             (self.near(more_BT) - self.near(less_BT)) / 2 * inverse_T,
         )
-
-
-def _inverse(spread: F64) -> F64:
-    """1 / spread; 0 where nothing varies."""
-    return np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > TINY)
 
 
 # ------------------------------------------------------------------------------- covariances of g, before any run
@@ -413,7 +409,7 @@ class Learned:
         """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
         step_1P = self._ruler.step(at, STEP).flat()
         rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
-        return at.unflatten(np.divide(rise_P, step_1P, out=np.zeros_like(step_1P), where=step_1P > 0))
+        return at.unflatten(ratio(rise_P, step_1P))
 
     def reach(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
         """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
@@ -528,7 +524,7 @@ class _Evidence:
         self.prior = np.array([PRIORS[name] for name in self.names])
         # Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree. One
         # model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
-        unit_nT = data.utility_nT * _inverse(np.sqrt((data.utility_nT**2).sum(axis=0)))
+        unit_nT = data.utility_nT * ratio(1.0, np.sqrt((data.utility_nT**2).sum(axis=0)), least=TINY)
         self.worth = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
     def maximise(self) -> dict[str, float]:

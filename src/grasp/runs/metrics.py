@@ -26,8 +26,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.stats import rankdata
 
-from grasp.arrays import F64, Bool, Floats
+from grasp.arrays import F64, Bool, Floats, ratio
 from grasp.errors import ShapeError
 from grasp.text import different, number
 
@@ -133,8 +134,16 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
 
 
 def spearman(x_BE: F64, y_BE: F64) -> F64:
-    """Spearman's rho of every column, (E,); nan where a column is constant."""
-    return rank_correlations([x_BE, y_BE], [(0, 1)], np.ones((1, len(x_BE))))[0, :, 0]
+    """Return Spearman's rho of every column, (E,), of two columns (B,) a single number; nan where one is constant.
+
+    Centred ranks are multiples of 1/2 and their products are added up without rounding, so this is what
+    `rank_correlations` gives for weights of 1, to the last bit, in O(B log B) for each column.
+    """
+    if x_BE.shape != y_BE.shape:
+        raise ShapeError(f"rank correlation: shapes {sorted({x_BE.shape, y_BE.shape})} differ, expected one (B, E)")
+    x_BE, y_BE = (rankdata(values_BE, axis=0) - (len(values_BE) + 1) / 2 for values_BE in (x_BE, y_BE))
+    norm_E = np.sqrt(np.square(x_BE).sum(axis=0)) * np.sqrt(np.square(y_BE).sum(axis=0))
+    return np.clip(ratio((x_BE * y_BE).sum(axis=0), norm_E, undefined=np.nan), -1.0, 1.0)
 
 
 def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> F64:
@@ -150,9 +159,7 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> 
     right = counted * (0.5 + 0.5 * sign_p * sign_u)
     total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ counted)
     right_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ right)
-    out = np.full(total_R.shape, np.nan)
-    np.divide(right_R, total_R, out=out, where=total_R > 0)
-    return out
+    return ratio(right_R, total_R, undefined=np.nan)
 
 
 # ------------------------------------------------------------------------------------------ intervals
@@ -175,9 +182,7 @@ def mean_defined(values: F64, axis: int) -> F64:
     defined = np.isfinite(values)
     total = np.where(defined, values, 0.0).sum(axis=axis)
     count = defined.sum(axis=axis)
-    out = np.full(total.shape, np.nan)
-    np.divide(total, count, out=out, where=count > 0)
-    return out
+    return ratio(total, count, undefined=np.nan)
 
 
 # -------------------------------------------------------------------------------------- noise ceiling

@@ -21,9 +21,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, ratio
 from grasp.errors import EnvironmentDataError
-from grasp.predict.predictor import counted, inverse
+from grasp.predict.predictor import counted
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, sums_over
 from grasp.store.checksummed_parquet import read_sealed
@@ -147,7 +147,7 @@ class RowScores:
         sum_BE = sums_over(counted_blocks(), [block.weights for block in held], len(self.columns))
         if weighting == "mean":
             masses = [block.weights.sums for block in held]
-            sum_BE = [inverse(mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
+            sum_BE = [ratio(1.0, mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
         return _split(self.method, ids, self.columns, np.concatenate(sum_BE))
 
 

@@ -1,7 +1,9 @@
 """Chosen rows as a corpus to train on: exactly these rows, or the whole documents that they are from.
 
-The corpus is tokenised and packed again as it was for the build. Every row must have the name that the artifact has,
-and all of them together its fingerprint, which is a hash of names and tokens.
+The rows are those that the build kept: token ids, and the spans of characters that each has of its documents. Texts
+are read from the corpus, and no tokenizer is loaded. If the rows were not kept, or the corpus has other files than they
+were made of, it is tokenised and packed again. Then every row must have the name that the artifact has, and all of them
+together its fingerprint, which is a hash of names and tokens.
 
 What is written is a directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read as it is,
 or one that `datasets.load_from_disk` reads. Beside the data lies `_manifest.yaml`: what was asked, of which corpus, how
@@ -9,11 +11,10 @@ much came of it, and a checksum of every file. The directory is written aside an
 Shape letters: N rows, M documents of the corpus.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
 
@@ -22,18 +23,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64, Bool
-from grasp.artifact.manifest import LOSS_TOKENS
+from grasp.artifact.manifest import LOSS_TOKENS, TOKENS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.build.provenance import BuildSource, require_here
-from grasp.corpus.documents import read_documents, records_in
+from grasp.corpus.documents import Corpus, records_in
 from grasp.corpus.encoding import Tokenizer
-from grasp.corpus.packing import Row, pack, row_bytes
+from grasp.corpus.labels import DOCUMENT_COLUMN
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source, parquet_batches
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import check_place, discard, entry_of, write_whole, written_aside
+from grasp.files import check_place, discard, entry_of, temporary_path, write_whole, written_aside
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import readable_table, table_of_records, write_one_schema
@@ -55,7 +56,6 @@ OWN = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
 NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
 
-Decode = Callable[[list[list[int]]], list[str]]
 Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
 
 
@@ -116,22 +116,22 @@ class Exporter:
     ) -> Export:
         """Write the chosen rows, or the documents that they are from; or what is left out."""
         artifact, rule = self.artifact, self.rule
-        tokenizer = BuildSource(artifact).tokenizer
-        rows = proven_rows(artifact, self.corpus, tokenizer)
         facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
         facts |= {"asked": dict(selection.asked)} | ({"left_out": True} if left_out else {})
         # where a row is a record, which holds a conversation, a pair or an instruction, that is written as it is
         has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
-        if rule is None and has_text:
-            index = selection.left_out if left_out else selection.row_index
-            if not len(index):
-                raise SettingsError(NOTHING_LEFT)
-            effect = selection.effect_N[index]
-            tables = row_tables(artifact, rows, index, effect, tokenizer.decode)
-            tokens = int(row_tokens(artifact)[index].sum())
-            return write_corpus(out, self.format, "rows", tables, tokens, facts)
-        chosen_N = mask_of(selection.row_index, artifact.n_rows)
-        kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
+        source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
+        with stored_rows(artifact, corpus, lambda: source.tokenizer, temporary_path(out)) as rows:
+            if rule is None and has_text:
+                index = selection.left_out if left_out else selection.row_index
+                if not len(index):
+                    raise SettingsError(NOTHING_LEFT)
+                effect = selection.effect_N[index]
+                tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
+                tokens = int(row_tokens(artifact)[index].sum())
+                return write_corpus(out, self.format, "rows", tables, tokens, facts)
+            chosen_N = mask_of(selection.row_index, artifact.n_rows)
+            kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
             added = f"; {kept.added:,} of them in rows that were not chosen" if kept.added else ""
             lost = f"; {kept.lost:,} tokens of chosen rows go, as their documents are not kept" if kept.lost else ""
@@ -184,33 +184,41 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
     return settings.model_copy(update={"path": path})
 
 
-def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows of the artifact, in order; what is made of them counts only when the last one has come.
+@contextmanager
+def stored_rows(
+    artifact: ArtifactReader, corpus: Corpus, tokenizer: Callable[[], Tokenizer], aside: Path
+) -> Iterator[RowStore]:
+    """Open the rows of the artifact: those that the build kept, else made of the corpus once more in `aside`.
 
     Raises:
         CorpusError: the corpus is not the one that was built from, or was cut into rows by another tokenizer.
     """
-    digest = hashlib.blake2b(RowStore.seed, digest_size=16)
+    fingerprint, place = artifact.manifest.fingerprints.get("corpus"), artifact.path / TOKENS
+    if place.is_dir():
+        rows = RowStore.open(place)
+        if rows.fingerprint == fingerprint and rows.keeps_spans_of(corpus.source):
+            yield rows
+            return
+    try:
+        rows = RowStore.write(aside, corpus.settings, tokenizer(), shard_rows=artifact.grid.shard_rows, corpus=corpus)
+        if rows.fingerprint != fingerprint:
+            raise CorpusError(f"{corpus.settings.path}: {_difference(artifact, rows)}")
+        yield rows
+    finally:
+        discard(aside)
+
+
+def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
+    """Return what is different in the rows of another corpus, and what to do."""
     remedy = "it is not the corpus that was built from: say with `corpus` where that lies"
-    names = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
-    rows = pack(read_documents(settings), settings, tokenizer, with_texts=True)
-    for name in names:
-        row = next(rows, None)
-        if row is None or row.row_id != name:
-            here = "ends" if row is None else f"has {row.row_id!r}"
-            raise CorpusError(f"{settings.path}: {here} where {artifact.where} has row {name!r}; {remedy}")
-        digest.update(row_bytes(row.row_id, row.input_ids, row.labelled))
-        yield row
-    extra = next(rows, None)
-    if extra is not None:
-        raise CorpusError(
-            f"{settings.path}: has {extra.row_id!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
-        )
-    if digest.hexdigest() != artifact.manifest.fingerprints.get("corpus"):
-        raise CorpusError(
-            f"{settings.path}: its rows have the names of {artifact.where} and other tokens; {remedy}, or restore the "
-            "tokenizer"
-        )
+    expected = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
+    names = (name for k in range(rows.n_shards) for name in rows.columns(k, ("row_id",))["row_id"].to_pylist())
+    for row, name in zip_longest(names, expected):
+        if name is None:
+            return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
+        if row != name:
+            return f"{'ends' if row is None else f'has {row!r}'} where {artifact.where} has row {name!r}; {remedy}"
+    return f"its rows have the names of {artifact.where} and other tokens; {remedy}, or restore the tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +249,7 @@ class Kept:
         write_whole(path, ("\n".join(self.names) + "\n").encode())
 
 
-def kept_documents(rows: Iterable[Row], chosen_N: Bool, rule: Rule, *, others: bool = False) -> Kept:
+def kept_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool = False) -> Kept:
     """Which documents have any, half or all of their tokens in chosen rows, or all the others.
 
     A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
@@ -249,29 +257,38 @@ def kept_documents(rows: Iterable[Row], chosen_N: Bool, rule: Rule, *, others: b
     Raises:
         SettingsError: no document is kept.
     """
-    names: dict[int, str] = {}
-    tokens: dict[int, int] = {}
-    chosen: dict[int, int] = {}
-    for row, is_chosen in zip(rows, chosen_N.tolist(), strict=True):
-        names.setdefault(row.document, row.row_id)
-        tokens[row.document] = tokens.get(row.document, 0) + len(row.input_ids)
-        chosen[row.document] = chosen.get(row.document, 0) + len(row.input_ids) * is_chosen
+    table = pa.concat_tables(rows.columns(k, (DOCUMENT_COLUMN, "n_tokens")) for k in range(rows.n_shards))
+    document_N, tokens_N = (column.to_numpy().astype(np.int64) for column in table.columns)
+    tokens_M, chosen_M = (
+        np.bincount(document_N, count_N).astype(np.int64) for count_N in (tokens_N, tokens_N * chosen_N)
+    )
     least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
-    kept = [d for d, own in chosen.items() if (own > 0 and own >= least * tokens[d]) is not others]
-    if not kept and others:
+    mask_M = (tokens_M > 0) & (((chosen_M > 0) & (chosen_M >= least * tokens_M)) != others)
+    if not mask_M.any() and others:
         raise SettingsError(NOTHING_LEFT)
-    if not kept:
+    if not mask_M.any():
         raise SettingsError(
             f"documents: there is no document of whose tokens {rule} were chosen; take any, or a larger budget"
         )
-    mask_M = np.zeros(max(names) + 1, dtype=np.bool_)
-    mask_M[kept] = True
-    whole, own = sum(tokens[d] for d in kept), sum(chosen[d] for d in kept)
-    return Kept(mask_M, tuple(names[d] for d in kept), tuple(kept), whole, whole - own, sum(chosen.values()) - own)
+    # a document is named by the first of its rows, which are in its order
+    first_N = np.diff(document_N, prepend=-1) > 0
+    names: list[str] = []
+    for k in range(rows.n_shards):
+        here = slice(k * rows.shard_rows, (k + 1) * rows.shard_rows)
+        is_named = pa.array(first_N[here] & mask_M[document_N[here]])
+        names += rows.columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
+    whole, chosen = int(tokens_M[mask_M].sum()), int(chosen_M[mask_M].sum())
+    records = tuple(np.flatnonzero(mask_M).tolist())
+    return Kept(mask_M, tuple(names), records, whole, whole - chosen, int(chosen_M.sum()) - chosen)
 
 
 def row_tables(
-    artifact: ArtifactReader, rows: Iterator[Row], row_index: I64, effect: F64, decode: Decode
+    artifact: ArtifactReader,
+    rows: RowStore,
+    corpus: Corpus,
+    row_index: I64,
+    effect: F64,
+    tokenizer: Callable[[], Tokenizer],
 ) -> Iterator[pa.Table]:
     """Exactly the chosen rows, in the order of the corpus, some thousands of it at a time.
 
@@ -279,34 +296,42 @@ def row_tables(
     (its tokens, end-of-text mark included), n_tokens, order (place in the choice, best first), effect, and the labels.
 
     Args:
-        rows: all rows of the artifact, in order, as `proven_rows` gives them.
+        rows: all rows of the artifact.
+        corpus: that they are made of.
         row_index: chosen rows, best first; `effect` is theirs.
+        tokenizer: called only where a row has no text of its own, or is a conversation.
     """
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
+    texts = rows.texts(np.flatnonzero(order_N >= 0), corpus, tokenizer)
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
         order_n = order_N[start : start + batch.num_rows]
+        here = np.flatnonzero(order_n >= 0)
+        shard = rows.rows(start + here) if len(here) else None
         start += batch.num_rows
-        here = [row for row, place in zip(islice(rows, batch.num_rows), order_n, strict=True) if place >= 0]
-        if not here:
+        if shard is None:
             continue
-        table = pa.Table.from_batches([batch.filter(pa.array(order_n >= 0))]).replace_schema_metadata(None)
-        order = order_n[order_n >= 0]
-        texts = [decode([row.input_ids.tolist()])[0] if row.text is None else row.text for row in here]
+        table = pa.Table.from_batches([batch.take(pa.array(here))]).replace_schema_metadata(None)
+        ids = [shard.ids(i) for i in range(len(shard))]
+        known = islice(texts, len(shard))
         ours = {
             "row_id": table["row_id"],
             "doc_id": table["doc_id"],
-            text: pa.array(texts, pa.large_string()),
-            "input_ids": pa.array([row.input_ids for row in here], pa.list_(pa.int32())),
+            text: pa.array(
+                [
+                    tokenizer().decode([row.tolist()])[0] if words is None else words
+                    for row, words in zip(ids, known, strict=True)
+                ],
+                pa.large_string(),
+            ),
+            "input_ids": pa.array(ids, pa.list_(pa.int32())),
             "n_tokens": table["n_tokens"],
-            "order": pa.array(order),
-            "effect": pa.array(effect[order]),
+            "order": pa.array(order_n[here]),
+            "effect": pa.array(effect[order_n[here]]),
         }
         labels = [name for name in table.column_names if name not in (*OWN, *UNNEEDED)]
         yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
-    if next(rows, None) is not None:  # reads to the end, where the fingerprint is compared
-        raise AssertionError("rows beyond those of the artifact")
 
 
 def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:

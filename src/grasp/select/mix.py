@@ -14,7 +14,7 @@ Shape letters: G slices, N rows, T targets.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,16 +24,18 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import SettingsError
 from grasp.predict.predictor import ANY_TEXT, Exposure
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
+from grasp.predict.scoring_rule import ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
-from grasp.select.objective import Choice, SelectionObjective, exposure_of, weighted_targets, with_diversity
+from grasp.select.objective import Choice, SelectionObjective, exposure_of, rule_of, weighted_targets
 from grasp.select.quadratic_program import Programme, Segments, climb, solve
 from grasp.text import plain, several
+
+if TYPE_CHECKING:
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -85,7 +87,7 @@ def mix(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "Environment | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
@@ -114,9 +116,7 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = as_protocol(protocol)
-    if diversity is not None:
-        rule = with_diversity(rule, diversity, artifact.array_names)
+    rule = rule_of(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
@@ -187,12 +187,7 @@ def mix(
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
         (*said, *notes),
-        targets=changes,
-        value=value,
-        unit=aim.predictor.unit,
-        asked=asked,
-        protocol=rule,
-        artifact=artifact,
+        **aim.answer(changes, value, asked),
         label=slices.label,
         optimum=optimum,
         slices=slices,

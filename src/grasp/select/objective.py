@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -19,17 +19,18 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import Exposure, Predictor, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, protocol_from, save_protocol
+from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums
+from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, protocol_from, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.calibration import OutcomePredictor, Outside, learn, measures
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.store.checksummed_parquet import write_sealed
 from grasp.text import did_you_mean, json_text, signed, text_table
+
+if TYPE_CHECKING:
+    from grasp.runs.calibration import OutcomePredictor
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 GROUP_ROWS = 65_536
 MOST_DIVERSITY = 1e6  # far more than leaves anything to relevance
@@ -139,7 +140,7 @@ class SelectionObjective:
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     train_tokens: float | None  # None: not said; as long as the corpus
-    intervals: OutcomePredictor | None
+    intervals: "OutcomePredictor | None"
     cautious: bool  # the lower ends of the intervals are what counts
 
     @classmethod
@@ -149,7 +150,7 @@ class SelectionObjective:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         train_tokens: float | None,
-        runs: Environment | RunTable | Path | str | None,
+        runs: "Environment | RunTable | Path | str | None",
         *,
         cautious: bool,
     ) -> Self:
@@ -162,12 +163,15 @@ class SelectionObjective:
             raise SettingsError(
                 "cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out"
             )
-        beside = None if runs is None else runs_beside(artifact, runs)
-        sketches = () if beside is None else measures(artifact.array_names)
+        sketches = () if runs is None else SIMILAR
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
-        intervals = None if beside is None else learn(predictor, artifact, beside)
+        intervals = None
+        if runs is not None:
+            from grasp.runs.calibration import learn  # noqa: PLC0415 - read only if there are runs
+
+            intervals = learn(predictor, artifact, runs)
         trained = (
             predictor if train_tokens is None else replace(predictor, exposure=exposure_of(train_tokens, tokens_N))
         )
@@ -185,14 +189,36 @@ class SelectionObjective:
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
-        change_1T, outside = self.predictor.change(weights), Outside()
-        columns = {"target": pa.array(self.predictor.targets, pa.string()), "weight": pa.array(self.weights_T)}
+        change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
+        columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
         if self.intervals is not None:
-            nats = self.intervals.predict(weights)
+            from grasp.runs.calibration import Outside  # noqa: PLC0415 - as above
+
+            nats, outside = self.intervals.predict(weights), Outside()
             outside.add([name], nats)
+            beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
+        return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
+
+    def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that every `Choice` for this objective has."""
+        return {
+            "targets": changes,
+            "value": value,
+            "unit": self.predictor.unit,
+            "asked": asked,
+            "protocol": self.predictor.protocol,
+            "artifact": self.artifact,
+        }
+
+
+def rule_of(
+    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
+) -> ScoringProtocol:
+    """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
+    rule = as_protocol(protocol, artifact)
+    return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
 def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:

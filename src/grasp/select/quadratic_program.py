@@ -18,7 +18,7 @@ import clarabel
 import numpy as np
 from scipy import sparse
 
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
 
 ON_BOUND = 1e-7
@@ -43,8 +43,7 @@ class Segments:
     @property
     def slope_GK(self) -> F64:  # noqa: N802 - a shape suffix
         """Their slopes, (G, K - 1)."""
-        rise_GK, width_GK = np.diff(self.value_GK, axis=1), self.width_GK
-        return np.divide(rise_GK, width_GK, out=np.zeros_like(rise_GK), where=width_GK > 0)
+        return ratio(np.diff(self.value_GK, axis=1), self.width_GK)
 
     def value(self, p_G: F64) -> float:
         """sum_g c_g(p_g)."""

@@ -7,9 +7,10 @@ Shape letters: N rows, M rows or documents that a budget counts, P all of them i
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -29,18 +30,17 @@ from grasp.artifact.rows import (
     short_of,
     short_rows,
 )
-from grasp.artifact.where import LabelTable
+from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry
+from grasp.predict.scoring_rule import ScoringProtocol, geometry
 from grasp.predict.slices import sensible_labels
 from grasp.predict.weights import Weights, mask_of, one_subset
 from grasp.progress import Progress
-from grasp.runs.retrained import Environment
-from grasp.runs.table import RunTable
 from grasp.select.budget import (
     OPTIMAL,
     Amount,
     BestRows,
+    Bounds,
     Limits,
     excluded,
     parse_bounds,
@@ -49,9 +49,13 @@ from grasp.select.budget import (
     within,
 )
 from grasp.select.export import checked_rule
-from grasp.select.objective import SelectionObjective, weighted_targets, with_diversity
+from grasp.select.objective import SelectionObjective, rule_of, weighted_targets
 from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
+
+if TYPE_CHECKING:
+    from grasp.runs.retrained import Environment
+    from grasp.runs.table import RunTable
 
 SUBSET = "selection"
 ENDS = ("short_end", "cut", "cut_begin")  # of documents
@@ -77,7 +81,7 @@ def select(
     by: str | None = None,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: "Environment | RunTable | Path | str | None" = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     drop_leaks: bool = False,
@@ -120,61 +124,169 @@ def select(
     if documents is not None:
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    rule = as_protocol(protocol)
-    if diversity is not None:
-        rule = with_diversity(rule, diversity, artifact.array_names)
+    rule = rule_of(artifact, protocol, diversity)
     if documents == "all" and rule.searches:
         raise SettingsError(
             "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
             "any or half, or diversity 0"
         )
-    allowed_N, said = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
-    if exclude is not None:
-        listed_N, note = excluded(artifact, exclude)
-        allowed_N &= ~listed_N
-        said.append(note)
-    if exclude_where is not None:
-        matching = LabelTable(artifact.rows_path).matching(exclude_where)
-        allowed_N &= ~matching.mask_N
-        unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
-        said.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
-    if drop_leaks:
-        leaked = leaked_rows(artifact, targets)
-        allowed_N[leaked] = False
-        said.append(f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}")
-    else:
-        said += leak_notes(artifact, targets)
+    allowed_N, excluded_notes = _allowed(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
     by = None if labels is None else labels.name  # as the corpus spells it
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
-    if amount is None and tokens is None:
+    if amount is None:
+        _refuse_no_budget(rule, tokens, allowed_N)
+    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+    chosen = _choose(aim, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress)
+    limits, rows = chosen.limits, chosen.best.row_index
+    asked = {
+        "budget": budget,
+        "targets": dict(targets),
+        "train_tokens": tokens,
+        "by": by,
+        "unit": limits.unit,
+        "items": chosen.items,
+        "floor": list(several(floor)),
+        "cap": list(several(cap)),
+        "exclude_where": exclude_where,
+        "drop_leaks": drop_leaks,
+        "excluded_rows": int((~allowed_N).sum()),
+    } | ({"cautious": True} if cautious else {})
+    kept_N = mask_of(rows, artifact.n_rows)
+    weights = one_subset(SUBSET, kept_N).weights
+    changes, change_notes = aim.judged(SUBSET, weights)
+    sums = aim.predictor.sums(weights)
+    n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
+    table = _row_table(aim, chosen.best, kept_N, by)
+    headline = chosen.headline(table, n_tokens)
+    value_notes = list[str]()
+    if tokens is not None:
+        headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
+        value_notes.append(
+            f"value {value:+z.3f}: the change, less what repetition takes: it leaves "
+            f"{float(sums.worth(aim.trained.exposure)[0]):.0%} of what as many new rows would do"
+        )
+    few = [] if amount is None else _few_rows(amount, artifact.n_rows)
+    choice_notes = _notes(aim, chosen, by, whole=documents is not None)
+    notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
+    best = chosen.best
+    return Selection(
+        table,
+        f"keeps {headline}",
+        notes,
+        **aim.answer(changes, value, asked),
+        curve=_curve_of(aim, chosen),
+        labels=None if labels is None else _label_table(limits, chosen.picked_P),
+        bound=best.bound,
+        guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
+        row_index=rows,
+        n_tokens=n_tokens,
+        effect_N=aim.effect_N,
+    )
+
+
+# ----------------------------------------------------------------------------------------- what there is to choose from
+
+
+def _allowed(
+    artifact: ArtifactReader,
+    targets: Mapping[str, float],
+    exclude: Path | str | Sequence[str] | None,
+    exclude_where: str | None,
+    *,
+    drop_leaks: bool,
+) -> tuple[Bool, list[str]]:
+    """Return which rows may be chosen, (N,), and a note for each way in which rows were excluded."""
+    allowed_N, notes = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
+    if exclude is not None:
+        listed_N, note = excluded(artifact, exclude)
+        allowed_N &= ~listed_N
+        notes.append(note)
+    if exclude_where is not None:
+        matching = LabelTable(artifact.rows_path).matching(exclude_where)
+        allowed_N &= ~matching.mask_N
+        unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
+        notes.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
+    if not drop_leaks:
+        return allowed_N, [*notes, *leak_notes(artifact, targets)]
+    leaked = leaked_rows(artifact, targets)
+    allowed_N[leaked] = False
+    return allowed_N, [*notes, f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}"]
+
+
+def _refuse_no_budget(rule: ScoringProtocol, tokens: float | None, allowed_N: Bool) -> None:
+    """Refuse a question without a budget if none can be proposed."""
+    if tokens is None:
         raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
-    if amount is None and rule.searches:
+    if rule.searches:
         raise SettingsError(
             "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
             "20%, or take the geometry away with diversity 0"
         )
-    if amount is None and not allowed_N.any():
+    if not allowed_N.any():
         raise SettingsError("exclude: leaves no row; exclude fewer")
-    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
-    rule = aim.predictor.protocol  # as it fits the artifact
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What was chosen: items are rows, or whole documents, each worth the mean effect of its rows."""
+
+    limits: Limits
+    effect_M: F64
+    document_N: I64 | None  # None: items are rows
+    best: BestRows
+    picked_P: I64  # items
+    order_N: I64  # the chosen rows, then those that come next
+    notes: tuple[str, ...]
+
+    @property
+    def items(self) -> str:
+        return "rows" if self.document_N is None else "documents"
+
+    def headline(self, table: pa.Table, n_tokens: int) -> str:
+        """Return how many rows, documents and tokens are kept, and whether the budget is used up."""
+        limits, used = self.limits, int(self.limits.cost_N[self.picked_P].sum())
+        n_rows = len(limits.cost_N) if self.document_N is None else len(self.document_N)
+        text = f"{share(len(self.best.row_index), n_rows)}, {n_tokens:,} tokens"
+        if self.document_N is not None:
+            text = f"{len(table['doc_id'].unique()):,} documents: {text}"
+        if used < (1 - MISSED) * limits.budget:
+            text += f"; only {used:,} of the {limits.budget:,} {limits.unit} that were asked for"
+        return text
+
+
+def _choose(
+    aim: SelectionObjective,
+    amount: Amount | None,
+    allowed_N: Bool,
+    labels: LabelColumn | None,
+    floors: Bounds,
+    caps: Bounds,
+    *,
+    whole: bool,
+    progress: Progress | None,
+) -> _Chosen:
+    """Choose the best items within the budget, or within the best budget if none is given.
+
+    Args:
+        whole: documents are taken whole or not at all.
+    """
+    rule = aim.predictor.protocol
     # what runs lead to expect is of means over the retained rows
-    by_runs = aim.intervals is not None and tokens is None and not rule.interacts
-    if cautious and not by_runs:
+    by_runs = aim.intervals is not None and aim.train_tokens is None and not rule.interacts
+    if aim.cautious and not by_runs:
         raise SettingsError(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
-
-    # items that are chosen: rows, or whole documents, each worth the mean effect of its rows
     effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
     tokens_M, rows_M = aim.tokens_N, None
-    if amount is not None and (amount.unit == "documents" or documents == "all"):
+    if amount is not None and (amount.unit == "documents" or whole):
         if rule.searches:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
-        document_N = row_documents(artifact)
+        document_N = row_documents(aim.artifact)
         effect_M = _mean_by(document_N, aim.effect_N)
         allowed_M = np.bincount(document_N, ~allowed_N) == 0
         rows_M = np.bincount(document_N)
@@ -191,11 +303,11 @@ def select(
         floors=floors,
         caps=caps,
     )
+    notes: tuple[str, ...] = ()
     if amount is None:
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
-        said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
+        notes = (f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget",)
     limits = limits_of(amount)
-
     if rule.searches:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
@@ -203,63 +315,15 @@ def select(
         order_N = picked_P = best.row_index
     else:
         best, picked_P, order_N = _ranked(aim, effect_M, document_N, limits, by_runs=by_runs)
-    rows = best.row_index
-    even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
-    ordered_by_N = effect_M if document_N is None else effect_M[document_N]
-    curve = _curve(aim, order_N, sorted({*even.tolist(), len(rows)} - {0}), ordered_by_N)
+    return _Chosen(limits, effect_M, document_N, best, picked_P, order_N, notes)
 
-    kept_N = mask_of(rows, artifact.n_rows)
-    table = _row_table(aim, best, kept_N, by)
-    weights = one_subset(SUBSET, kept_N).weights
-    sums = aim.predictor.sums(weights)
-    changes, notes = aim.judged(SUBSET, weights)
-    n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
-    headline = f"{share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
-    if document_N is not None:
-        headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
-    if (used := int(limits.cost_N[picked_P].sum())) < (1 - MISSED) * limits.budget:
-        headline += f"; only {used:,} of the {limits.budget:,} {limits.unit} that were asked for"
-    said += [] if budget is None else _few_rows(amount, artifact.n_rows)
-    items = "rows" if document_N is None else "documents"
-    said += [*best.notes, *_notes(aim, effect_M, limits, picked_P, rows, by, items, whole=documents is not None)]
-    if tokens is not None:
-        headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
-        left = float(sums.worth(aim.trained.exposure)[0])
-        said.append(
-            f"value {value:+z.3f}: the change, less what repetition takes: it leaves {left:.0%} of what as many new "
-            "rows would do"
-        )
-    asked = {
-        "budget": budget,
-        "targets": dict(targets),
-        "train_tokens": tokens,
-        "by": by,
-        "unit": limits.unit,
-        "items": items,
-        "floor": list(several(floor)),
-        "cap": list(several(cap)),
-        "exclude_where": exclude_where,
-        "drop_leaks": drop_leaks,
-        "excluded_rows": int((~allowed_N).sum()),
-    } | ({"cautious": True} if cautious else {})
-    return Selection(
-        table,
-        f"keeps {headline}",
-        (*said, *notes),
-        targets=changes,
-        value=value,
-        unit=aim.predictor.unit,
-        asked=asked,
-        protocol=rule,
-        artifact=artifact,
-        curve=curve,
-        labels=None if labels is None else _label_table(limits, picked_P),
-        bound=best.bound,
-        guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
-        row_index=rows,
-        n_tokens=n_tokens,
-        effect_N=aim.effect_N,
-    )
+
+def _curve_of(aim: SelectionObjective, chosen: _Chosen) -> Curve:
+    """Return what the beginnings of a choice are worth, at PLACES lengths and at its own."""
+    order_N, effect_M = chosen.order_N, chosen.effect_M
+    even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
+    ordered_by_N = effect_M if chosen.document_N is None else effect_M[chosen.document_N]
+    return _curve(aim, order_N, sorted({*even.tolist(), len(chosen.best.row_index)} - {0}), ordered_by_N)
 
 
 # ------------------------------------------------------------------------------------------------- which rows
@@ -437,27 +501,16 @@ def _few_rows(amount: Amount, n_rows: int) -> list[str]:
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _notes(
-    aim: SelectionObjective,
-    effect_M: F64,
-    limits: Limits,
-    picked_P: I64,
-    rows: I64,
-    by: str | None,
-    items: str,
-    *,
-    whole: bool,
-) -> list[str]:
+def _notes(aim: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: bool) -> list[str]:
     """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
 
     Args:
-        items: what was chosen, rows or documents.
         whole: documents will be written whole, so it is not worth a word which of them rows cut.
     """
-    artifact = aim.artifact
-    above = int((effect_M[limits.allowed_N] > 0).sum())
+    artifact, limits, items, rows = aim.artifact, chosen.limits, chosen.items, chosen.best.row_index
+    above = int((chosen.effect_M[limits.allowed_N] > 0).sum())
     said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"]
-    if (used := int(limits.cost_N[picked_P].sum())) < limits.budget:
+    if (used := int(limits.cost_N[chosen.picked_P].sum())) < limits.budget:
         why = f"no other {items[:-1]} fits" if limits.costs_differ else "the caps leave no more"
         said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
 

@@ -48,6 +48,7 @@ class Signed(Generic[R]):
         none: what to say where there is none, after the path of the store, which is its `{place}` as well.
         unsigned: whether one without a checksum is read too, as written by hand.
         key: of the field that holds `format`.
+        older: versions that are read as well.
         check: what is wrong with the whole of it, in words; None: nothing.
         files: size and checksum of each of the store's files.
     """
@@ -63,6 +64,7 @@ class Signed(Generic[R]):
     none: str = ""
     unsigned: bool = False
     key: str = "format"
+    older: tuple[int, ...] = ()
     check: Callable[[R], str | None] = lambda _: None
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
@@ -100,7 +102,7 @@ class Signed(Generic[R]):
             raw = {self.key: self.format, "format_version": self.version} | raw
         if not isinstance(raw, dict) or raw.get(self.key) != self.format:
             raise self.mistake(f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.again}")
-        if (version := raw.get("format_version")) != self.version:
+        if (version := raw.get("format_version")) not in (self.version, *self.older):
             raise self.mistake(
                 f"{path}: format version {version!r}, this program reads {self.version}; {self.again}, or use the "
                 "version of grasp that wrote it"

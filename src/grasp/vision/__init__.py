@@ -1,6 +1,6 @@
-"""Pictures as rows: a room beside the road, opened through `grasp.build.modality`.
+"""Images as rows: an optional subpackage, imported lazily by `grasp.build.modality`.
 
-In: labelled images, an image classifier, trusted images as targets. Out: rows and units of pictures, what the
-classifier's head reads of them, and the trusted images that a row bears on. Read `classifier` first; `room` is what the
-road asks for.
+Input: labelled images, an image classifier, trusted images as targets. Output: rows and units of images, the inputs of
+the classifier's head, and explanations by trusted images. Start with `classifier`; `vision_entry` is the interface that
+the build calls.
 """

@@ -1,7 +1,7 @@
-"""A torch module that is made by what the settings name: of a package, of the current directory, of a file.
+"""Torch modules created by a factory that the settings name: from a package, the current directory or a file.
 
-Naming it runs its code, as `python FILE` would: a factory comes from the user's own settings, never from those that an
-artifact records (`settings.without_foreign_code`).
+Start with `make_module`. Loading a factory runs its code, as `python FILE` would, so it is taken from the user's
+settings only, never from those recorded in an artifact (`settings.without_foreign_code`).
 """
 
 import hashlib
@@ -22,30 +22,30 @@ from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings
 
 FIELD = "model.classifier.factory"
-# whatever a module of the user's own raises while it is run, the end of a script included
+# everything that user code may raise, SystemExit of a script included
 FAILURES = (Exception, SystemExit)
 
 
 def make_module(chosen: ClassifierSettings) -> nn.Module:
-    """The module that the factory makes of its arguments.
+    """Call the factory with its arguments and return the module.
 
     Raises:
-        ModelError: no such module, file or name; its code fails; it makes something else, or nothing that can be told
-            before it is called: a settings file must not call what it likes.
+        ModelError: no such module, file or name; its code fails; it returns no torch module, or is not declared to do
+            so before it is called (a settings file must not be able to call arbitrary functions).
     """
     assert chosen.factory is not None
     factory = _factory(chosen.factory)
     try:
         model = factory(**chosen.arguments)
     except FAILURES as err:
-        raise ModelError(f"{FIELD}: {chosen.factory} failed with {chosen.arguments}: {_said(err)}") from err
+        raise ModelError(f"{FIELD}: {chosen.factory} failed with {chosen.arguments}: {_describe_error(err)}") from err
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{FIELD}: {chosen.factory} gave a {type(model).__name__}, no torch module")
+        raise ModelError(f"{FIELD}: {chosen.factory} returned a {type(model).__name__}, expected a torch module")
     return model
 
 
-def own_code(model: nn.Module) -> bytes:
-    """The file that defines a module's class, unless a package brings it; what that file imports is not seen."""
+def user_code(model: nn.Module) -> bytes:
+    """Return the source file of a module's class, unless it belongs to a package; its imports are not included."""
     try:
         file = Path(inspect.getfile(type(model))).resolve()
     except (TypeError, OSError):
@@ -64,32 +64,33 @@ def _factory(name: str) -> Callable[..., Any]:
         raise ModelError(f"{where}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
     try:
         if source.endswith(".py"):
-            found: Any = _from_file(Path(source), where)
+            factory: Any = _from_file(Path(source), where)
         else:
-            _look_in(Path.cwd())  # a module that is installed, or else lies in the current directory
-            found = importlib.import_module(source)
+            _add_import_path(Path.cwd())  # installed modules first, then those in the current directory
+            factory = importlib.import_module(source)
         for step in path.split("."):
-            found = getattr(found, step)
+            factory = getattr(factory, step)
     except ModelError:
         raise
     except FAILURES as err:
         raise ModelError(
-            f"{where}: {_said(err)}; install the package, mend the name, or name a file, as in path/to/net.py:Net"
+            f"{where}: {_describe_error(err)}; install the package, correct the name, or name a file, as in "
+            "path/to/net.py:Net"
         ) from err
-    if not _makes_modules(found):
+    if not _returns_module(factory):
         raise ModelError(
-            f"{where}: expected a class of torch.nn.Module, a class method of one, or a function annotated to give one"
+            f"{where}: expected a torch.nn.Module class, a class method of one, or a function annotated to return one"
         )
-    made: Callable[..., Any] = found
-    return made
+    checked_factory: Callable[..., Any] = factory
+    return checked_factory
 
 
 def _from_file(path: Path, where: str) -> ModuleType:
-    """A file run as a module; what lies beside it can be imported by it."""
+    """Run a file as a module; it can import from its directory."""
     if not path.is_file():
-        raise ModelError(f"{where}: no such file, seen from {Path.cwd()}; expected Python code")
+        raise ModelError(f"{where}: no such file in {Path.cwd()}; expected Python code")
     path = path.resolve()
-    _look_in(path.parent)
+    _add_import_path(path.parent)
     name = f"grasp_factory_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -104,27 +105,27 @@ def _from_file(path: Path, where: str) -> ModuleType:
     return module
 
 
-def _look_in(directory: Path) -> None:
-    """Import from a directory too, after all that is installed: a folder of one's own hides no package."""
+def _add_import_path(directory: Path) -> None:
+    """Append a directory to sys.path; installed packages take precedence."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         importlib.invalidate_caches()
 
 
-def _makes_modules(found: Any) -> bool:
-    owner = found if inspect.isclass(found) else getattr(found, "__self__", None)
+def _returns_module(factory: Any) -> bool:
+    owner = factory if inspect.isclass(factory) else getattr(factory, "__self__", None)
     if inspect.isclass(owner):
         return issubclass(owner, nn.Module)
-    if not inspect.isfunction(found):
+    if not inspect.isfunction(factory):
         return False
     try:
-        returned = typing.get_type_hints(found).get("return")
-    except FAILURES:  # an annotation is code too
+        returned = typing.get_type_hints(factory).get("return")
+    except FAILURES:  # evaluating an annotation runs code
         return False
     return inspect.isclass(returned) and issubclass(returned, nn.Module)
 
 
-def _said(err: BaseException) -> str:
-    """An error in one line; those whose text alone says little with their kind."""
+def _describe_error(err: BaseException) -> str:
+    """Format an error in one line; with its type if the text alone is not informative."""
     text = " ".join(str(err).split())
     return text if isinstance(err, ImportError | AttributeError) else f"{type(err).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""A linear output layer for a backbone, fitted to a corpus of labelled images: the reference model of that corpus."""
+"""Fit a linear output layer of a backbone to a corpus of labelled images. Start with `fit_head`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from grasp.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.fitted_head import FittedHead, fit_linear
-from grasp.vision.images import class_index, read_images, usable
+from grasp.vision.images import class_index, read_images, usable_images
 
 MIN_CLASSES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFit:
-    """What was fitted, and how well it does on the images that it was fitted to."""
+    """Result of fitting a head, with its accuracy and loss on the training images."""
 
     classes: tuple[str, ...]
     n_images: int
-    left_out: Skipped  # images that could not be used, by reason
+    left_out: Skipped  # unusable images, by reason
     accuracy: float
-    loss: float  # nats an image
+    loss: float  # nats per image
 
 
 def fit_head(
@@ -41,12 +41,12 @@ def fit_head(
     decay: float = 0.1,
     progress: Progress | None = None,
 ) -> HeadFit:
-    """Fit multinomial logistic regression to what the output layer reads, and write it to `out`.
+    """Fit multinomial logistic regression to the inputs of the output layer, and write it to `out`.
 
-    The features of all images are held at once: 4 H bytes an image.
+    Holds the features of all images in memory: 4 H bytes per image.
 
     Args:
-        decay: weight decay in units of the mean variance of a feature; larger fits a noisy label less.
+        decay: weight decay in units of the mean variance of a feature; larger values fit noisy labels less.
     Raises:
         GraspError: the model or the corpus cannot be used, or has fewer than two classes.
     """
@@ -54,13 +54,13 @@ def fit_head(
     if chosen is None:
         raise SettingsError("fit-head: model.classifier is missing; name at least model.classifier.head")
     if chosen.fitted_head is not None:
-        raise SettingsError("model.classifier.fitted_head: a head is fitted to the model without one; leave it out")
+        raise SettingsError("model.classifier.fitted_head: not supported by fit-head, which fits a new head; remove it")
     bare = chosen.model_copy(update={"classes": ()})
     backbone = ImageClassifier.load(model.model_copy(update={"classifier": bare}))
     hidden_NH, values, left_out = _features(backbone, corpus, progress or Silent())
     classes = chosen.classes or _classes(values)
     if len(classes) < MIN_CLASSES:
-        raise CorpusError(f"{corpus.path}: its images have {len(classes)} class, expected at least {MIN_CLASSES}")
+        raise CorpusError(f"{corpus.path}: its images have {len(classes)} class(es), expected at least {MIN_CLASSES}")
     class_N = np.array([class_index(value, classes, len(classes), corpus.path) for value in values])
     scale = float(hidden_NH.var(axis=0).mean()) or 1.0
     weight_VH, bias_V = fit_linear(hidden_NH, class_N, len(classes), decay=decay * scale)
@@ -78,12 +78,12 @@ def fit_head(
 def _features(
     model: ImageClassifier, corpus: CorpusSettings, progress: Progress
 ) -> tuple[NDArray[np.float32], list[Label], Skipped]:
-    """What the output layer reads of every image that can be used, their classes as given, and what cannot."""
+    """Return the inputs of the output layer for usable images, their classes as given, and the unusable images."""
     parts: list[NDArray[np.float32]] = []
     values: list[Label] = []
     log = Skipped()
     progress.stage("features", rows=None, tokens=None)
-    records = (record for record, _ in usable(read_images(corpus), log))
+    records = (record for record, _ in usable_images(read_images(corpus), log))
     while group := list(islice(records, model.batch_images)):
         pixels = model.pixels([record.encoded for record in group if record.encoded is not None])
         parts.append(model.hidden(pixels).float().cpu().numpy())
@@ -99,7 +99,7 @@ def _features(
 
 
 def _classes(values: Sequence[Label]) -> tuple[str, ...]:
-    """Names in order; numbers are their own names, from 0 to the largest."""
+    """Return sorted class names; numbers become the names 0 to the largest."""
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(numbers) == len(values):
         if min(numbers) < 0:
@@ -108,5 +108,5 @@ def _classes(values: Sequence[Label]) -> tuple[str, ...]:
     names: set[Any] = set(values)
     strange = sorted({type(name).__name__ for name in names if not isinstance(name, str)})
     if strange:
-        raise CorpusError(f"classes: got {', '.join(strange)} among them, expected all names or all numbers from 0")
+        raise CorpusError(f"classes: got values of type {', '.join(strange)}, expected all names or all numbers from 0")
     return tuple(sorted(names))

@@ -1,4 +1,4 @@
-"""The command of this room: `grasp fit-head`. It parses, calls one function and prints."""
+"""The command `grasp fit-head`: parses options, calls `fit_head` and prints the result."""
 
 import shlex
 from pathlib import Path
@@ -17,7 +17,7 @@ REQUIRED = {
     "--corpus": ("corpus.path",),
     "--head": ("model.classifier.head",),
 }
-LISTED = 20  # images that are left out, by name
+LISTED = 20  # names of unusable images that are printed
 
 
 @command(
@@ -29,9 +29,9 @@ LISTED = 20  # images that are left out, by name
 def fit_head(
     out: Path = option("--out", "File of the fitted head, .safetensors."),
     model: str | None = option("--model", "Checkpoint of an image classifier, or file of weights.", None),
-    factory: str | None = option("--factory", "What makes the module: package.module:name or FILE.py:name.", None),
-    head: str | None = option("--head", "Dotted name of the linear output layer that is replaced.", None),
-    corpus: str | None = option("--corpus", "Parquet, JSONL, a directory with a folder a class.", None),
+    factory: str | None = option("--factory", "Factory of the module: package.module:name or FILE.py:name.", None),
+    head: str | None = option("--head", "Dotted name of the linear output layer to replace.", None),
+    corpus: str | None = option("--corpus", "Parquet, JSONL, or a directory with one folder per class.", None),
     decay: float = option("--decay", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
     config: ConfigFile = None,
     assign: Assignments = [],

@@ -1,4 +1,6 @@
-"""The linear output layer of a classifier: found by its name, fitted to features, kept in a file, put in place.
+"""The linear output layer of a classifier: look-up by name, fit to features, file format, installation.
+
+Start with `FittedHead` and `fit_linear`.
 
 Shape letters: N images, H hidden width, V classes.
 """
@@ -20,13 +22,13 @@ from grasp.files import written_aside
 
 
 def linear_head(model: nn.Module, name: str) -> nn.Linear:
-    """The output layer by its dotted name.
+    """Return the output layer by its dotted name.
 
     Raises:
-        ModelError: no such module (with the linear ones that there are), or not a linear layer.
+        ModelError: no such module (the message lists linear layers), or not a linear layer.
     """
     modules = dict(model.named_modules())
-    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    linear = [module_name for module_name, module in modules.items() if isinstance(module, nn.Linear)]
     known = f"its linear layers: {', '.join(linear[-5:]) or 'none'}"
     if name not in modules or not name:
         raise ModelError(f"model.classifier.head: {type(model).__name__} has no module `{name}`; {known}")
@@ -47,7 +49,7 @@ class FittedHead:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote.
+        """Read a file that `write` created.
 
         Raises:
             ModelError: no such file, or not a fitted head.
@@ -58,27 +60,27 @@ class FittedHead:
                 return cls(file.get_tensor("weight"), file.get_tensor("bias"), classes)
         except (OSError, SafetensorError, KeyError, ValueError) as err:
             raise ModelError(
-                f"model.classifier.fitted_head: {path}: not a fitted head: {' '.join(str(err).split())}; make one "
+                f"model.classifier.fitted_head: {path}: not a fitted head: {' '.join(str(err).split())}; create one "
                 "with `grasp fit-head`"
             ) from err
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         tensors = {"weight": self.weight_VH.float().contiguous(), "bias": self.bias_V.float().contiguous()}
         with written_aside(path) as part:
             save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
 
-    def put(self, model: nn.Module, name: str) -> None:
+    def install(self, model: nn.Module, name: str) -> None:
         """Replace the output layer of `model`.
 
         Raises:
-            ModelError: the layer is not there, or reads another number of features.
+            ModelError: no such layer, or it has another number of inputs.
         """
         old = linear_head(model, name)
         if self.weight_VH.shape[1] != old.in_features:
             raise ModelError(
-                f"model.classifier.fitted_head: it reads {self.weight_VH.shape[1]} features, `{name}` of the model "
-                f"{old.in_features}; fit a head of this model with `grasp fit-head`"
+                f"model.classifier.fitted_head: it has {self.weight_VH.shape[1]} inputs, but `{name}` of the model has "
+                f"{old.in_features}; fit a head for this model with `grasp fit-head`"
             )
         new = nn.Linear(old.in_features, len(self.weight_VH))
         with torch.no_grad():
@@ -97,10 +99,10 @@ def fit_linear(
     weight_N: NDArray[np.floating[Any]] | None = None,
     steps: int = 200,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Multinomial logistic regression, weights (V, H) and bias (V,), float64.
+    """Fit multinomial logistic regression; return weights (V, H) and bias (V,), float64.
 
-    Minimises the weighted mean of the losses plus decay / 2 times the squared weights, the bias left free, from zero
-    by L-BFGS: convex, so that where it ends depends on the data alone.
+    Minimises the weighted mean loss plus decay / 2 times the squared weights (not the bias) with L-BFGS from zero. The
+    objective is convex, so the result depends only on the data.
     """
     hidden = torch.from_numpy(np.asarray(hidden_NH, dtype=np.float64))
     label = torch.from_numpy(np.asarray(class_N, dtype=np.int64))

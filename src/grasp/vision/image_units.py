@@ -1,4 +1,4 @@
-"""Targets of a classifier: trusted labelled images, read as a corpus of images is."""
+"""Targets of an image classifier: trusted labelled images. Start with `load_image_units`."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from grasp.vision.images import ImageRow, ImageShard, image_rows, read_images
 def load_image_units(
     settings: TargetSettings, corpus: CorpusSettings, classes: Sequence[str], n_classes: int
 ) -> tuple[UnitSet, ImageShard]:
-    """Units of every trusted set named, drawn as text units are, and their images in the same order.
+    """Load the units of all trusted sets, sampled as text units are, and their images in the same order.
 
-    A target is named after its file or directory, without the ending; a unit after its image. `prompt` holds the
-    picture's size and hash, `completion` the name of its class.
+    A target is named after its file or directory, without suffix; a unit after its image. `prompt` has the size and
+    hash of the image, `completion` the name of its class.
 
     Raises:
-        TargetError: no target, two of one name, an empty one, an image that cannot be read (all named).
+        TargetError: no target, duplicate names, an empty target, or unreadable images (all are named).
         CorpusError: nothing to read, or a class that the head does not have.
     """
     rows: list[ImageRow] = []
@@ -46,16 +46,16 @@ def load_image_units(
 
 def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
     log = Skipped()
-    here = corpus.model_copy(update={"path": path, "limit": None})
-    rows = list(image_rows(read_images(here), classes, n_classes, log))
+    target_corpus = corpus.model_copy(update={"path": path, "limit": None})
+    rows = list(image_rows(read_images(target_corpus), classes, n_classes, log))
     bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
     if bad:
         raise TargetError(
             f"{path}: {len(bad)} of {len(bad) + len(rows)} trusted images cannot be used: {', '.join(bad[:5])}; "
-            "mend them or take them out"
+            "repair or remove them"
         )
     if not rows:
         raise TargetError(f"{path}: no trusted images, expected at least one")
     if len({row.row_id for row in rows}) < len(rows):
-        raise TargetError(f"targets: {target_name(path)} names an image twice; give every one a name of its own")
+        raise TargetError(f"targets: {target_name(path)} has two images of the same name; use unique names")
     return rows

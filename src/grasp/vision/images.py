@@ -1,8 +1,8 @@
-"""Labelled images: a stream of them, and the store of those that are rows.
+"""Labelled images: reading them as a stream, and the store of images that are rows.
 
-Images come from Parquet or a `datasets` table (bytes, or paths, or the struct of both that `datasets` writes), from
-JSONL with paths, or from a directory with one folder a class. Each has encoded bytes, a class, a stable name, and
-labels; a store keeps them shard by shard, see `grasp.corpus.row_store`.
+Start with `read_images` and `ImageStore`. Images come from Parquet or a `datasets` table (bytes, paths, or the struct
+of both that `datasets` writes), from JSONL with paths, or from a directory with one folder per class. Each has encoded
+bytes, a class, a stable name and labels; the store is sharded, see `grasp.corpus.row_store`.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ SIXTEEN_BITS: Final = 257  # 65535 / 255
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """One image of a corpus as it was found; `encoded` is None where there is none."""
+    """An image of a corpus, not decoded; `encoded` is None if there is no image."""
 
     index: int  # position in the corpus, from 0, skipped images included
     where: str  # file and line or row, for messages
-    given_id: str | None
+    source_id: str | None
     row_id: str | None
     encoded: bytes | None
     class_value: Label
@@ -52,19 +52,21 @@ class ImageRecord:
 
 
 def read_images(settings: CorpusSettings, *, fetch: bool = True) -> Iterator[ImageRecord]:
-    """Stream the images of a corpus, files sorted by name.
+    """Yield the images of a corpus, files sorted by name.
 
     Args:
-        fetch: images that are named by a URL are fetched; or there is nothing of them.
+        fetch: download images given by URL; false: treat them as undecodable.
     Raises:
-        CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged or lacks
-            the column of images or of classes.
+        CorpusError: at the call, if there is nothing to read; while streaming, if a file is damaged or lacks the
+            column of images or of classes.
     """
-    return images_of(open_images(settings.path, settings.split), settings, fetch=fetch)
+    return read_source_images(open_images(settings.path, settings.split), settings, fetch=fetch)
 
 
-def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True) -> Iterator[ImageRecord]:
-    """Images of a source that is open, from position `start` to the limit that the settings give."""
+def read_source_images(
+    source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True
+) -> Iterator[ImageRecord]:
+    """Yield the images of an open source, from position `start` to the limit in the settings."""
     image = settings.image_column or IMAGE_COLUMN
 
     def content(columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str]:
@@ -75,7 +77,7 @@ def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch
         yield ImageRecord(
             index=record.index,
             where=record.where,
-            given_id=record.doc_id,
+            source_id=record.doc_id,
             row_id=record.row_id,
             encoded=_encoded(record.values.get(image), record.name, fetch),
             class_value=record.values.get(settings.class_column or CLASS_COLUMN),
@@ -85,35 +87,35 @@ def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch
 
 
 def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str) -> None:
-    """The columns of images and of classes must be there, and images be of a type that can be read."""
+    """Check that the columns of images and classes exist, and that the type of the images is supported."""
     image = settings.image_column or IMAGE_COLUMN
     wanted = (("images", "image_column", image), ("classes", "class_column", settings.class_column or CLASS_COLUMN))
     for what, setting, column in wanted:
         if column not in columns:
             raise CorpusError(
-                f"{where}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}. Set "
-                f"corpus.{setting} to the one that holds the {what}"
+                f"{where}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}; set "
+                f"corpus.{setting} to the column of {what}"
             )
     kind = columns[image]
     fields = [kind.field(i).name for i in range(kind.num_fields)] if kind and pa.types.is_struct(kind) else []
     if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{where}: image column {image!r} holds {kind}, expected encoded images (binary), paths (text) or "
+            f"{where}: image column {image!r} has type {kind}, expected encoded images (binary), paths (text) or "
             "a struct of bytes and path"
         )
 
 
 def open_images(path: str, split: str | None = None) -> Source:
-    """A directory with one folder of image files a class, or anything that `open_source` opens."""
+    """Open a directory with one folder of image files per class, or anything that `open_source` supports."""
     try:
         fs, root = fsspec.core.url_to_fs(path)
         is_directory = fs.isdir(root)
     except (ValueError, ImportError, OSError):
-        return open_source(path, split)  # which says what is wrong
+        return open_source(path, split)  # raises with the reason
     if is_directory:
-        found = sorted(file for file in fs.find(root) if _is_image(PurePosixPath(file).relative_to(root)))
-        if found:
-            return ImageFolder(fs, root, tuple(found))
+        files = sorted(file for file in fs.find(root) if _is_image(PurePosixPath(file).relative_to(root)))
+        if files:
+            return ImageFolder(fs, root, tuple(files))
     return open_source(path, split)
 
 
@@ -124,7 +126,7 @@ def _is_image(relative: PurePosixPath) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """Image files in folders that are named after their classes; the name of an image is its path in the root."""
+    """Image files in folders named after their classes; the name of an image is its path relative to the root."""
 
     fs: Any
     root: str
@@ -134,16 +136,16 @@ class ImageFolder:
         loose = [file for file in self.files if len(self._relative(file).parts) < 2]
         if loose:
             raise CorpusError(
-                f"{loose[0]}: lies in no folder of a class; expected {self.root}/CLASS/IMAGE, a folder for each class"
+                f"{loose[0]}: not in a folder of a class; expected {self.root}/CLASS/IMAGE, one folder per class"
             )
 
     def identity(self) -> list[list[str]]:
-        """Name, size and time of change of each file."""
+        """Return name, size and modification time of each file."""
         described = [(str(self._relative(file)), self.fs.info(file)) for file in self.files]
         return [[name, str(info.get("size")), str(info.get("mtime", ""))] for name, info in described]
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
-        """Files from position `start` on, some at a time."""
+        """Yield files in chunks, from position `start` on."""
         for first in range(start, len(self.files), FILES_AT_ONCE):
             files = self.files[first : first + FILES_AT_ONCE]
             relative = [self._relative(file) for file in files]
@@ -162,7 +164,7 @@ class ImageFolder:
 
 
 def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
-    """Bytes of an image that is given as such, by its path, or as the struct that `datasets` writes."""
+    """Return the bytes of an image given as bytes, as a path, or as the struct that `datasets` writes."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if image is None or isinstance(image, bytes):
@@ -171,19 +173,19 @@ def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
     if "://" not in path and not PurePosixPath(path).is_absolute():
         path = f"{name.rpartition('/')[0] or '.'}/{path}"
     if not (fetch if "://" in path else os.path.isfile(path)):
-        return b""  # a device or a pipe would not end
+        return b""  # not a regular file: reading a device or a pipe may not terminate
     try:
         with fsspec.open(path, "rb") as file:
             content: bytes = file.read()
     except (OSError, ValueError):
-        return b""  # no image can be made of it: named and counted as a broken one
+        return b""  # counted and reported as a broken image
     return content
 
 
 def decode_image(encoded: bytes) -> Any | None:
-    """An image in RGB, upright, transparency on black left out; None where no image can be made of the bytes.
+    """Decode an image to upright RGB without transparency; return None if the bytes cannot be decoded.
 
-    Greys of 16 bits are scaled to 8; of an animation the first picture is taken.
+    16-bit grey is scaled to 8 bits; the first frame of an animation is used.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -197,16 +199,16 @@ def decode_image(encoded: bytes) -> Any | None:
             if upright.mode.startswith("I"):
                 return module.fromarray((np.asarray(upright) // SIXTEEN_BITS).astype(np.uint8)).convert("RGB")
             if upright.mode == "F":
-                return None  # its white is anywhere
+                return None  # floating point without a defined white level
             return upright.convert("RGBA").convert("RGB") if "transparency" in upright.info else upright.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, module.DecompressionBombError):
         return None
 
 
-def usable(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tuple[ImageRecord, Any]]:
-    """Records with a class and their decoded images; what has no class or cannot be decoded goes to the log."""
+def usable_images(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tuple[ImageRecord, Any]]:
+    """Yield records with their decoded images; log those without a class or that cannot be decoded."""
     for record in records:
-        name = record.row_id or record.given_id or record.where
+        name = record.row_id or record.source_id or record.where
         if record.encoded is None:
             log.add("no_image", name)
         elif record.class_value is None:
@@ -218,13 +220,13 @@ def usable(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tuple[Image
 
 
 def pixel_hash(image: Any) -> str:
-    """64 bits of a hash of the pixels: the same for the same picture in whatever file."""
+    """Return a 64-bit hash of the pixels, independent of the file format."""
     content = f"{image.width} {image.height} ".encode() + image.tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def png(image: Any, largest: int) -> bytes:
-    """A decoded image encoded again, its longer side `largest` pixels at most: of its file only colours are left."""
+def encode_png(image: Any, largest: int) -> bytes:
+    """Encode a decoded image as PNG, longer side at most `largest` pixels; drops all metadata of the file."""
     out = io.BytesIO()
     small = image.copy()
     small.thumbnail((largest, largest))
@@ -233,10 +235,10 @@ def png(image: Any, largest: int) -> bytes:
 
 
 def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str) -> int:
-    """Number of a class that is given by number or by name.
+    """Return the index of a class that is given by number or by name.
 
     Raises:
-        CorpusError: a number outside the head's classes, or a name that is none of them.
+        CorpusError: a number outside the classes of the head, or an unknown name.
     """
     if isinstance(value, str) and value in classes:
         return classes.index(value)
@@ -245,7 +247,7 @@ def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str
         number = int(value)
     if number is None or isinstance(value, bool) or not 0 <= number < n_classes:
         known = f" or one of {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}" if classes else ""
-        hint = "" if classes else "; give names with model.classifier.classes"
+        hint = "" if classes else "; set names with model.classifier.classes"
         raise CorpusError(f"{where}: class {value!r}, expected a number from 0 to {n_classes - 1}{known}{hint}")
     return number
 
@@ -256,7 +258,7 @@ INDEX_COLUMN: Final = "__class__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRow(StoredRow):
-    """One image with what is known of it: one supervised position."""
+    """An image as a row: one supervised position."""
 
     encoded: bytes
     class_index: int
@@ -266,7 +268,7 @@ class ImageRow(StoredRow):
 class ImageShard:
     """Images and their classes."""
 
-    start: int  # row_index of the first; -1 for images picked one by one
+    start: int  # row_index of the first image; -1 for a selection of images
     encoded: tuple[bytes, ...]
     class_N: NDArray[np.int64]
     table: pa.Table  # row_id, doc_id, n_tokens (1), snippet, then the labels
@@ -276,23 +278,23 @@ class ImageShard:
 
     @property
     def n_tokens(self) -> int:
-        """One supervised position an image."""
+        """Number of supervised positions: one per image."""
         return len(self)
 
     def tokens_of(self, index: NDArray[np.int64]) -> int:
-        """Positions of some images."""
+        """Return the number of positions of some images."""
         return len(index)
 
     @classmethod
     def from_rows(cls, rows: Sequence[ImageRow]) -> "ImageShard":
-        """Images that are in no store."""
+        """Create a shard from images that are not in a store."""
         names = [row.row_id for row in rows]
         table = pa.table({"row_id": pa.array(names, pa.string())})
         return cls(-1, tuple(row.encoded for row in rows), np.array([row.class_index for row in rows], np.int64), table)
 
 
 class ImageStore(ShardStore[ImageShard, ImageRow]):
-    """The images of a corpus, complete and on disk; opens without reading them."""
+    """The images of a corpus on disk; opening does not read them."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("images")
     seed: ClassVar[bytes] = b"grasp images 1"
@@ -310,24 +312,24 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
         replace: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Self:
-        """Read and check the images; go on where an earlier call was cut off; open what is complete.
+        """Read, check and store the images, resuming an interrupted call; then open the store.
 
-        An image that cannot be decoded, is missing, or has no class is left out, named and counted.
+        Images that are missing, cannot be decoded, or have no class are skipped, counted and reported by name.
 
         Args:
-            classes: names of the head's classes, in order; empty: they have none.
-            n_classes: classes of the head.
-            replace: throw away what was begun here with other input.
+            classes: names of the classes of the head, in order; empty if they have no names.
+            n_classes: number of classes of the head.
+            replace: discard an unfinished store of other input.
         Raises:
-            CorpusError: no image is left, a class that the head does not have, a name that occurs twice, or another
-                corpus than the one that `directory` was begun with.
+            CorpusError: no usable image, a class that the head does not have, a duplicate name, or `directory` was
+                started with another corpus.
         """
         source = open_images(settings.path, settings.split)
         return cls._write(
             directory,
             source,
             settings,
-            lambda start: images_of(source, settings, start=start),
+            lambda start: read_source_images(source, settings, start=start),
             lambda records, _, skipped: image_rows(records, classes, n_classes, skipped),
             progress,
             shard_rows=shard_rows,
@@ -358,20 +360,20 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
 def image_rows(
     records: Iterator[ImageRecord], classes: Sequence[str], n_classes: int, log: Skipped
 ) -> Iterator[ImageRow]:
-    """The records that can be used; what cannot goes to the log.
+    """Yield rows for usable records; log the others.
 
     Raises:
         CorpusError: a class that the head does not have.
     """
-    for record, image in usable(records, log):
+    for record, image in usable_images(records, log):
         yield _row(record, image, class_index(record.class_value, classes, n_classes, record.where), classes)
 
 
 def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) -> ImageRow:
     digest = pixel_hash(image)
-    doc_id = record.given_id or f"{digest}-{record.index}"
+    doc_id = record.source_id or f"{digest}-{record.index}"
     name = classes[index] if classes else str(index)
-    ours: dict[str, Label] = {CLASS_LABEL: name, HASH_LABEL: digest}
+    built_in: dict[str, Label] = {CLASS_LABEL: name, HASH_LABEL: digest}
     assert record.encoded is not None
     return ImageRow(
         row_id=record.row_id or doc_id,
@@ -382,7 +384,8 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
         encoded=record.encoded,
         class_index=index,
         snippet=f"{name}, {image.width} x {image.height} pixels",
-        # a column of the corpus goes by its own name, unless ours has it
-        labels={f"{label}_" if label in ours else label: value for label, value in record.labels.items()} | ours,
+        # labels of the corpus keep their names, with a trailing underscore if a built-in label has the same name
+        labels={f"{label}_" if label in built_in else label: value for label, value in record.labels.items()}
+        | built_in,
         ignored=record.ignored,
     )

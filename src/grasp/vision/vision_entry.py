@@ -1,4 +1,4 @@
-"""What this room gives to the road: see `grasp.build.modality.Vision`. Opening it loads no torch."""
+"""Interface of this subpackage, see `grasp.build.modality.Vision`. Importing it does not import torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ open_rows = ImageStore.open
 
 
 def load_model(settings: ModelSettings) -> "ImageClassifier":
-    """The classifier that the settings name; see `ImageClassifier.load`."""
+    """Load the classifier; see `ImageClassifier.load`."""
     from grasp.vision.classifier import ImageClassifier  # noqa: PLC0415 - brings torch
 
     return ImageClassifier.load(settings)
@@ -29,7 +29,7 @@ def load_model(settings: ModelSettings) -> "ImageClassifier":
 def read(
     settings: BuildSettings, model: "ImageClassifier", tokens: Path, *, replace: bool, progress: Callable[[int], None]
 ) -> tuple[UnitSet, ImageShard, ImageStore]:
-    """Trusted images as units, and the images of the corpus as rows in the directory `tokens`."""
+    """Load trusted images as units, and store the images of the corpus as rows in the directory `tokens`."""
     classes, n_classes = model.classes, model.vocab_size
     unit_set, units = load_image_units(settings.targets, settings.corpus, classes, n_classes)
     store = ImageStore.write(

@@ -1,1 +1,1 @@
-"""What gradient methods make of per-example gradients: exact inner products, projections and curvature."""
+"""Shared parts of gradient methods: exact inner products, projections and curvature of per-example gradients."""

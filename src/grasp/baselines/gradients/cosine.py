@@ -1,8 +1,8 @@
-r"""Sums over checkpoints of inner products of gradients, with or without norms, projection and an optimizer's update.
+r"""Sums over checkpoints of inner products of gradients, optionally normalised, projected or replaced by Adam's update.
 
-    a_{i,e} = sum_c w_c <x_i, x_e>        x = g, or g / ||g||; of rows possibly Adam's update in place of g
+    a_{i,e} = sum_c w_c <x_i, x_e>        x = g, or g / ||g||; for rows optionally Adam's update in place of g
 
-What `tracin`, `less` and `grad_cos` have in common. Shape letters: E units, K projected width.
+Start with `CosineMethod`, the base class of `tracin`, `less` and `grad_cos`. Shape letters: E units, K projected width.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.layers import choose_layers, described
+from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
@@ -21,19 +21,19 @@ from grasp.baselines.gradients.scorers import (
     ExactScorer,
     ProjectedScorer,
     checkpoint_note,
+    divide_by_norms,
     exact_note,
-    norms,
-    over_norms,
+    gradient_norms,
     projection_note,
 )
 from grasp.baselines.gradients.session import (
     ExactPlan,
     Group,
     checkpoint_weights,
-    chosen_checkpoints,
     exact_plan,
+    mean_row_tokens,
     open_engine,
-    typical_tokens,
+    select_checkpoints,
     unit_examples,
 )
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
@@ -46,7 +46,7 @@ S = TypeVar("S", bound=LayerSettings)
 
 @dataclass(frozen=True, slots=True)
 class CosineForm:
-    """Which of the family a method is."""
+    """Variant of the sum that a method computes."""
 
     checkpoints: str  # all or last
     weights: str  # learning-rate or equal
@@ -58,77 +58,79 @@ class CosineForm:
 
 
 class CosineMethod(BlockMethod[S]):
-    """Base of the family; one part a checkpoint, and a group of units where gradients are exact."""
+    """Base class; one part per checkpoint, and per group of units if gradients are exact."""
 
-    looks_at = frozenset({"tokens", "model", "checkpoints"})
+    requires = frozenset({"tokens", "model", "checkpoints"})
 
     @abstractmethod
-    def form(self, material: MethodInputs) -> CosineForm:
-        """How inner products are taken."""
+    def form(self, inputs: MethodInputs) -> CosineForm:
+        """Return the variant of the sum."""
 
     def update(self, checkpoint: Checkpoint) -> Update | None:
-        """What takes the place of a row's gradient at a checkpoint."""
+        """Return the optimizer update that replaces a row's gradient at a checkpoint; None: the gradient itself."""
         del checkpoint
         return None
 
-    def parts(self, material: MethodInputs) -> int:
-        return len(self._checkpoints(material)) * len(self._plan(material).groups)
+    def parts(self, inputs: MethodInputs) -> int:
+        return len(self._checkpoints(inputs)) * len(self._plan(inputs).groups)
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        form, checkpoints = self.form(material), self._checkpoints(material)
-        groups = self._plan(material).groups
-        at, group = divmod(part, len(groups))
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+        form, checkpoints = self.form(inputs), self._checkpoints(inputs)
+        groups = self._plan(inputs).groups
+        checkpoint_index, group = divmod(part, len(groups))
         weights, notes = checkpoint_weights(checkpoints, form.weights)
-        account = self._account(material, form, weights, notes)
-        update = self.update(checkpoints[at]) if form.update else None
-        weight = float(weights[at])
+        account = self._account(inputs, form, weights, notes)
+        update = self.update(checkpoints[checkpoint_index]) if form.update else None
+        weight = float(weights[checkpoint_index])
         if form.dimension is not None:
             spec = FeatureSpec(self.settings.layers, form.dimension, form.projection, self.seed, update=form.update)
-            store = FeatureStore(material, work, checkpoints[at], spec, update)
+            store = FeatureStore(inputs, work, checkpoints[checkpoint_index], spec, update)
             unit_EK = np.asarray(store.units(), dtype=np.float64)
-            unit_EK = weight * (over_norms(unit_EK, "unit") if form.units_normalised else unit_EK)
+            unit_EK = weight * (divide_by_norms(unit_EK, "unit") if form.units_normalised else unit_EK)
             return ProjectedScorer(store, unit_EK, account, work, normalise=form.rows_normalised)
-        engine = open_engine(material, checkpoints[at], self.settings.layers)
-        here = groups[group]
-        queries = Queries.collect(engine, unit_examples(material)[here.first : here.last], self._plan(material).dense)
+        engine = open_engine(inputs, checkpoints[checkpoint_index], self.settings.layers)
+        unit_group = groups[group]
+        queries = Queries.collect(
+            engine, unit_examples(inputs)[unit_group.first : unit_group.last], self._plan(inputs).dense
+        )
         weight_E = np.full(queries.n_units, weight)
         if form.units_normalised:
-            weight_E /= norms(queries.squared_norms().cpu().double().numpy(), "unit", here.first)
+            weight_E /= gradient_norms(queries.squared_norms().cpu().double().numpy(), "unit", unit_group.first)
         transform = None if update is None else update(engine)
         return ExactScorer(
-            material,
+            inputs,
             queries,
-            here,
+            unit_group,
             account,
             weight_E=weight_E,
             normalise=form.rows_normalised,
             transform=transform,
         )
 
-    def _checkpoints(self, material: MethodInputs) -> tuple[Checkpoint, ...]:
-        return chosen_checkpoints(material, self.form(material).checkpoints)
+    def _checkpoints(self, inputs: MethodInputs) -> tuple[Checkpoint, ...]:
+        return select_checkpoints(inputs, self.form(inputs).checkpoints)
 
-    def _plan(self, material: MethodInputs) -> ExactPlan:
-        if self.form(material).dimension is not None:
-            return ExactPlan((), (Group(0, material.n_units),))
+    def _plan(self, inputs: MethodInputs) -> ExactPlan:
+        if self.form(inputs).dimension is not None:
+            return ExactPlan((), (Group(0, inputs.n_units),))
         return exact_plan(
-            choose_layers(material.model, self.settings.layers),
-            unit_examples(material),
-            typical_tokens(material),
+            choose_layers(inputs.model, self.settings.layers),
+            unit_examples(inputs),
+            mean_row_tokens(inputs),
             self.settings.memory_mb,
-            dense=bool(self.form(material).update),
+            dense=bool(self.form(inputs).update),
         )
 
-    def _account(self, material: MethodInputs, form: CosineForm, weights: F64, notes: tuple[str, ...]) -> Account:
-        layers = choose_layers(material.model, self.settings.layers)
-        checkpoints = self._checkpoints(material)
+    def _account(self, inputs: MethodInputs, form: CosineForm, weights: F64, notes: tuple[str, ...]) -> Account:
+        layers = choose_layers(inputs.model, self.settings.layers)
+        checkpoints = self._checkpoints(inputs)
         if form.dimension is None:
-            how = exact_note(len(self._plan(material).groups))
+            form_note = exact_note(len(self._plan(inputs).groups))
         else:
-            how = projection_note(layers.blocks, form.dimension, form.projection, typical_tokens(material))
-        updated = ("rows by Adam's update instead of their gradient",) if form.update else ()
+            form_note = projection_note(layers.blocks, form.dimension, form.projection, mean_row_tokens(inputs))
+        updated = ("rows represented by Adam's update instead of their gradient",) if form.update else ()
         return Account(
             features=(form.dimension or 0) * len(checkpoints),
-            covers=(described(layers),),
-            notes=(how, checkpoint_note(checkpoints, weights), *notes, *updated),
+            covers=(describe_layers(layers),),
+            notes=(form_note, checkpoint_note(checkpoints, weights), *notes, *updated),
         )

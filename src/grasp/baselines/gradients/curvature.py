@@ -1,17 +1,17 @@
-r"""Kronecker-factored Fisher matrices of blocks, and what their inverses make of gradients.
+r"""Kronecker-factored Fisher matrices of blocks, and products of their inverses with gradients.
 
-Of a block with per-example gradient G_i = sum_t l_t (x) r_t of the mean loss of n_i labels, so that n_i l_t is the
-gradient of one label's loss:
+Start with `second_moments`, then `apply_kfac` or `apply_ekfac`. For a block with per-example gradient
+G_i = sum_t l_t (x) r_t of the mean loss of n_i labels, so that n_i l_t is the gradient of one label's loss:
 
     K-FAC    F ~ S (x) A,  S = E_t[n^2 l l^T],  A = E_t[r r^T]
     EK-FAC   the same eigenvectors, eigenvalues corrected:  Lambda = E_i[n_i (Q_S^T G_i Q_A)^2]
 
-An embedding's one-hot side has a diagonal factor, exact; that of an output wider than `full_width` is taken diagonal.
-The vectors of a norm have their full Fisher matrix. Expectations over labels are over labels drawn from the model
-(the Fisher) or the true ones (the empirical Fisher).
+The factor of an embedding's one-hot side is diagonal, which is exact; that of an output wider than `full_width` is
+approximated by its diagonal. The vectors of a norm have their full Fisher matrix. Labels are drawn from the model (the
+Fisher matrix) or taken from the corpus (the empirical Fisher matrix).
 
-Source: Martens and Grosse 2015; George et al. 2018; Grosse et al. 2023 for language models. Deviation: n_i weighs
-examples in Lambda so that all factors are on the scale of one label.
+Source: Martens and Grosse 2015; George et al. 2018; Grosse et al. 2023 for language models. Deviation: examples
+are weighted by n_i in Lambda, so that all factors are on the scale of one label.
 
 Shape letters: B examples, T positions, X left width, Y right width, E units, M Fisher rows.
 """
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
-from grasp.baselines.gradients.sinks import MatrixSink, everything
+from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
 from grasp.errors import ModelError, SettingsError
 from grasp.models.gradients import Block, Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Second moments of one block; the left one (X,) where it is diagonal."""
+    """Second moments of a block; `left` is (X,) if it is diagonal, else (X, X)."""
 
     left: Tensor
     right_YY: Tensor
@@ -44,7 +44,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Fisher:
-    """Rows that expectations are over; with numbers that draw their labels, or their true ones."""
+    """Rows of the expectation, with uniform numbers that sample their labels; None: true labels."""
 
     rows: Sequence[Example]
     uniforms: Sequence[F64] | None
@@ -59,7 +59,7 @@ class Fisher:
 
 
 class _Sums:
-    """Adds up second moments."""
+    """Accumulates second moments."""
 
     def __init__(self, engine: PerExample, full_width: int) -> None:
         self._engine = engine
@@ -76,11 +76,11 @@ class _Sums:
         self._tokens = 0
 
     def begin(self, examples: Sequence[Example]) -> None:
-        """Of which rows the factors that follow are."""
+        """Set the rows of the next batch."""
         work, device = self._engine.work, self._engine.model.device
         self._tokens = max(len(example.input_ids) for example in examples)
         self._labels_B = torch.tensor([example.labels for example in examples], dtype=work, device=device)
-        # tokens before the last that carries loss: those that the loss comes from, a prompt's among them
+        # positions that influence the loss: all before the last labelled token, prompts included
         last = [
             len(example.input_ids) - 1 if example.labelled is None else int(np.flatnonzero(example.labelled)[-1])
             for example in examples
@@ -94,7 +94,7 @@ class _Sums:
             mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
             right = right * labels_B.sqrt()[:, None, None]
         else:
-            mask_BT = self._real(use.right.shape[1], rows)
+            mask_BT = self._loss_positions(use.right.shape[1], rows)
             if use.one_hot:
                 right = right * labels_B[:, None, None]
             else:
@@ -113,10 +113,10 @@ class _Sums:
         self._left_count[number] += len(left)
         self._right_count[number] += len(right_PY)
 
-    def _real(self, positions: int, rows: slice) -> Tensor:
-        """Positions that the loss comes from, (B, T): in the head those of the labels, gathered to the left.
+    def _loss_positions(self, positions: int, rows: slice) -> Tensor:
+        """Return a mask of positions that influence the loss, (B, T): for the head, those of the labels, left-aligned.
 
-        A layer that sees the heads of a token apart has several positions a token.
+        A layer that processes the attention heads of a token separately has several positions per token.
         """
         at_labels = positions < self._tokens
         size = positions if at_labels else self._tokens
@@ -134,7 +134,7 @@ class _Sums:
 
 
 def second_moments(engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
-    """K-FAC factors of every block, in one pass over the Fisher rows.
+    """Compute the K-FAC factors of each block, in one pass over the Fisher rows.
 
     Raises:
         ModelError: a factor is not finite.
@@ -144,19 +144,19 @@ def second_moments(engine: PerExample, fisher: Fisher, full_width: int) -> list[
         examples, uniforms = fisher.batch(index_B)
         sums.begin(examples)
         engine.run(examples, sums, fisher.output, uniforms)
-    found = sums.factors()
-    for block, factors in zip(engine.layers.blocks, found, strict=True):
+    all_factors = sums.factors()
+    for block, factors in zip(engine.layers.blocks, all_factors, strict=True):
         if not (factors.left.isfinite().all() and factors.right_YY.isfinite().all()):
             raise ModelError(
                 f"influence: the Fisher factors of {block.name} are not finite in {engine.model.dtype}; use "
                 "model.dtype bfloat16 or float32"
             )
-    return found
+    return all_factors
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Eigenvectors of both factors; left None where its factor is diagonal."""
+    """Eigenvectors of both factors; `left_XX` is None if the left factor is diagonal."""
 
     left_XX: Tensor | None
     right_YY: Tensor
@@ -166,75 +166,75 @@ class Basis:
         left = None if factors.diagonal else torch.linalg.eigh(factors.left.double())[1].to(factors.left.dtype)
         return cls(left, torch.linalg.eigh(factors.right_YY.double())[1].to(factors.right_YY.dtype))
 
-    def turned(self, use: Use) -> Use:
-        """Factors whose product is Q_S^T G Q_A: of a row's positions it takes less than of the matrix."""
+    def rotate_use(self, use: Use) -> Use:
+        """Rotate the factors of G, so that their product is Q_S^T G Q_A; cheaper than rotating the matrix."""
         left = use.left if self.left_XX is None else use.left @ self.left_XX
         return Use(left, use.right @ self.right_YY)
 
-    def into(self, matrix_BXY: Tensor) -> Tensor:
-        """Q_S^T G Q_A."""
+    def rotate(self, matrix_BXY: Tensor) -> Tensor:
+        """Return Q_S^T G Q_A."""
         rotated = matrix_BXY @ self.right_YY
         return rotated if self.left_XX is None else self.left_XX.T @ rotated
 
-    def back(self, matrix_BXY: Tensor) -> Tensor:
-        """Q_S G Q_A^T."""
+    def rotate_back(self, matrix_BXY: Tensor) -> Tensor:
+        """Return Q_S G Q_A^T."""
         rotated = matrix_BXY @ self.right_YY.T
         return rotated if self.left_XX is None else self.left_XX @ rotated
 
 
 def corrected_eigenvalues(engine: PerExample, fisher: Fisher, bases: Sequence[Basis]) -> list[Tensor]:
-    """Lambda (X, Y) of every block: second moments of gradients in the basis, one pass over the Fisher rows."""
+    """Compute Lambda (X, Y) of each block: second moments of gradients in the eigenbasis, in one pass."""
     blocks, device = engine.layers.blocks, engine.model.device
     total = [torch.zeros(block.left, block.right, dtype=engine.work, device=device) for block in blocks]
     labels_B = torch.zeros(0)
 
-    def take(number: int, matrix_BXY: Tensor, rows: slice) -> None:
+    def add_squares(number: int, matrix_BXY: Tensor, rows: slice) -> None:
         total[number] += torch.einsum("b,bxy->xy", labels_B[rows], matrix_BXY.square_())
 
-    def turn(number: int, use: Use, rows: slice) -> None:
-        sink(number, bases[number].turned(use), rows)
+    def rotate_factors(number: int, use: Use, rows: slice) -> None:
+        sink(number, bases[number].rotate_use(use), rows)
 
-    sink = MatrixSink(engine, everything(engine), take)
+    sink = MatrixSink(engine, all_blocks(engine), add_squares)
     for index_B in engine.batches(fisher.rows):
         examples, uniforms = fisher.batch(index_B)
         labels_B = torch.tensor([example.labels for example in examples], dtype=engine.work, device=device)
-        engine.run(examples, turn, fisher.output, uniforms)
+        engine.run(examples, rotate_factors, fisher.output, uniforms)
         sink.finish()
     return [matrix / len(fisher.rows) for matrix in total]
 
 
 def apply_ekfac(queries: Queries, bases: Sequence[Basis], eigenvalues: Sequence[Tensor], damping: float) -> None:
-    """(F + lambda I)^{-1} g of every unit, in place; lambda is `damping` times the mean eigenvalue of the block."""
+    """Replace g of each unit by (F + lambda I)^{-1} g; lambda is `damping` times the block's mean eigenvalue."""
     for number, query in enumerate(queries.blocks):
         assert isinstance(query, DenseQuery)
         block, value_XY = queries.engine.layers.blocks[number], eigenvalues[number]
         scale_XY = 1.0 / (value_XY + damping * value_XY.mean())
         for unit in range(queries.n_units):
             matrix = query.matrix_ED[unit].view(block.left, block.right)
-            query.matrix_ED[unit] = bases[number].back(bases[number].into(matrix) * scale_XY).flatten()
+            query.matrix_ED[unit] = bases[number].rotate_back(bases[number].rotate(matrix) * scale_XY).flatten()
 
 
-def refuse_tied(blocks: Sequence[Block]) -> None:
-    """See that K-FAC has a form for every block, before its factors are made.
+def check_untied(blocks: Sequence[Block]) -> None:
+    """Check that K-FAC applies to every block, before factors are computed.
 
     Raises:
-        SettingsError: a weight that is tied is no Kronecker product of anything.
+        SettingsError: a block is a tied weight, whose Fisher matrix is not a Kronecker product.
     """
     for block in blocks:
         if len(block.kinds) > 1:
             raise SettingsError(
-                f"influence.curvature: {block.name} is embedding and head at once, which K-FAC has no form for; set "
-                f"curvature: ekfac, or leave it out with !{block.name}"
+                f"influence.curvature: {block.name} is both embedding and head, which K-FAC does not support; set "
+                f"curvature: ekfac, or exclude it with !{block.name}"
             )
 
 
 def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> None:
-    """S^{-1} G A^{-1} of every unit, in place; each factor is damped by sqrt(`damping`) of its mean eigenvalue.
+    """Replace G of each unit by S^{-1} G A^{-1}; factors are damped by sqrt(`damping`) of their mean eigenvalue.
 
     Raises:
-        SettingsError: see `refuse_tied`.
+        SettingsError: see `check_untied`.
     """
-    refuse_tied(queries.engine.layers.blocks)
+    check_untied(queries.engine.layers.blocks)
     for number, query in enumerate(queries.blocks):
         block = queries.engine.layers.blocks[number]
         left, right_YY = _inverses(factors[number], damping**0.5)
@@ -243,7 +243,7 @@ def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> 
             matrix = matrix * left[:, None] if left.ndim == 1 else left @ matrix
             query.matrix_ED = matrix.flatten(1)
         else:
-            query.uses = [_solved(use, left, right_YY) for use in query.uses]
+            query.uses = [_apply_inverse(use, left, right_YY) for use in query.uses]
 
 
 def _inverses(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def _damped_inverse(moment: Tensor, damping: float) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(wide)).to(moment.dtype)
 
 
-def _solved(use: FlatUse, left: Tensor, right_YY: Tensor) -> FlatUse:
+def _apply_inverse(use: FlatUse, left: Tensor, right_YY: Tensor) -> FlatUse:
     right = use.right_SY @ right_YY
     if use.one_hot:
         return FlatUse(use.left, right * left[use.left][:, None], use.unit_S)

@@ -1,4 +1,6 @@
-"""Sums of outer products in full: gradients of a few rows, and their norms.
+"""Gradients materialised from their factors, and gradient norms.
+
+Start with `materialise` or `squared_norm`.
 
 Shape letters: B examples, T positions, X left width, Y right width, P and S positions of two sides.
 """
@@ -8,16 +10,16 @@ from torch import Tensor
 
 from grasp.models.gradients import Use
 
-ELEMENTS = 1 << 25  # numbers in one temporary on a CPU: 128 MB of float32
+ELEMENTS = 1 << 25  # elements of a temporary tensor: 128 MB of float32
 
 
 def some_rows(use: Use, begin: int, end: int) -> Use:
-    """Some of the examples."""
+    """Return examples [begin, end)."""
     return Use(use.left[begin:end], use.right[begin:end])
 
 
 def materialise(use: Use, width: int) -> Tensor:
-    """G, (B, X, Y); `width` is X."""
+    """Return G, (B, X, Y); `width` is X."""
     if not use.one_hot:
         return torch.bmm(use.left.mT, use.right)
     examples, _, right = use.right.shape
@@ -28,7 +30,7 @@ def materialise(use: Use, width: int) -> Tensor:
 
 
 def left_products(left: Tensor, other: Tensor) -> Tensor:
-    """<left_p, other_s> for every pair, (P, S); either side may be int64 coordinates of one-hot vectors."""
+    """Return <left_p, other_s> for all pairs, (P, S); either side may be int64 coordinates of one-hot vectors."""
     if left.ndim == 1 and other.ndim == 1:
         return left[:, None] == other[None, :]
     if left.ndim == 1:
@@ -37,7 +39,10 @@ def left_products(left: Tensor, other: Tensor) -> Tensor:
 
 
 def squared_norm(uses: list[Use], width: int) -> Tensor:
-    """||G||^2 of every example, (B,), for the sum of several uses of one block."""
+    """Return ||G||^2 of each example, (B,), for the sum of several uses of one block.
+
+    Chooses the cheaper of two exact forms: pairs of positions (the ghost norm), or the materialised matrix.
+    """
     total = sum(use.right.shape[1] for use in uses)
     right = uses[0].right.shape[2]
     ghost = total * total * (width + right)
@@ -58,13 +63,13 @@ def _plain_norm(uses: list[Use], width: int) -> Tensor:
 
 
 def _ghost_norm(uses: list[Use]) -> Tensor:
-    """Pairs of positions instead of the matrix: sum_{t,s} <left_t, left_s> <right_t, right_s>."""
+    """Sum over pairs of positions instead of forming G: sum_{t,s} <left_t, left_s> <right_t, right_s>."""
     parts = []
     for b in range(len(uses[0].right)):
         norm = uses[0].right.new_zeros(())
-        for i, one in enumerate(uses):
+        for i, use in enumerate(uses):
             for j, other in enumerate(uses[: i + 1]):
-                pairs = left_products(one.left[b], other.left[b]) * (one.right[b] @ other.right[b].T)
+                pairs = left_products(use.left[b], other.left[b]) * (use.right[b] @ other.right[b].T)
                 norm = norm + (1 if i == j else 2) * pairs.sum()
         parts.append(norm)
     return torch.stack(parts)

@@ -1,4 +1,6 @@
-"""Projected gradients of examples: K numbers each, from one forward and one backward pass.
+"""Projected gradients of examples, K features each, from one forward and one backward pass.
+
+Start with `Featurizer`.
 
 Shape letters: N examples, B of them in a batch, K projected width, D parameters covered, X, Y a block's widths.
 """
@@ -15,36 +17,36 @@ from torch import Tensor
 from grasp.arrays import F32, F64
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
-from grasp.baselines.gradients.sinks import MatrixSink, everything
+from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
 from grasp.errors import ModelError
 from grasp.models.gradients import Example, Output, PerExample, Use
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What is kept of examples."""
+    """Features and losses of examples."""
 
-    value_NK: F32  # (blocks, N, K) where blocks are kept apart
-    loss_N: F64  # nats a label
+    value_NK: F32  # (blocks, N, K) if blocks are projected separately
+    loss_N: F64  # nats per label
     doubt_N: F64  # mean of 1 - p of the true label
 
 
 class Sink(Protocol):
-    """Takes factors of one batch, and gives numbers an example."""
+    """Consumes the factors of one batch and returns features per example."""
 
     def __call__(self, number: int, use: Use, rows: slice) -> None: ...
     def finish(self) -> Tensor: ...
 
 
 class ProjectionSink:
-    """Sums the projections of all blocks, or keeps those of blocks apart."""
+    """Projects gradients, summed over blocks or per block."""
 
     def __init__(self, projection: Projection, examples: int, *, per_block: bool = False) -> None:
-        self._projection, self._apart = projection, per_block
+        self._projection, self._per_block = projection, per_block
         self._out = projection.zeros(examples, per_block)
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
-        out = self._out[number] if self._apart else self._out
+        out = self._out[number] if self._per_block else self._out
         self._projection.add(number, use, out[rows])
 
     def finish(self) -> Tensor:
@@ -52,7 +54,7 @@ class ProjectionSink:
 
 
 class TransformedSink:
-    """Projects what a transform makes of whole gradients, e.g. an optimizer's update."""
+    """Projects transformed gradients, e.g. the update of an optimizer."""
 
     def __init__(self, engine: PerExample, projection: Projection, transform: Transform, examples: int) -> None:
         out = projection.zeros(examples)
@@ -60,7 +62,7 @@ class TransformedSink:
         def take(number: int, matrix: Tensor, rows: slice) -> None:
             out[rows] += projection.of_matrix(number, transform(number, matrix))
 
-        self._matrices, self._out = MatrixSink(engine, everything(engine), take), out
+        self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         self._matrices(number, use, rows)
@@ -71,7 +73,7 @@ class TransformedSink:
 
 
 class WholeSink:
-    """Gradients in full, blocks side by side: K = D."""
+    """Returns whole gradients with blocks concatenated: K = D."""
 
     def __init__(self, engine: PerExample, examples: int) -> None:
         sizes = [block.size for block in engine.layers.blocks]
@@ -81,7 +83,7 @@ class WholeSink:
         def take(number: int, matrix: Tensor, rows: slice) -> None:
             out[rows, begin[number] : begin[number + 1]] = matrix.flatten(1)
 
-        self._matrices, self._out = MatrixSink(engine, everything(engine), take), out
+        self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         self._matrices(number, use, rows)
@@ -93,15 +95,15 @@ class WholeSink:
 
 @dataclass(frozen=True, slots=True)
 class Featurizer:
-    """From examples to features: the engine, and how its gradients are reduced."""
+    """Computes features of examples: a gradient engine with an optional transform and projection."""
 
     engine: PerExample
-    projection: Projection | None  # none: whole gradients
+    projection: Projection | None  # None: whole gradients
     transform: Transform | None = None
     per_block: bool = False
 
     @classmethod
-    def projecting(
+    def with_projection(
         cls,
         engine: PerExample,
         width: int,
@@ -112,7 +114,7 @@ class Featurizer:
         transform: Transform | None = None,
         per_block: bool = False,
     ) -> Self:
-        """To `width` numbers by maps that depend on the seed, the layers, the width and `tokens`, see `Projection`."""
+        """Create a featurizer with a random projection to `width` features; see `Projection` for the arguments."""
         projection = Projection(
             engine.layers.blocks,
             width,
@@ -125,25 +127,25 @@ class Featurizer:
         return cls(engine, projection, transform, per_block)
 
     def features(self, examples: Sequence[Example], output: Output = "loss") -> Features:
-        """Features of examples, in their order.
+        """Compute the features of examples, in order.
 
         Raises:
-            ModelError: a gradient is not a number; the message names the example.
+            ModelError: a gradient is not finite; the message names the example.
         """
-        apart = self.per_block and self.projection is not None
+        per_block = self.per_block and self.projection is not None
         value: F32 | None = None
         loss_N, doubt_N = np.zeros(len(examples)), np.zeros(len(examples))
         for index_B in self.engine.batches(examples):
             sink = self._sink(len(index_B))
             outcome = self.engine.run([examples[int(i)] for i in index_B], sink, output)
-            found = sink.finish()
+            values = sink.finish()
             if value is None:
-                shape = (*found.shape[:-2], len(examples), found.shape[-1])
+                shape = (*values.shape[:-2], len(examples), values.shape[-1])
                 value = np.zeros(shape, dtype=np.float32)
-            value[..., index_B, :] = found.cpu().numpy()
+            value[..., index_B, :] = values.cpu().numpy()
             loss_N[index_B], doubt_N[index_B] = outcome.loss_B.cpu().numpy(), outcome.doubt_B.cpu().numpy()
         assert value is not None
-        refuse_non_finite(value.sum(axis=0) if apart else value, self.engine.model.dtype)
+        check_finite(value.sum(axis=0) if per_block else value, self.engine.model.dtype)
         return Features(value, loss_N, doubt_N)
 
     def _sink(self, examples: int) -> Sink:
@@ -154,17 +156,16 @@ class Featurizer:
         return ProjectionSink(self.projection, examples, per_block=self.per_block)
 
 
-def refuse_non_finite(value_NK: NDArray[np.floating], dtype: torch.dtype) -> None:
-    """See that all gradients are numbers.
+def check_finite(value_NK: NDArray[np.floating], dtype: torch.dtype) -> None:
+    """Check that all gradients are finite.
 
     Raises:
-        ModelError: names the first example and the type that overflowed.
+        ModelError: names the first bad example and the dtype.
     """
     bad = np.flatnonzero(~np.isfinite(value_NK).all(axis=1))
     if bad.size:
         name = str(dtype).removeprefix("torch.")
-        hint = "float16 overflows, set model.dtype to bfloat16 or float32" if name == "float16" else "look at the row"
+        hint = "float16 overflows, set model.dtype to bfloat16 or float32" if name == "float16" else "check the row"
         raise ModelError(
-            f"example {bad[0]} of {len(value_NK)} has a gradient that is not finite ({bad.size} such) in {name}, "
-            f"expected numbers; {hint}"
+            f"example {bad[0]} of {len(value_NK)}: its gradient is not finite in {name} ({bad.size} such); {hint}"
         )

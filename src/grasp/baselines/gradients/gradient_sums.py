@@ -1,8 +1,9 @@
-"""Weighted sums of gradients, inner products with given matrices, and parameters in the form of blocks.
+"""Weighted sums of gradients, inner products with given matrices, and parameters as matrices of blocks.
 
-All in the layout of the engine: one matrix (X, Y) a block, so that what is added to parameters, what a gradient is
-multiplied with and what an optimizer keeps are arrays of the same shape. No example's gradient is formed where that
-can be avoided: a sum over examples is one matrix product, <G_b, M> = sum_t left_t^T M right_t another.
+Start with `run_over`, which passes the gradients of examples to collectors. Everything has the layout of the engine,
+one matrix (X, Y) per block, so that parameters, gradients and optimizer state have the same shapes. The gradient of a
+single example is formed only if necessary: a sum over examples is one matrix product, and
+<G_b, M> = sum_t left_t^T M right_t is another.
 
 Shape letters: N examples, B examples of a batch, T positions, K sums or matrices, X left width, Y right width.
 """
@@ -21,14 +22,14 @@ from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 
 
 class Collector(Protocol):
-    """What wants the factors of many examples."""
+    """Collects the factors of many examples."""
 
     def at(self, index_B: I64, /) -> Consumer:
-        """The consumer of a batch; `index_B` says which examples it has."""
+        """Return the consumer of a batch with examples `index_B`."""
 
 
 def run_over(engine: PerExample, examples: Sequence[Example], sinks: Sequence[Collector]) -> F64:
-    """One pass over the examples, batches of like lengths at a time, for all sinks; mean losses (N,), nats."""
+    """Run one pass over the examples, batched by length, for all sinks; return mean losses (N,), nats."""
     loss_N = np.zeros(len(examples))
     for index_B in engine.batches(examples):
         consumers = [sink.at(index_B) for sink in sinks]
@@ -46,7 +47,7 @@ def _all(consumers: Sequence[Consumer]) -> Consumer:
 
 
 def zero_matrices(engine: PerExample, count: int) -> list[Tensor]:
-    """`count` matrices of zeros a block, (K, X, Y)."""
+    """Return zeros, (K, X, Y) per block, with K = `count`."""
     device, work = engine.model.device, engine.work
     return [torch.zeros(count, b.left, b.right, dtype=work, device=device) for b in engine.layers.blocks]
 
@@ -80,7 +81,7 @@ def _add_sum(use: Use, weight_B: Tensor, total_XY: Tensor) -> None:
 
 
 class EachGradient:
-    """The gradient of every example in full, ``matrices[block][i]``; for as many as fit in memory."""
+    """The whole gradient of each example, ``matrices[block][i]``; all of them must fit in memory."""
 
     def __init__(self, engine: PerExample, n_examples: int) -> None:
         self.matrices = zero_matrices(engine, n_examples)
@@ -105,7 +106,7 @@ class InnerProducts:
 
     @property
     def products(self) -> F64:
-        """The products so far, (N, K)."""
+        """Products so far, (N, K)."""
         return np.asarray(self._product_NK.cpu().numpy(), dtype=np.float64)
 
     def at(self, index_B: I64) -> Consumer:
@@ -118,27 +119,27 @@ class InnerProducts:
 
 
 def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
-    """(B, K): by look-up for one-hot factors, by a product with each matrix, or by forming the examples' own."""
+    """Return (B, K): by look-up for one-hot factors, else by the cheaper of matrix-vector products and forming G."""
     count = len(matrices_KXY)
     if use.one_hot:
         return torch.stack([(matrix[use.left] * use.right).sum(dim=(1, 2)) for matrix in matrices_KXY], dim=1)
     if use.right.shape[1] * count <= use.right.shape[1] + count:
-        passed = [torch.matmul(use.left, matrix) for matrix in matrices_KXY]
-        return torch.stack([(one * use.right).sum(dim=(1, 2)) for one in passed], dim=1)
+        left_products = [torch.matmul(use.left, matrix) for matrix in matrices_KXY]
+        return torch.stack([(left_product * use.right).sum(dim=(1, 2)) for left_product in left_products], dim=1)
     flat_KD = matrices_KXY.flatten(1)
     pieces = _pieces(use, flat_KD.shape[1])
     return torch.cat([torch.bmm(piece.left.mT, piece.right).flatten(1) @ flat_KD.T for _, piece in pieces])
 
 
 def _pieces(use: Use, size: int) -> Iterator[tuple[int, Use]]:
-    """A few examples at a time, so that their matrices of `size` numbers stay small; with the first one's place."""
+    """Yield (offset, a few examples), so that their matrices of `size` elements fit in a temporary tensor."""
     step = max(1, ELEMENTS // size)
     for start in range(0, len(use.right), step):
         yield start, some_rows(use, start, start + step)
 
 
 class BlockParameters:
-    """The parameters that a layer set covers, read and written as one matrix (X, Y) a block."""
+    """The parameters of a layer set, read and written as one matrix (X, Y) per block."""
 
     def __init__(self, model: nn.Module, layers: LayerSet, work: torch.dtype) -> None:
         self._layers = layers
@@ -148,15 +149,15 @@ class BlockParameters:
         self._transposed = [isinstance(owner[number], Conv1D) for number in range(len(layers.blocks))]
 
     def read(self) -> list[Tensor]:
-        """Copies of the parameters, in the precision of the engine."""
-        found = []
+        """Return copies of the parameters in the precision of the engine."""
+        matrices = []
         for number, block in enumerate(self._layers.blocks):
             like = self._parameters[block.parameters[0]]
             matrix = torch.zeros(block.left, block.right, dtype=self._work, device=like.device)
             for name, part in self.parts(number, matrix):
                 part.copy_(self._parameters[name])
-            found.append(matrix)
-        return found
+            matrices.append(matrix)
+        return matrices
 
     @torch.no_grad()
     def write(self, matrices: Sequence[Tensor]) -> None:
@@ -166,7 +167,7 @@ class BlockParameters:
                 self._parameters[name].copy_(part)
 
     def parts(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views of a block's matrix in the shapes of its parameters."""
+        """Yield views of a block's matrix in the shapes of its parameters."""
         block = self._layers.blocks[number]
         if "vector" in block.kinds:
             sizes = [self._parameters[name].numel() for name in block.parameters]
@@ -184,11 +185,11 @@ class BlockParameters:
 Matrices = Sequence[Tensor]
 
 
-def norm_of(matrices: Matrices) -> float:
-    """Euclidean norm over all blocks."""
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in matrices])))
+def total_norm(matrices: Matrices) -> float:
+    """Return the Euclidean norm over all blocks."""
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(matrix) for matrix in matrices])))
 
 
-def combined(function: Callable[..., Tensor], *operands: Matrices) -> list[Tensor]:
-    """`function` of the blocks of several operands, block by block."""
+def map_blocks(function: Callable[..., Tensor], *operands: Matrices) -> list[Tensor]:
+    """Apply `function` to corresponding blocks of the operands."""
     return [function(*blocks) for blocks in zip(*operands, strict=True)]

@@ -1,4 +1,7 @@
-"""Which parameters a gradient method covers, chosen by patterns over their names."""
+"""Selection of the parameters that a gradient method covers, by patterns over their names.
+
+Start with `choose_layers`.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +21,15 @@ EXAMPLES = 6
 
 
 def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
-    """Blocks of all parameters that the patterns name.
+    """Return the blocks of all parameters that match the patterns.
 
     Args:
-        patterns: words (all, head, embedding, body, blocks, block:N, final_norm), wildcards over the names of
-            parameters or modules (`model.layers.2`, `*.mlp.*`), or `re:` and a regular expression; `!` in front
-            takes away.
+        patterns: keywords (all, head, embedding, body, blocks, block:N, final_norm), wildcards over the names of
+            parameters or modules (`model.layers.2`, `*.mlp.*`), or `re:` and a regular expression; a leading `!`
+            excludes matches.
     Raises:
-        SettingsError: a pattern matches nothing, or all is taken away; the message lists names.
-        ModelError: a parameter that was asked for has no per-example form.
+        SettingsError: a pattern matches nothing, or nothing is left; the message lists names.
+        ModelError: a selected parameter has no per-example gradient.
     """
     names = _Names(model)
     chosen: set[str] = set()
@@ -34,28 +37,30 @@ def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
         matched = names.match(pattern.removeprefix("!"))
         chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     if not chosen:
-        raise SettingsError(f"layers: {list(patterns)} chooses nothing; expected {WORDS}, or a pattern over names")
+        raise SettingsError(
+            f"layers: {list(patterns)} selects no parameters; expected {WORDS}, or a pattern over names"
+        )
     return layers_of(model, chosen)
 
 
-def described(layers: LayerSet) -> str:
-    """One line: how many parameters, in which modules."""
+def describe_layers(layers: LayerSet) -> str:
+    """Return a one-line summary: number of parameters, and blocks."""
     names = [block.name for block in layers.blocks]
     shown = ", ".join(names if len(names) <= EXAMPLES else [*names[:3], "...", *names[-3:]])
     return f"{layers.size:,} of {layers.total:,} parameters in {len(names)} blocks ({shown})"
 
 
 def as_matrix(block: Block, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Tensors in the shape of a block's parameters, by canonical name, as the block's (X, Y)."""
-    found = [parameters[name] for name in block.parameters]
+    """Arrange tensors with the shapes of a block's parameters, by canonical name, as the block's (X, Y) matrix."""
+    tensors = [parameters[name] for name in block.parameters]
     if "vector" in block.kinds:
-        return torch.cat([tensor.flatten() for tensor in found])[None]
-    weights = [tensor.T if block.transposed else tensor for tensor in found if tensor.ndim == 2]
-    return torch.cat([*weights, *(tensor[:, None] for tensor in found if tensor.ndim == 1)], dim=1)
+        return torch.cat([tensor.flatten() for tensor in tensors])[None]
+    weights = [tensor.T if block.transposed else tensor for tensor in tensors if tensor.ndim == 2]
+    return torch.cat([*weights, *(tensor[:, None] for tensor in tensors if tensor.ndim == 1)], dim=1)
 
 
 class _Names:
-    """Parameters by every name that they have, and what the words stand for."""
+    """Resolves patterns to canonical names of parameters, aliases of tied parameters included."""
 
     def __init__(self, model: ReferenceModel) -> None:
         self._model = model
@@ -65,83 +70,83 @@ class _Names:
         self._canonical = {name: first[id(parameter)] for name, parameter in aliases}
 
     def match(self, pattern: str) -> set[str]:
-        """Canonical names of the parameters."""
+        """Return the canonical names of the parameters that a pattern matches."""
         if (block := BLOCK.fullmatch(pattern)) is not None:
-            return self._of(self._block(int(block[1]), pattern))
+            return self._parameter_names(self._block(int(block[1]), pattern))
         if (word := self._words().get(pattern)) is not None:
             return word()
         try:
             test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else None
         except re.error as err:
-            raise SettingsError(f"layers: {pattern!r} is no regular expression: {err}") from err
-        found = set()
+            raise SettingsError(f"layers: {pattern!r} is not a valid regular expression: {err}") from err
+        matched = set()
         for name, canonical in self._canonical.items():
-            heads = _prefixes(name)
-            if any(test(head) if test is not None else fnmatchcase(head, pattern) for head in heads):
-                found.add(canonical)
-        if not found:
-            close = get_close_matches(pattern, [head for name in self._canonical for head in _prefixes(name)], n=3)
+            prefixes = _prefixes(name)
+            if any(test(prefix) if test is not None else fnmatchcase(prefix, pattern) for prefix in prefixes):
+                matched.add(canonical)
+        if not matched:
+            close = get_close_matches(pattern, [prefix for name in self._canonical for prefix in _prefixes(name)], n=3)
             shown = close or [*list(self._canonical)[:3], "...", *list(self._canonical)[-3:]]
             raise SettingsError(
                 f"layers: {pattern!r} matches no parameter and no module of {type(self._root).__name__}; expected "
                 f"{WORDS}, or a pattern over names such as {', '.join(shown)}"
             )
-        return found
+        return matched
 
     def _words(self) -> dict[str, Callable[[], set[str]]]:
-        everything, model = set(self._canonical.values()), self._model
+        all_names, model = set(self._canonical.values()), self._model
         return {
-            "all": lambda: everything,
-            "head": lambda: self._of(model.head.linear),
+            "all": lambda: all_names,
+            "head": lambda: self._parameter_names(model.head.linear),
             "embedding": self._input_embedding,
-            "body": lambda: everything - self._of(model.head.linear) - self._input_embedding(),
-            "blocks": lambda: self._of(_decoder(model)[1]),
-            "final_norm": lambda: self._of(_final_norm(model)),
+            "body": lambda: all_names - self._parameter_names(model.head.linear) - self._input_embedding(),
+            "blocks": lambda: self._parameter_names(_decoder(model)[1]),
+            "final_norm": lambda: self._parameter_names(_final_norm(model)),
         }
 
-    def _of(self, module: nn.Module) -> set[str]:
-        own = {id(parameter) for parameter in module.parameters()}
-        return {name for name, parameter in self._root.named_parameters() if id(parameter) in own}
+    def _parameter_names(self, module: nn.Module) -> set[str]:
+        parameter_ids = {id(parameter) for parameter in module.parameters()}
+        return {name for name, parameter in self._root.named_parameters() if id(parameter) in parameter_ids}
 
     def _input_embedding(self) -> set[str]:
         find = getattr(self._root, "get_input_embeddings", None)
         module = find() if find is not None else None
-        return self._of(module) if isinstance(module, nn.Module) else set()
+        return self._parameter_names(module) if isinstance(module, nn.Module) else set()
 
     def _block(self, number: int, pattern: str) -> nn.Module:
         blocks = _decoder(self._model)[1]
         if not -len(blocks) <= number < len(blocks):
-            raise SettingsError(f"layers: got {pattern!r}, the model has blocks 0 to {len(blocks) - 1}")
+            raise SettingsError(f"layers: got {pattern!r}, but the model has blocks 0 to {len(blocks) - 1}")
         return blocks[number]
 
 
 def _prefixes(name: str) -> list[str]:
-    """`a.b.weight` -> a, a.b, a.b.weight."""
+    """Return the dotted prefixes of a name: `a.b.weight` -> a, a.b, a.b.weight."""
     steps = name.split(".")
     return [".".join(steps[: k + 1]) for k in range(len(steps))]
 
 
 def _decoder(model: ReferenceModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The stack of transformer blocks, and the module that holds it."""
+    """Return the module that contains the transformer blocks, and their list."""
     depth = getattr(model.model.config, "num_hidden_layers", None)
     for module in model.body.modules():
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return module, child
     raise SettingsError(
-        f"layers: {type(model.model).__name__} has no list of {depth} blocks; name its layers by a pattern over names"
+        f"layers: {type(model.model).__name__} has no list of {depth} blocks; select layers by a pattern over names"
     )
 
 
 def _final_norm(model: ReferenceModel) -> nn.Module:
     parent, _ = _decoder(model)
-    found = [
+    norms = [
         child
         for child in parent.children()
         if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
     ]
-    if not found:
+    if not norms:
         raise SettingsError(
-            f"layers: {type(model.model).__name__} has no norm after its blocks; name it by a pattern over names"
+            f"layers: {type(model.model).__name__} has no norm after its blocks; select it by a pattern over names"
         )
-    return found[-1]
+    return norms[-1]

@@ -1,4 +1,4 @@
-"""Settings that gradient methods have in common."""
+"""Settings shared by gradient methods: layers, checkpoints, projection. Start with `LayerSettings`."""
 
 import re
 from typing import Annotated, Literal, Self
@@ -9,14 +9,14 @@ from grasp.baselines.gradients.projection import Form
 from grasp.settings import Settings, refuse_idle
 
 PAPER_LAYERS = ("block:-1", "final_norm")
-UNPROJECTED = "dimension: null projects nothing"
+UNPROJECTED = "dimension: null disables projection"
 
 
 EXPRESSION = re.compile(r"(?:^|,)\s*(!?re:.*)", re.DOTALL)
 
 
 def _listed(value: object) -> object:
-    """A string in its parts; a regular expression may hold commas, so it reaches to the end."""
+    """Split a string at commas; a regular expression may contain commas, so it extends to the end."""
     if not isinstance(value, str):
         return value
     expression = EXPRESSION.search(value)
@@ -29,42 +29,42 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 class LayerSettings(Settings):
-    """Which parameters the gradients are of."""
+    """Parameters that gradients cover."""
 
     layers: Patterns = Field(
         PAPER_LAYERS,
         description="Parameters covered: all, head, embedding, body, blocks, block:N, final_norm, wildcards over names "
-        "of parameters or modules, re:EXPRESSION; ! takes away; separated by commas, or a list. An expression in a "
-        "string reaches to its end, commas included. Paper: the last block and the final norm.",
+        "of parameters or modules, re:EXPRESSION; ! excludes; separated by commas, or a list. In a string, an "
+        "expression extends to the end, commas included. Paper: the last block and the final norm.",
     )
     memory_mb: int = Field(
         2048,
         ge=1,
-        description="Memory for the units' gradients where they are not projected; more units than fit cost a further "
-        "pass over the rows.",
+        description="Memory in MB for the units' gradients if they are not projected; if they do not fit, further "
+        "passes over the rows are made.",
     )
 
 
 class CheckpointSettings(LayerSettings):
-    """Which checkpoints are added up."""
+    """Checkpoints that scores are summed over."""
 
     checkpoints: Literal["all", "last"] = Field(
-        "all", description="all: those that are there, see --checkpoints; last: one. Paper: five."
+        "all", description="all: every available checkpoint, see --checkpoints; last: only the last. Paper: five."
     )
 
 
 class ProjectedSettings(CheckpointSettings):
-    """Gradients projected to a few numbers, or not."""
+    """Random projection of gradients."""
 
     dimension: int | None = Field(
         128,
         ge=1,
-        description="Numbers kept a row and checkpoint; null: no projection, exact inner products. Paper: 128.",
+        description="Features per row and checkpoint; null: no projection, exact inner products. Paper: 128.",
     )
     projection: Form = Field(
         "auto",
-        description="dense: a matrix of signs, as TRAK; two-sided: signs for inputs and outputs of each layer first; "
-        "auto: dense unless it costs more than twice as much.",
+        description="dense: a matrix of random signs, as in TRAK; two-sided: random signs for inputs and outputs of "
+        "each layer first; auto: dense unless it costs more than twice as much.",
     )
 
     @model_validator(mode="after")
@@ -75,8 +75,8 @@ class ProjectedSettings(CheckpointSettings):
 
 
 class WeightedSettings(ProjectedSettings):
-    """Checkpoints weighed by their learning rates."""
+    """Weights of checkpoints."""
 
     weights: Literal["learning-rate", "equal"] = Field(
-        "learning-rate", description="What a checkpoint counts for; weights are divided by their sum. Paper: its rate."
+        "learning-rate", description="Weight of a checkpoint, divided by the sum of weights. Paper: learning rate."
     )

@@ -1,17 +1,17 @@
-r"""Random projection of per-example gradients to K numbers, the blocks' projections summed.
+r"""Random projection of per-example gradients to K features, summed over blocks. Start with `Projection`.
 
-Of one block with gradient G (X, Y), with signs +-1 drawn once for a seed:
+For a block with gradient G (X, Y), and random signs +-1 determined by a seed:
 
-    dense       y = K^-1/2 R^T vec(G)                    R (X Y, K): what TRAK does
+    dense       y = K^-1/2 R^T vec(G)                    R (X Y, K), as in TRAK
     two-sided   y = K^-1/2 S^T vec(A^T G B) / M          A (X, M), B (Y, M), S (M^2, K): never forms G
 
-Both keep inner products without bias, and blocks are independent, so their sum projects the whole gradient. The
-variance of a squared norm is 2/K ||G||^4 for dense; two-sided adds up to 4/M ||G||^4 where G is a single outer product
-(M = 32), and the less the more positions G is the sum of and the more blocks share the norm. A side no wider than M
-stays as it is. `auto` takes two-sided where dense costs more than twice as much: large layers. An embedding, and a head
-tied to one, is always two-sided: a one-hot coordinate is a look-up.
+Both are unbiased estimators of inner products, and blocks are independent, so their sum projects the whole gradient.
+The variance of a squared norm is 2/K ||G||^4 for dense; two-sided adds up to 4/M ||G||^4 if G is a single outer product
+(M = 32), and less if G is a sum over more positions or the norm is spread over more blocks. A side no wider than M is
+not compressed. `auto` chooses two-sided if dense costs more than twice as much, i.e. for large layers. An embedding,
+and a head tied to one, is always two-sided: a one-hot coordinate is a look-up.
 
-Source: TRAK (Park et al. 2023), section 3.2; two sides as LoGra (Choe et al. 2024). Deviation from TRAK: large layers.
+Source: TRAK (Park et al. 2023), section 3.2; two-sided as LoGra (Choe et al. 2024). Deviation from TRAK: large layers.
 
 Shape letters: B examples, T positions, X left width, Y right width, M compressed width, K projected width.
 """
@@ -32,7 +32,7 @@ from grasp.seeds import stream
 Form = Literal["auto", "dense", "two-sided"]
 
 SIDE = 32  # M
-DENSE_ELEMENTS = 1 << 27  # signs of dense blocks, all together: 512 MB of float32
+DENSE_ELEMENTS = 1 << 27  # total signs of dense blocks: 512 MB of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class _Dense:
 
 @dataclass(frozen=True, slots=True)
 class _TwoSided:
-    left_XM: Tensor | None  # none: the side stays as it is
+    left_XM: Tensor | None  # None: the side is not compressed
     right_YM: Tensor | None
-    sign_CK: Tensor  # int8; C: numbers of the compressed matrix. Of 210 matrices and 8,192 numbers they take 1.8 GB
+    sign_CK: Tensor  # int8; C: size of the compressed matrix. 210 matrices with K = 8,192 take 1.8 GB
     scale: float
 
     def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
@@ -75,7 +75,7 @@ class _TwoSided:
 
 
 class Projection:
-    """Maps of all blocks, drawn once; the same on every device."""
+    """Projection maps of all blocks; identical on every device."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Projection:
 
         Args:
             width: K.
-            tokens: typical length of a row; with it `auto` compares costs. Part of what decides the numbers.
+            tokens: typical length of a row, by which `auto` compares costs; affects the results.
         """
         self.blocks, self.width = tuple(blocks), width
         self.device, self.dtype = device, dtype
@@ -115,7 +115,7 @@ class Projection:
         return torch.from_numpy(random_signs(generator, rows, columns or self.width)).to(self.device)
 
     def zeros(self, examples: int, per_block: bool = False) -> Tensor:
-        """Where projections are added up: (B, K), or (blocks, B, K)."""
+        """Return zeros to accumulate projections in: (B, K), or (blocks, B, K)."""
         shape = (len(self.blocks), examples, self.width) if per_block else (examples, self.width)
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
@@ -124,18 +124,18 @@ class Projection:
         self._maps[number].add(use, self.blocks[number], out_BK)
 
     def of_matrix(self, number: int, gradient_BXY: Tensor) -> Tensor:
-        """Projection (B, K) of gradients that are there in full."""
+        """Project whole gradients, (B, K)."""
         return self._maps[number].of_matrix(gradient_BXY)
 
 
 def random_signs(generator: np.random.Generator, rows: int, columns: int) -> NDArray[np.int8]:
-    """Independent +1 and -1, (rows, columns), one random bit each."""
+    """Draw independent +1 and -1, (rows, columns), one random bit each."""
     bits = np.unpackbits(np.frombuffer(generator.bytes(-(-rows * columns // 8)), dtype=np.uint8))
     return (bits[: rows * columns].astype(np.int8) * 2 - 1).reshape(rows, columns)
 
 
 def choose_forms(blocks: Sequence[Block], width: int, tokens: int, form: Form) -> list[str]:
-    """`dense` or `two-sided` for each block, by multiplications; dense ones share a bound on memory."""
+    """Choose `dense` or `two-sided` for each block by number of multiplications; dense blocks share a memory bound."""
     chosen = ["two-sided"] * len(blocks)
     left = DENSE_ELEMENTS
     for number in sorted(range(len(blocks)), key=lambda k: blocks[k].size):
@@ -149,7 +149,7 @@ def choose_forms(blocks: Sequence[Block], width: int, tokens: int, form: Form) -
 
 
 def _affordable(block: Block, width: int, tokens: int) -> bool:
-    """Whether dense costs at most twice as much as two-sided."""
+    """Return whether dense costs at most twice as much as two-sided."""
     small = min(SIDE, block.left) * min(SIDE, block.right)
     two_sided = tokens * (SIDE * (block.left + block.right) + small) + small * width
     return (tokens + width) * block.size <= 2 * two_sided

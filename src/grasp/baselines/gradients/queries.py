@@ -1,11 +1,12 @@
-"""Inner products of the gradients of rows with those of units, block by block, without projection.
+"""Exact inner products of the gradients of rows with those of units, block by block, without projection.
 
-The units' side, the queries, is made once and held in one of two forms a block, whichever costs less:
+Start with `Queries.collect`, then `exact_products`. The units' gradients, the queries, are computed once and stored per
+block in the cheaper of two forms:
 
     dense     the matrices themselves, (E, X Y): a row's matrix is formed and multiplied, T X Y + E X Y products
     factors   left and right factors of the units' S positions: sum_{t,s} <l_t, l_s> <r_t, r_s>, T S (X + Y) products
 
-Both are exact. An embedding is always held as factors, in which only positions with the same token meet.
+Both are exact. An embedding is always stored as factors, since only positions with the same token interact.
 
 Shape letters: B rows of a batch, T positions of a row, E units, S positions of all units, X left width, Y right width,
 C distinct tokens of units, P pairs of a token and a unit.
@@ -23,12 +24,12 @@ from grasp.baselines.gradients.factors import ELEMENTS, left_products, squared_n
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
 from grasp.models.gradients import Block, Example, PerExample, Use
 
-ELEMENTWISE = 32  # what a pair of positions costs beside its two inner products, in multiplications
+ELEMENTWISE = 32  # cost of a pair of positions besides its two inner products, in multiplications
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the choice of a form depends on."""
+    """Sizes that determine the cheaper form."""
 
     row_positions: int  # of a typical row
     units: int
@@ -41,12 +42,12 @@ class Sizes:
         return cls(row_positions, len(units), sum(len(unit.input_ids) - 1 for unit in units), labels)
 
     def positions(self, block: Block) -> int:
-        """Positions of all units at which a block has factors."""
+        """Return the number of positions of all units at which a block has factors."""
         return self.unit_labels if block.head else self.unit_positions
 
 
 def products(block: Block, sizes: Sizes, *, dense: bool, passes: int = 1) -> int:
-    """Multiplications that a row costs in a block, against all units, which come in so many passes over the rows."""
+    """Return the multiplications per row in a block, against all units, in `passes` passes over the rows."""
     if dense:
         return (passes * sizes.row_positions + sizes.units) * block.size
     pairs = sizes.row_positions * sizes.positions(block) * len(block.kinds) ** 2
@@ -54,14 +55,14 @@ def products(block: Block, sizes: Sizes, *, dense: bool, passes: int = 1) -> int
 
 
 def choose_dense(block: Block, sizes: Sizes) -> bool:
-    """Whether forming matrices costs fewer multiplications than pairs of positions do."""
+    """Return whether forming matrices takes fewer multiplications than pairs of positions."""
     if set(block.kinds) == {"embedding"}:
         return False
     return "vector" in block.kinds or products(block, sizes, dense=True) <= products(block, sizes, dense=False)
 
 
 def query_elements(blocks: Sequence[Block], dense: Sequence[bool], sizes: Sizes) -> int:
-    """Numbers held for one unit."""
+    """Return the number of elements stored per unit."""
     total = 0
     for block, whole in zip(blocks, dense, strict=True):
         left = 1 if set(block.kinds) == {"embedding"} else block.left
@@ -72,21 +73,21 @@ def query_elements(blocks: Sequence[Block], dense: Sequence[bool], sizes: Sizes)
 
 @dataclass
 class DenseQuery:
-    """Gradients of units in full."""
+    """Whole gradients of units."""
 
     matrix_ED: Tensor  # D = X Y
 
 
 @dataclass
 class FactorQuery:
-    """Factors of the uses of a block by all units, positions that carry nothing left out."""
+    """Factors of the uses of a block by all units, without positions whose product is zero."""
 
     uses: list["FlatUse"]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatUse:
-    """One use, all units' positions in a line, ordered by unit."""
+    """One use, with the positions of all units flattened."""
 
     left: Tensor  # (S, X), or int64 (S,): coordinates of one-hot vectors
     right_SY: Tensor
@@ -98,7 +99,7 @@ class FlatUse:
 
 
 class Queries:
-    """The units' side of every block."""
+    """Gradients of the units, per block."""
 
     def __init__(self, engine: PerExample, blocks: list[DenseQuery | FactorQuery], n_units: int) -> None:
         self.engine, self.blocks, self.n_units = engine, blocks, n_units
@@ -106,7 +107,7 @@ class Queries:
 
     @classmethod
     def collect(cls, engine: PerExample, units: Sequence[Example], dense: Sequence[bool]) -> "Queries":
-        """Gradients of units, each block in the form asked for."""
+        """Compute the gradients of units, each block as a matrix if `dense`, else as factors."""
         collector = _Collector(engine, len(units), dense)
         for index_B in engine.batches(units):
             collector.begin(torch.from_numpy(index_B).to(engine.model.device))
@@ -115,7 +116,7 @@ class Queries:
         return cls(engine, collector.queries(), len(units))
 
     def squared_norms(self) -> Tensor:
-        """||g_e||^2 over all blocks, (E,)."""
+        """Return ||g_e||^2 over all blocks, (E,)."""
         total = torch.zeros(self.n_units, dtype=self.engine.work, device=self.engine.model.device)
         for number, query in enumerate(self.blocks):
             if isinstance(query, DenseQuery):
@@ -130,13 +131,13 @@ class Queries:
         for unit in range(self.n_units):
             uses = []
             for use in query.uses:
-                own = use.unit_S == unit
-                uses.append(Use(use.left[own][None], use.right_SY[own][None]))
+                is_unit = use.unit_S == unit
+                uses.append(Use(use.left[is_unit][None], use.right_SY[is_unit][None]))
             norms.append(squared_norm(uses, width)[0])
         return torch.stack(norms)
 
     def add_products(self, number: int, use: Use, out_BE: Tensor) -> None:
-        """Add <G_b, G_e> of one block, for one use by the rows, to `out_BE`."""
+        """Add <G_b, G_e> of one block, for one use of it by the rows, to `out_BE`."""
         query = self.blocks[number]
         assert isinstance(query, FactorQuery)
         for k, flat in enumerate(query.uses):
@@ -150,7 +151,7 @@ class Queries:
 
 
 class _Collector:
-    """Takes the units' factors batch after batch."""
+    """Collects the units' factors, batch by batch."""
 
     def __init__(self, engine: PerExample, n_units: int, dense: Sequence[bool]) -> None:
         blocks, device = engine.layers.blocks, engine.model.device
@@ -159,31 +160,31 @@ class _Collector:
         self._whole = {
             k: torch.zeros(n_units, blocks[k].size, dtype=engine.work, device=device) for k, d in enumerate(dense) if d
         }
-        self._flat: dict[int, list[FlatUse]] = {}
+        self._flatten_use: dict[int, list[FlatUse]] = {}
         self.matrices = MatrixSink(engine, dense, self._take)
 
     def begin(self, unit_B: Tensor) -> None:
-        """Which units the next batch has."""
+        """Set the units of the next batch."""
         self._at = unit_B
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         if self._dense[number]:
             self.matrices(number, use, rows)
         else:
-            self._flat.setdefault(number, []).append(_flat(use, self._at[rows]))
+            self._flatten_use.setdefault(number, []).append(_flatten_use(use, self._at[rows]))
 
     def _take(self, number: int, matrix: Tensor, rows: slice) -> None:
         self._whole[number][self._at[rows]] = matrix.flatten(1)
 
     def queries(self) -> list[DenseQuery | FactorQuery]:
         return [
-            DenseQuery(self._whole[k]) if whole else FactorQuery(_joined(self._flat[k]))
+            DenseQuery(self._whole[k]) if whole else FactorQuery(_concatenate_uses(self._flatten_use[k]))
             for k, whole in enumerate(self._dense)
         ]
 
 
-def _flat(use: Use, unit_B: Tensor) -> FlatUse:
-    """Positions in a line, without those whose product is zero."""
+def _flatten_use(use: Use, unit_B: Tensor) -> FlatUse:
+    """Flatten positions, without those whose product is zero."""
     carries = use.right.abs().amax(dim=2) > 0
     if not use.one_hot:
         carries &= use.left.abs().amax(dim=2) > 0
@@ -191,32 +192,32 @@ def _flat(use: Use, unit_B: Tensor) -> FlatUse:
     return FlatUse(use.left[carries], use.right[carries], unit_BT[carries])
 
 
-def _joined(every: Sequence[FlatUse]) -> list[FlatUse]:
-    """One list of positions for one-hot uses and one for the others."""
-    out = []
+def _concatenate_uses(all_uses: Sequence[FlatUse]) -> list[FlatUse]:
+    """Concatenate all one-hot uses into one, and all others into another."""
+    merged = []
     for one_hot in (True, False):
-        same = [use for use in every if use.one_hot == one_hot]
+        same = [use for use in all_uses if use.one_hot == one_hot]
         if same:
-            out.append(
+            merged.append(
                 FlatUse(
                     torch.cat([use.left for use in same]),
                     torch.cat([use.right_SY for use in same]),
                     torch.cat([use.unit_S for use in same]),
                 )
             )
-    return out
+    return merged
 
 
 def _add_pairs(use: Use, flat: FlatUse, out_BE: Tensor) -> None:
-    """Sum over pairs of positions, a piece of the units' positions at a time."""
+    """Add the sum over pairs of positions, a chunk of the units' positions at a time."""
     examples, positions = use.right.shape[:2]
     left = use.left.flatten() if use.one_hot else use.left.flatten(0, 1)
     right = use.right.flatten(0, 1)
     step = max(1, ELEMENTS // max(1, examples * positions))
     for begin in range(0, len(flat.unit_S), step):
-        here = slice(begin, begin + step)
-        pairs = left_products(left, flat.left[here]) * (right @ flat.right_SY[here].T)
-        out_BE.index_add_(1, flat.unit_S[here], pairs.view(examples, positions, -1).sum(dim=1))
+        chunk = slice(begin, begin + step)
+        pairs = left_products(left, flat.left[chunk]) * (right @ flat.right_SY[chunk].T)
+        out_BE.index_add_(1, flat.unit_S[chunk], pairs.view(examples, positions, -1).sum(dim=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +231,18 @@ class _TokenPairs:
 
     @classmethod
     def from_flat(cls, flat: FlatUse, n_units: int) -> "_TokenPairs":
-        key, right = _summed(flat.left * n_units + flat.unit_S, flat.right_SY)
+        key, right = _sum_by_key(flat.left * n_units + flat.unit_S, flat.right_SY)
         token, count = torch.unique_consecutive(torch.div(key, n_units, rounding_mode="floor"), return_counts=True)
         return cls(token.cpu().numpy(), _offsets(count), key % n_units, right)
 
     def add_products(self, use: Use, out_BE: Tensor) -> None:
-        """Token by token: the rows that have it times the units that have it."""
+        """Add products token by token: rows that contain it times units that contain it."""
         examples = len(use.right)
         row = torch.arange(examples, device=use.left.device)[:, None]
         known = torch.from_numpy(self.token_C).to(use.left.device)
         place = torch.searchsorted(known, use.left.contiguous()).clamp_(max=len(known) - 1)
         both = known[place] == use.left
-        key, right = _summed((place * examples + row)[both], use.right[both])
+        key, right = _sum_by_key((place * examples + row)[both], use.right[both])
         place_C, count = torch.unique_consecutive(torch.div(key, examples, rounding_mode="floor"), return_counts=True)
         begin = _offsets(count)
         row_P = key % examples
@@ -252,8 +253,8 @@ class _TokenPairs:
             out_BE[row_P[rows, None], self.unit_P[units]] += block
 
 
-def _summed(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct keys in order, and the sum of the values of each."""
+def _sum_by_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sorted distinct keys, and the sum of the values of each."""
     distinct, inverse = torch.unique(key, return_inverse=True)
     total = value.new_zeros(len(distinct), value.shape[1])
     return distinct, total.index_add_(0, inverse, value)
@@ -263,20 +264,20 @@ def _offsets(count: Tensor) -> I64:
     return np.concatenate([[0], np.cumsum(count.cpu().numpy())]).astype(np.int64)
 
 
-Transform = Callable[[int, Tensor], Tensor]  # block, gradients (b, X, Y) -> what takes their place
+Transform = Callable[[int, Tensor], Tensor]  # block, gradients (b, X, Y) -> their replacement
 
 
 class RowProducts:
-    """Inner products of a batch with all queries, and the squared norms of the rows where they are asked for.
+    """Inner products of a batch with all queries, and optionally the squared norms of the rows.
 
-    A transform of the rows' gradients needs every query dense.
+    A transform of the rows' gradients requires all queries to be dense.
     """
 
     def __init__(self, queries: Queries, examples: int, *, norms: bool, transform: Transform | None = None) -> None:
         engine = queries.engine
         dense = [isinstance(query, DenseQuery) for query in queries.blocks]
         if transform is not None and not all(dense):
-            raise AssertionError("a transform needs whole gradients")
+            raise AssertionError("a transform requires whole gradients")
         self._queries, self._norms, self._transform = queries, norms, transform
         device, work = engine.model.device, engine.work
         self.product_BE = torch.zeros(examples, queries.n_units, dtype=work, device=device)
@@ -311,7 +312,7 @@ class RowProducts:
 def exact_products(
     queries: Queries, rows: Sequence[Example], *, norms: bool = False, transform: Transform | None = None
 ) -> tuple[F64, F64]:
-    """Inner products (N, E) of rows with queries, and squared norms (N,) of the rows (0 where not asked for)."""
+    """Return inner products (N, E) of rows with queries, and squared norms (N,) of the rows (0 unless `norms`)."""
     engine = queries.engine
     product_NE = np.zeros((len(rows), queries.n_units))
     square_N = np.zeros(len(rows))

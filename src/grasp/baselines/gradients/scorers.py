@@ -1,4 +1,6 @@
-"""From features or whole gradients to scores of a block of rows.
+"""Scores of blocks of rows from projected features or from whole gradients.
+
+Start with `ProjectedScorer` or `ExactScorer`.
 
 Shape letters: n rows of a block, E units, K projected width.
 """
@@ -10,7 +12,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.features import refuse_non_finite
+from grasp.baselines.gradients.features import check_finite
 from grasp.baselines.gradients.projection import Form, choose_forms
 from grasp.baselines.gradients.queries import Queries, Transform, exact_products
 from grasp.baselines.gradients.session import Group, row_examples
@@ -23,7 +25,7 @@ from grasp.models.gradients import Block
 
 
 class ProjectedScorer(RowScorer):
-    """Inner products of stored features of rows with given vectors of units."""
+    """Inner products of stored row features with vectors of units."""
 
     def __init__(
         self, store: FeatureStore, unit_EK: F64, account: Account, work: WorkArea, *, normalise: bool = False
@@ -33,10 +35,10 @@ class ProjectedScorer(RowScorer):
 
     def score(self, start: int, stop: int) -> Scores:
         row_NK = np.asarray(self._store.rows(start, stop)[0], dtype=np.float64)
-        if row_NK.ndim == 3:  # layers apart: side by side
+        if row_NK.ndim == 3:  # one projection per layer: concatenate
             row_NK = row_NK.swapaxes(0, 1).reshape(stop - start, -1)
         if self._normalise:
-            row_NK = over_norms(row_NK, "row", start)
+            row_NK = divide_by_norms(row_NK, "row", start)
         return row_NK @ self._unit_EK.T
 
     def account(self) -> Account:
@@ -44,11 +46,11 @@ class ProjectedScorer(RowScorer):
 
 
 class ExactScorer(RowScorer):
-    """Inner products of whole gradients of rows with queries; units outside the group score 0 here."""
+    """Inner products of whole row gradients with queries; units outside the group score 0."""
 
     def __init__(
         self,
-        material: MethodInputs,
+        inputs: MethodInputs,
         queries: Queries,
         group: Group,
         account: Account,
@@ -57,16 +59,16 @@ class ExactScorer(RowScorer):
         normalise: bool = False,
         transform: Transform | None = None,
     ) -> None:
-        self._material, self._queries, self._group, self._account = material, queries, group, account
+        self._material, self._queries, self._group, self._account = inputs, queries, group, account
         self._weight_E = np.ones(queries.n_units) if weight_E is None else weight_E
         self._normalise, self._transform = normalise, transform
 
     def score(self, start: int, stop: int) -> Scores:
         rows = row_examples(self._material, start, stop)
         product_NE, square_N = exact_products(self._queries, rows, norms=self._normalise, transform=self._transform)
-        refuse_non_finite(product_NE, self._queries.engine.model.dtype)
+        check_finite(product_NE, self._queries.engine.model.dtype)
         if self._normalise:
-            product_NE /= norms(square_N, "row", start)[:, None]
+            product_NE /= gradient_norms(square_N, "row", start)[:, None]
         scores_NE = np.zeros((stop - start, self._material.n_units))
         scores_NE[:, self._group.first : self._group.last] = product_NE * self._weight_E
         return scores_NE
@@ -76,44 +78,46 @@ class ExactScorer(RowScorer):
 
 
 def projection_note(blocks: Sequence[Block], width: int, form: Form, tokens: int) -> str:
-    """How gradients were projected, in words."""
+    """Describe the projection."""
     forms = choose_forms(blocks, width, tokens, form)
     dense = forms.count("dense")
     return f"projected to {width}: {dense} blocks by dense signs, {len(forms) - dense} two-sided"
 
 
 def exact_note(groups: int) -> str:
-    """That gradients were not projected, and what that took."""
-    return "exact, not projected" + ("" if groups == 1 else f", in {groups} passes over the rows a checkpoint")
+    """Describe an exact computation and its number of passes."""
+    return "exact, not projected" + ("" if groups == 1 else f", in {groups} passes over the rows per checkpoint")
 
 
 def checkpoint_note(checkpoints: Sequence[Checkpoint], weights: F64 | None = None) -> str:
-    """Which checkpoints were added up, and what each counted for."""
-    names = [one.path.name if one.step is None else f"step {one.step}" for one in checkpoints]
+    """Describe the checkpoints and their weights."""
+    names = [
+        checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}" for checkpoint in checkpoints
+    ]
     if weights is not None and len(names) > 1:
         names = [f"{name} ({weight:.3g})" for name, weight in zip(names, weights, strict=True)]
     return "at " + ", ".join(names)
 
 
-def over_norms(vectors_NK: F64, what: str, first: int = 0) -> F64:
-    """Each vector over its norm.
+def divide_by_norms(vectors_NK: F64, what: str, first: int = 0) -> F64:
+    """Divide each vector by its norm.
 
     Raises:
-        ModelError: a vector is zero or not finite; row or unit named.
+        ModelError: a vector is zero or not finite; the message names the row or unit.
     """
-    return vectors_NK / norms(np.einsum("nk,nk->n", vectors_NK, vectors_NK), what, first)[:, None]
+    return vectors_NK / gradient_norms(np.einsum("nk,nk->n", vectors_NK, vectors_NK), what, first)[:, None]
 
 
-def norms(square_N: F64, what: str, first: int = 0) -> F64:
-    """Roots of squared norms.
+def gradient_norms(square_N: F64, what: str, first: int = 0) -> F64:
+    """Return the roots of squared norms.
 
     Raises:
-        ModelError: one is zero or not finite: a gradient has no direction; row or unit named.
+        ModelError: a norm is zero or not finite, so that the gradient has no direction; the message names row or unit.
     """
     bad = np.flatnonzero(~(np.isfinite(square_N) & (square_N > 0)))
     if bad.size:
         raise ModelError(
             f"{what} {first + bad[0]}: the squared norm of its gradient is {square_N[bad[0]]} ({bad.size} such), so it "
-            "has no direction; use model.dtype bfloat16 or float32, other layers, or a form without norms"
+            "cannot be normalised; use model.dtype bfloat16 or float32, other layers, or no normalisation"
         )
     return np.asarray(np.sqrt(square_N))

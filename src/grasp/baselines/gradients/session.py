@@ -1,4 +1,6 @@
-"""What gradient methods open: examples of rows and units, checkpoints with their weights, groups of units that fit.
+"""Inputs of gradient methods: examples of rows and units, weights of checkpoints, groups of units that fit in memory.
+
+Start with `open_engine` and `exact_plan`.
 
 Shape letters: E units.
 """
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
+from grasp.baselines.checkpoints import Checkpoint, training_checkpoints
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.methods.contract import MethodInputs
@@ -17,74 +19,74 @@ from grasp.models.gradients import Example, LayerSet, PerExample
 from grasp.seeds import stream
 
 
-def row_examples(material: MethodInputs, start: int, stop: int) -> list[Example]:
-    """Rows [start, stop); of a conversation the tokens that are trained on carry loss, of a text every next one."""
-    rows = material.rows(start, stop)
+def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
+    """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
+    rows = inputs.rows(start, stop)
     return [Example(rows.ids(i), labelled=rows.mask(i)) for i in range(len(rows))]
 
 
-def sampled_rows(material: MethodInputs, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
-    """Distinct rows, in corpus order, drawn from the first `prefix` rows; all of them where there are no more."""
-    pool = material.n_rows if prefix is None else min(prefix, material.n_rows)
+def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
+    """Sample distinct rows from the first `prefix` rows, in corpus order; all of them if `count` is larger."""
+    pool = inputs.n_rows if prefix is None else min(prefix, inputs.n_rows)
     if count >= pool:
         return list(range(pool))
     chosen = stream(seed, "baselines", *purpose).choice(pool, size=count, replace=False)
     return sorted(int(row) for row in chosen)
 
 
-def examples_at(material: MethodInputs, rows: Sequence[int]) -> list[Example]:
-    """Rows by number, read block by block."""
-    wanted = set(rows)
-    found = []
-    for start, stop in material.blocks():
-        inside = [row for row in range(start, stop) if row in wanted]
-        if inside:
-            shard = material.rows(start, stop)
-            found += [Example(shard.ids(row - start), labelled=shard.mask(row - start)) for row in inside]
-    return found
+def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
+    """Return rows by index as examples, read block by block."""
+    requested_rows = set(rows)
+    examples = []
+    for start, stop in inputs.blocks():
+        block_rows = [row for row in range(start, stop) if row in requested_rows]
+        if block_rows:
+            shard = inputs.rows(start, stop)
+            examples += [Example(shard.ids(row - start), labelled=shard.mask(row - start)) for row in block_rows]
+    return examples
 
 
-def unit_examples(material: MethodInputs) -> list[Example]:
-    """Units in the order of the artifact; their completions carry loss."""
-    return [Example(unit.input_ids, unit.first) for unit in material.unit_tokens]
+def unit_examples(inputs: MethodInputs) -> list[Example]:
+    """Return units as examples, in artifact order; the loss is on their completions."""
+    return [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
 
 
-def typical_tokens(material: MethodInputs) -> int:
-    """Mean length of a row, by which costs are compared."""
-    return max(2, round(int(material.artifact.manifest.detail("n_tokens")) / material.n_rows))
+def mean_row_tokens(inputs: MethodInputs) -> int:
+    """Return the mean length of a row, used to compare costs."""
+    return max(2, round(int(inputs.artifact.manifest.detail("n_tokens")) / inputs.n_rows))
 
 
-def chosen_checkpoints(material: MethodInputs, which: str) -> tuple[Checkpoint, ...]:
-    """`all`, or the `last` by step."""
-    return checkpoints_of(material) if which == "all" else checkpoints_of(material)[-1:]
+def select_checkpoints(inputs: MethodInputs, which: str) -> tuple[Checkpoint, ...]:
+    """Return all checkpoints, or the last by step."""
+    return training_checkpoints(inputs) if which == "all" else training_checkpoints(inputs)[-1:]
 
 
-def checkpoint_weights(checkpoints: Sequence[Checkpoint], how: str) -> tuple[F64, tuple[str, ...]]:
-    """Weights that add up to 1, and what a reader must know of them."""
-    rates = [one.learning_rate for one in checkpoints]
-    if how == "equal" or len(checkpoints) == 1:
+def checkpoint_weights(checkpoints: Sequence[Checkpoint], scheme: str) -> tuple[F64, tuple[str, ...]]:
+    """Return weights that sum to 1, and notes on them."""
+    rates = [checkpoint.learning_rate for checkpoint in checkpoints]
+    if scheme == "equal" or len(checkpoints) == 1:
         return np.full(len(checkpoints), 1.0 / len(checkpoints)), ()
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates) or sum(known) <= 0:
-        note = "the learning rates of the checkpoints are not written down: they count alike"
+        note = "the learning rates of the checkpoints are not recorded: equal weights"
         return np.full(len(checkpoints), 1.0 / len(checkpoints)), (note,)
     return np.asarray(known) / sum(known), ()
 
 
-def open_engine(material: MethodInputs, checkpoint: Checkpoint, patterns: Sequence[str]) -> PerExample:
-    """The engine over one checkpoint.
+def open_engine(inputs: MethodInputs, checkpoint: Checkpoint, patterns: Sequence[str]) -> PerExample:
+    """Load a checkpoint and return a per-example gradient engine for it.
 
     Raises:
         SettingsError: a pattern matches nothing.
-        ModelError: the checkpoint is of another architecture, or a layer has no per-example form.
+        ModelError: the checkpoint has another architecture, or a layer has no per-example gradient.
     """
-    model = checkpoint.load(material)
+    model = checkpoint.load(inputs)
     return PerExample(model, choose_layers(model, patterns))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Units that are scored in one pass over the rows."""
+    """Units [first, last), scored in one pass over the rows."""
 
     first: int
     last: int
@@ -92,9 +94,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ExactPlan:
-    """How inner products without projection are computed in bounded memory."""
+    """Plan for exact inner products in bounded memory."""
 
-    dense: tuple[bool, ...]  # of each block
+    dense: tuple[bool, ...]  # per block
     groups: tuple[Group, ...]
 
 
@@ -107,14 +109,14 @@ def exact_plan(
     dense: bool = False,
     copies: int = 1,
 ) -> ExactPlan:
-    """Forms of the blocks and groups of units.
+    """Choose the form of each block and the groups of units, by total cost.
 
-    Where the units do not fit in memory at once, every group is a pass of the model over the rows. A large block then
-    is better held as factors, though its products cost more: the matrix of a head is as large as some models.
+    If the units do not fit in memory at once, each group takes a pass of the model over the rows. Storing a large block
+    as factors can then be cheaper, although its products cost more: the matrix of a head is as large as some models.
 
     Args:
-        dense: whole gradients of every block are needed.
-        copies: how often they are held at once.
+        dense: require whole gradients of every block.
+        copies: number of copies of the gradients in memory at once.
     """
     blocks, sizes = layers.blocks, Sizes.from_counts(row_positions, units)
 
@@ -126,8 +128,8 @@ def exact_plan(
     def cost(plan: ExactPlan) -> int:
         passes = len(plan.groups)
         forms = zip(blocks, plan.dense, strict=True)
-        own = sum(products(block, sizes, dense=whole, passes=passes) for block, whole in forms)
-        return own + 2 * passes * row_positions * layers.total  # there and back
+        product_cost = sum(products(block, sizes, dense=whole, passes=passes) for block, whole in forms)
+        return product_cost + 2 * passes * row_positions * layers.total  # forward and backward pass
 
     cheapest = [dense or choose_dense(block, sizes) for block in blocks]
     plans = [plan(cheapest)]

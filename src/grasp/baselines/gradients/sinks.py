@@ -1,4 +1,6 @@
-"""Consumers of factors: all uses of a block together, whole matrices a few rows at a time.
+"""Consumers of gradient factors: all uses of a block together, or whole matrices a few rows at a time.
+
+Start with `MatrixSink`.
 
 Shape letters: B examples, b a few of them, X left width, Y right width, K projected width.
 """
@@ -17,15 +19,15 @@ TakeUses = Callable[[int, list[Use], slice], None]
 
 
 class UseSink:
-    """Brings together all uses of a block, which a tied weight has several of.
+    """Collects all uses of a block; a tied weight has several.
 
-    `take` gets the block, its uses, and the rows of the batch that they belong to: at once where the block has one
-    use, else when `finish` is called.
+    Calls `take` with the block, its uses and their rows in the batch: immediately if the block has one use, else in
+    `finish`.
     """
 
     def __init__(self, engine: PerExample, wanted: Sequence[bool], take: TakeUses) -> None:
         self._calls, self._wanted, self._take = engine.calls, wanted, take
-        self._kept: dict[int, list[tuple[Use, slice]]] = {}
+        self._pending: dict[int, list[tuple[Use, slice]]] = {}
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         if not self._wanted[number]:
@@ -33,24 +35,24 @@ class UseSink:
         if self._calls[number] == 1:
             self._take(number, [use], rows)
         else:
-            self._kept.setdefault(number, []).append((use, rows))
+            self._pending.setdefault(number, []).append((use, rows))
 
     def finish(self) -> None:
-        """Hand on what was kept, in the largest pieces of the batch that no use cuts through."""
-        for number, kept in self._kept.items():
-            edges = sorted({edge for _, rows in kept for edge in (rows.start, rows.stop)})
+        """Pass on pending uses, split at the boundaries of all uses so that each piece has every use."""
+        for number, pending in self._pending.items():
+            edges = sorted({edge for _, rows in pending for edge in (rows.start, rows.stop)})
             for begin, end in pairwise(edges):
                 uses = [
                     some_rows(use, begin - rows.start, end - rows.start)
-                    for use, rows in kept
+                    for use, rows in pending
                     if rows.start <= begin and end <= rows.stop
                 ]
                 self._take(number, uses, slice(begin, end))
-        self._kept.clear()
+        self._pending.clear()
 
 
 class MatrixSink(UseSink):
-    """Forms gradient matrices; `take` gets the block, (b, X, Y) and the rows that they belong to."""
+    """Forms gradient matrices; calls `take` with the block, (b, X, Y) and their rows in the batch."""
 
     def __init__(self, engine: PerExample, wanted: Sequence[bool], take: TakeMatrix) -> None:
         self._blocks, self._matrix = engine.layers.blocks, take
@@ -67,17 +69,17 @@ class MatrixSink(UseSink):
             self._matrix(number, total, slice(rows.start + begin, rows.start + end))
 
 
-def everything(engine: PerExample) -> list[bool]:
-    """All blocks wanted."""
+def all_blocks(engine: PerExample) -> list[bool]:
+    """Return a mask that selects all blocks."""
     return [True] * len(engine.layers.blocks)
 
 
 def whole_gradients(engine: PerExample, n_examples: int) -> tuple[MatrixSink, list[Tensor]]:
-    """A sink that fills (B, X, Y) of every block; for few examples of small models."""
+    """Return a sink and the (B, X, Y) tensors per block that it fills; for few examples of small models."""
     device = engine.model.device
     held = [torch.zeros(n_examples, b.left, b.right, dtype=engine.work, device=device) for b in engine.layers.blocks]
 
     def take(number: int, matrix: Tensor, rows: slice) -> None:
         held[number][rows] = matrix
 
-    return MatrixSink(engine, everything(engine), take), held
+    return MatrixSink(engine, all_blocks(engine), take), held

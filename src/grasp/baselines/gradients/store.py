@@ -1,4 +1,6 @@
-"""Projected gradients of rows and units on disk, block by block, for every method that asks for the same.
+"""Projected gradients of rows and units on disk, shared by all methods with the same settings.
+
+Start with `FeatureStore`.
 
 Shape letters: N rows, E units, K projected width.
 """
@@ -14,7 +16,7 @@ from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Transform
-from grasp.baselines.gradients.session import open_engine, row_examples, typical_tokens, unit_examples
+from grasp.baselines.gradients.session import mean_row_tokens, open_engine, row_examples, unit_examples
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
 from grasp.methods.contract import MethodInputs, Seconds
@@ -25,7 +27,7 @@ READY = "ready-"
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """All that decides projected gradients, beside model, corpus and units."""
+    """Settings that determine projected gradients, besides model, corpus and units."""
 
     layers: tuple[str, ...]
     dimension: int | None
@@ -33,47 +35,47 @@ class FeatureSpec:
     seed: int
     output: Output = "loss"
     per_block: bool = False
-    update: str = ""  # what an optimizer makes of the gradient of a row; units keep theirs
+    update: str = ""  # name of the optimizer update that replaces row gradients; units keep their gradients
 
 
 Update = Callable[[PerExample], Transform]
 
 
 class FeatureStore:
-    """Features of one checkpoint, made when they are missing; only then is its model loaded."""
+    """Features at one checkpoint. Missing ones are computed; the model is loaded only then."""
 
     def __init__(
         self,
-        material: MethodInputs,
+        inputs: MethodInputs,
         work: WorkArea,
         checkpoint: Checkpoint,
         spec: FeatureSpec,
         update: Update | None = None,
     ) -> None:
-        self._material, self._checkpoint, self._spec, self._update = material, checkpoint, spec, update
+        self._material, self._checkpoint, self._spec, self._update = inputs, checkpoint, spec, update
         self._rows = self._area(work, spec)
         self._units = self._area(work, replace(spec, update=""))
-        self._note_ready(work)
+        self._record_reused(work)
 
     def units(self) -> F32:
-        """Features of all units, (E, K), or (blocks, E, K)."""
-        found = self._units.load("units")
-        if found is None:
+        """Return the features of all units, (E, K), or (blocks, E, K)."""
+        stored = self._units.load("units")
+        if stored is None:
             with self._units.timed():
-                made = self._of_units.features(unit_examples(self._material), self._spec.output)
-                self._units.save("units", made.value_NK)
-            found = self._units.load("units")
-        assert found is not None
-        return found
+                features = self._unit_featurizer.features(unit_examples(self._material), self._spec.output)
+                self._units.save("units", features.value_NK)
+            stored = self._units.load("units")
+        assert stored is not None
+        return stored
 
     def rows(self, start: int, stop: int) -> tuple[F32, F64]:
-        """Features of rows [start, stop), (n, K) or (blocks, n, K), and 1 - p of their labels, (n,)."""
+        """Return features of rows [start, stop), (n, K) or (blocks, n, K), and 1 - p of their labels, (n,)."""
         name, doubt = f"rows-{start}-{stop}", f"doubt-{start}-{stop}"
         if self._rows.load(name) is None:
             with self._rows.timed():
-                made = self._of_rows.features(row_examples(self._material, start, stop), self._spec.output)
-                self._rows.save(doubt, made.doubt_N)
-                self._rows.save(name, made.value_NK)
+                features = self._row_featurizer.features(row_examples(self._material, start, stop), self._spec.output)
+                self._rows.save(doubt, features.doubt_N)
+                self._rows.save(name, features.value_NK)
         value, doubt_N = self._rows.load(name), self._rows.load(doubt)
         assert value is not None
         assert doubt_N is not None
@@ -81,12 +83,12 @@ class FeatureStore:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of each block before projection."""
+        """Size of each block before projection."""
         return tuple(block.size for block in choose_layers(self._material.model, self._spec.layers).blocks)
 
     def close(self) -> None:
-        """Let the model go."""
-        for name in ("_engine", "_of_rows", "_of_units"):
+        """Release the model."""
+        for name in ("_engine", "_row_featurizer", "_unit_featurizer"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -94,21 +96,21 @@ class FeatureStore:
         return open_engine(self._material, self._checkpoint, self._spec.layers)
 
     @cached_property
-    def _of_rows(self) -> Featurizer:
+    def _row_featurizer(self) -> Featurizer:
         if self._update is None:
-            return self._of_units
-        return replace(self._of_units, transform=self._update(self._engine))
+            return self._unit_featurizer
+        return replace(self._unit_featurizer, transform=self._update(self._engine))
 
     @cached_property
-    def _of_units(self) -> Featurizer:
+    def _unit_featurizer(self) -> Featurizer:
         spec = self._spec
         if spec.dimension is None:
             return Featurizer(self._engine, None)
-        return Featurizer.projecting(
+        return Featurizer.with_projection(
             self._engine,
             spec.dimension,
             seed=spec.seed,
-            tokens=typical_tokens(self._material),
+            tokens=mean_row_tokens(self._material),
             form=spec.projection,
             per_block=spec.per_block,
         )
@@ -123,8 +125,8 @@ class FeatureStore:
         }
         return work.shared(f"gradients-{digest(decided)}")
 
-    def _note_ready(self, work: WorkArea) -> None:
-        """Keep the seconds that others had spent here when this run began: one that goes on does not count its own."""
+    def _record_reused(self, work: WorkArea) -> None:
+        """Record the seconds that other runs spent here; only once, so that a resumed run does not count its own."""
         name = f"{READY}{self._rows.directory.name}"
         if work.read(name) is None:
             spent = self._rows.seconds
@@ -132,7 +134,7 @@ class FeatureStore:
 
 
 def ready_seconds(work: WorkArea) -> Seconds:
-    """What others had spent on all the features that a run found ready."""
+    """Return the seconds that other runs spent on the features that this run reused."""
     total = Seconds()
     for path in sorted(work.directory.glob(f"{READY}*.json")):
         total += Seconds(**(work.read(path.stem) or {}))
