@@ -5,22 +5,20 @@ Shape letters: N rows, E units, K rows chosen.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
-from grasp.arrays import F64, I32, I64
+from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import row_documents
 from grasp.baselines.bm25 import query_text
 from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import bucket_counts, log_ratio
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import configured_methods, method_rows
-from grasp.predict.predictor import Predictor, UnitSelection, relevance_blocks
-from grasp.predict.scoring_rule import default_protocol, kernel_weights
-from grasp.predict.task_scores import TaskScores, estimate_tasks
+from grasp.predict.predictor import Predictor, UnitSelection
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.seeds import stream
 
 BUCKETS = 10_000  # of DSIR
@@ -104,33 +102,23 @@ def _classifier(world: World, target: str, shown: I64, draw: int) -> F64:
     return odds.score(world.texts)[:, 0]
 
 
+def predictor_of(world: World, target: str, shown: I64, task: Literal["mean", "estimate"]) -> Predictor:
+    """The built-in scoring rule on the questions that are shown."""
+    units = UnitSelection((target,), shown, np.array([len(shown)]))
+    rule = DEFAULT_PROTOCOL.model_copy(update={"task": task})
+    return Predictor.from_artifact(world.artifact, rule, [target], units=units)
+
+
 def _mean(world: World, target: str, shown: I64, draw: int) -> F64:
     """The mean relevance to the questions that are shown: kernels of equal spread, added."""
     del draw
-    units = UnitSelection((target,), shown, np.array([len(shown)]))
-    predictor = Predictor.from_artifact(world.artifact, default_protocol(), [target], units=units)
-    return predictor.effect_NT[:, 0].astype(np.float64)
-
-
-def estimated(world: World, target: str, shown: I64, *, text: bool = True) -> TaskScores:
-    """The estimate from the questions that are shown."""
-    artifact = world.artifact
-    rule = default_protocol().fitted(artifact.array_names, artifact.feature_settings)
-    weights = kernel_weights(rule)
-    blocks = {name: partial(relevance_blocks, artifact, name, shown, rule.negative_of(name)) for name in weights}
-
-    def tokens(row_index: I64) -> tuple[I32, I64]:
-        rows = world.inputs.rows_at(row_index)
-        return rows.flat_ids, rows.offsets
-
-    names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
-    return estimate_tasks(blocks, weights, [len(shown)], names, row_documents(artifact), tokens if text else None)
+    return predictor_of(world, target, shown, "mean").effect_NT[:, 0].astype(np.float64)
 
 
 def _estimate(world: World, target: str, shown: I64, draw: int) -> F64:
     """The estimate of a row's mean over the questions of the task."""
     del draw
-    return estimated(world, target, shown).score_NT[:, 0].astype(np.float64)
+    return predictor_of(world, target, shown, "estimate").effect_NT[:, 0].astype(np.float64)
 
 
 def _both(world: World, target: str, shown: I64, draw: int) -> F64:

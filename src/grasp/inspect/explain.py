@@ -233,7 +233,7 @@ class _Question:
         here = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
         stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in here}
         total = sum(here.values())
-        gap = total + parts.average - parts.effect
+        gap = total + parts.text + parts.average - parts.effect
 
         # a token without a part in a loss has no number
         has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
@@ -282,12 +282,14 @@ class _Question:
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
-            f"{-parts.average:+z.3f} is taken off",
+            f"{-parts.average:+z.3f} is taken off"
+            + (f"; its kind of text adds {parts.text:+z.3f}" if parts.text else ""),
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
             target=target,
             unit_id=unit,
             effect=parts.effect,
+            text=parts.text,
             average=parts.average,
             gap=gap,
             kernels=pa.table(

@@ -38,13 +38,15 @@ HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 term
 class Explanation(Result):
     """What every token of a row adds to the row's effect on a target, or on one unit of it.
 
-    `effect` = the sum of `contributions` + `average`, all in standard deviations over the rows, as `grasp score` prints
-    effects. A token's number belongs to its prediction from what stands before it.
+    `effect` = the sum of `contributions` + `text` + `average`, all in standard deviations over the rows, as `grasp
+    score` prints effects. A token's number belongs to its prediction from what stands before it.
 
     Attributes:
         table: one line a token of the row: position, text, contribution, and the same by kernel. A token that carries
             no loss has none.
         effect: of the row, from the artifact.
+        text: what the row's text adds beside its own relevance: learned from rows of other documents, above or below
+            the average row's; 0 where the scoring rule estimates nothing, or of one unit.
         average: minus what the tokens of a row add on average, so that the average row has effect 0.
         gap: what the tokens add up to here, less what the artifact holds: rounding of the stored numbers.
         kernels: kernel, contribution (the sum over tokens), stored (what the relevance in the artifact makes of it).
@@ -58,6 +60,7 @@ class Explanation(Result):
     target: str
     unit_id: str | None
     effect: float
+    text: float
     average: float
     gap: float
     kernels: pa.Table
@@ -159,6 +162,7 @@ class Explanation(Result):
             "row_id": self.row_id,
             "unit_id": self.unit_id,
             "effect": self.effect,
+            "text": self.text,
             "average": self.average,
             "gap": self.gap,
             "tokens": self.table.to_pylist(),
@@ -250,16 +254,18 @@ def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectParts:
-    """effect = the sum over kernels m and units e of weight_me stored_me, plus `average`.
+    """effect = the sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
 
     Attributes:
         effect: of the row, in standard deviations over the rows.
+        text: what its text adds, above or below the average row's.
         average: minus what a row adds on average, so that the average row has effect 0.
         stored: relevance to each unit, by kernel, (E,).
         weights: what relevance is multiplied by to be a part of the effect, by kernel, (E,).
     """
 
     effect: float
+    text: float
     average: float
     stored: Mapping[str, F64]
     weights: Mapping[str, F64]
@@ -275,7 +281,7 @@ class EffectParts:
             counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
             weights[kernel] = counted_E * predictor.unit_shares[kernel] / len(columns_E)
         average = -sum(float(level.shares[kernel][0] * level.scales[kernel].mean_E[0]) for kernel in stored)
-        return cls(float(predictor.effect_NT[index, 0]), average, stored, weights)
+        return cls(float(predictor.effect_NT[index, 0]), predictor.text_of(index), average, stored, weights)
 
     @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix

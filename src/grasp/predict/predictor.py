@@ -32,9 +32,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I64, Blocks, ratio
+from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets
+from grasp.artifact.rows import cached, checked_targets, row_documents
+from grasp.build.provenance import BuildSource
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.predict.scoring_rule import (
     ScoringProtocol,
@@ -43,10 +45,12 @@ from grasp.predict.scoring_rule import (
     kernel_weights,
     protocol_from,
 )
+from grasp.predict.task_scores import Prior, Texts, fit_prior
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
 SIMILAR = ("hidden", "residual")  # sketches that tell how alike rows are
+TEXT = "text"  # beside the kernels: what the rows' text says of a task
 REPETITION = "repetition"  # beside the kernels, as a part of a change
 REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
 ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
@@ -243,7 +247,7 @@ class Level:
     @classmethod
     def from_kernels(
         cls,
-        protocol: ScoringProtocol,
+        slopes: Mapping[str, F64],
         kernels: Mapping[str, KernelRelevance],
         scales: Mapping[str, ColumnSpread],
         held_NC: F32 | None,
@@ -258,7 +262,6 @@ class Level:
             held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result
                 is made anew whenever it is summed, unless it is small.
         """
-        slopes = {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
 
         def added() -> Iterator[tuple[int, F64]]:
             readers = [kernels[name].held.blocks() for name in slopes]
@@ -328,6 +331,7 @@ class Predictor:
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless asked for
     exposure: Exposure  # how weights count
     unit: str  # what a change is measured in
+    prior: Prior | None = None  # what text says, and how far tasks are to be trusted; None: not estimated
 
     @staticmethod
     def from_artifact(
@@ -437,6 +441,20 @@ class Predictor:
         assert self.unit_level is not None
         return self._mean(self.unit_level.effects.sums(self.counted(weights)), sums, self.unit_level.base_C)
 
+    def text_of(self, row: int) -> float:
+        """What text adds to the effect of one row on the first task; 0 where nothing is estimated."""
+        if self.prior is None:
+            return 0.0
+        return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
+
+    def text_sums(self, weights: Weights) -> F64 | float:
+        """What text adds to the effects of rows, summed over subsets, (B, T); 0 where nothing is estimated."""
+        if self.prior is None:
+            return 0.0
+        counted, share_T = self.counted(weights), self.task.shares[TEXT]
+        sum_BT = RowSums.over(self.prior.text_NT).sums(counted)
+        return np.asarray(share_T * (sum_BT - np.outer(counted.sums, self.task.scales[TEXT].mean_E)))
+
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """The change of its task by each unit alone, (B, E), whose mean over the units is the change of the task.
 
@@ -508,21 +526,35 @@ def assembled(
         return {name: one.rows.spread for name, one in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
+    estimates = protocol.task == "estimate" and family is None  # a family standardises what is known alone
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, less) for name, less in negative.items()}
     unit_scales = scales_of(by_unit)
+    if estimates and not by_unit:
+        read = {name: relevance_blocks(artifact, name, units.columns_E, less) for name, less in negative.items()}
+        unit_scales = {name: RowMoments.from_blocks(blocks).spread for name, blocks in read.items()}
+    units_first = units_first or estimates
     before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
     kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()
     }
     unit_level = None
     if per_unit:
-        unit_level = Level.from_kernels(protocol, by_unit, unit_scales, None)
+        unit_level = Level.from_kernels(_slopes(protocol, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
+    slopes, prior = _slopes(protocol, scales), None
+    own_T = np.ones(len(units.targets))
+    if estimates and units.counts_T.max() > 1:
+        coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+        prior = task_prior(artifact, units, negative, coefficients)
+        own_T, held = prior.own_T, RowSums.over(prior.text_NT)
+        text = KernelRelevance(RowMoments.from_blocks(held.blocks()), held)
+        slopes = {name: slope_T * own_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - own_T}
+        kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
-    task = Level.from_kernels(protocol, kernels, scales, np.empty_like(first_NT) if components else first_NT)
+    task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
     if unit_level is not None:  # a task's effect in those of each of its units: its standard deviation over them
         blocks = unit_level.effects.blocks()
         of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
@@ -534,12 +566,41 @@ def assembled(
         task=task,
         unit_level=unit_level,
         sketches={},
-        dropped=tuple(name for name, one in scales.items() if not one.inverse_E.any()),
-        unit_shares={name: np.repeat(part_T, units.counts_T) * before[name] for name, part_T in task.shares.items()},
+        dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
+        unit_shares={name: np.repeat(task.shares[name], units.counts_T) * before[name] for name in negative},
         task_kernels=kernels if components else {},
         exposure=Exposure(),
         unit=EFFECT_SIZE,
+        prior=prior,
     )
+
+
+def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> dict[str, F64]:
+    """What brings each kernel to unit spread, times its weight."""
+    return {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+
+
+def task_prior(
+    artifact: ArtifactReader, units: UnitSelection, negative: Mapping[str, float], coefficients: Mapping[str, F64]
+) -> Prior:
+    """What the rows' text says of the tasks; nothing where the artifact keeps no tokens."""
+    source = BuildSource(artifact)
+    texts: Texts | None = None
+    is_merged = bool(artifact.manifest.details.get("parts"))
+    if artifact.tokens_path.exists() and not is_merged and not source.has_images:
+        store = source.rows
+        assert isinstance(store, RowStore)
+
+        def texts(row_index: I64) -> tuple[I32, I64]:
+            rows = store.rows(row_index)
+            return rows.flat_ids, rows.offsets
+
+    read = {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
+        for name, less in negative.items()
+    }
+    names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
+    return fit_prior(read, coefficients, units.counts_T, names, row_documents(artifact), texts)
 
 
 def additive_predictor(

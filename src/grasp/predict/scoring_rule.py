@@ -62,6 +62,11 @@ class ScoringProtocol(Settings):
         description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
         "`gradient`, whose sign is as good as its size, is always kept.",
     )
+    task: Literal["mean", "estimate"] = Field(
+        "mean",
+        description="What a row is worth to a task. mean: its mean relevance to the known questions. estimate: an "
+        "estimate of its mean over all questions of the task, from its relevance and its text.",
+    )
     requires: Requirements = Requirements()
     selected_on: tuple[str, ...] | None = Field(
         None, description="Development environments that the protocol was selected on; null: none."
@@ -181,6 +186,7 @@ DEFAULT_PROTOCOL = ScoringProtocol(
     name="default",
     match="auto",
     negative=0.25,  # selected for output_layer + embedding, taken over for the other kernels of a forward pass
+    task="estimate",  # experiments/selection
     selected_on=tuple(f"{name}/{target}" for (name, _), targets in _SELECTED_ON.items() for target in targets),
     selected_runs={f"{name}/{target}": runs for (name, runs), targets in _SELECTED_ON.items() for target in targets},
 )

@@ -183,6 +183,8 @@ def dropped_intervals(
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
         (sum_GE,) = sums_over(blocks, [slices.each], len(columns_E))
         part_GE += sum_GE * share_E
+    if predictor.prior is not None:  # of the text's part nobody knows which question it owes what
+        part_GE += np.repeat(predictor.text_sums(slices.each), predictor.units.counts_T, axis=1)
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # all other rows, counted from the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))

@@ -2,10 +2,8 @@ r"""What a row is worth to a task: an estimate of its mean over the task's quest
 
 For row i and question e, kernels k of weight w_k, relevance r as the scoring rule counts it:
 
-    u_ie^k = (r_ie^k - mean_e) / sd_e                    every question counts alike
-    v_ie^k = sgn(u) log(1 + |u|)                         one question does not carry a row
-    q_ie   = sum_k w_k v_ie^k / sd_i(mean_e v_ie^k)      kernels of equal spread, added
-    b_i    = mean_e q_ie                                 what the questions say of the row itself
+    q_ie   = sum_k c_e^k r_ie^k      every question of unit spread over the rows, then every kernel's mean over them
+    b_i    = mean_e q_ie             what the questions say of the row itself
     p_i    = ridge regression of b on the row's text, fitted on rows of other documents
 
 b_i has the variance s_i^2 / n over samples of n questions, s_i^2 the variance of q_ie over them. The text's prediction
@@ -14,26 +12,26 @@ p_i is the mean beforehand (the prior), and the rest of b_i is believed as far a
     score_i = p_i + rho (b_i - p_i),     rho = 1 - mean_i s_i^2 / n / var_i(b_i - p_i), at least 0
 
 Questions that agree have s = 0 and rho = 1: the score is their mean. Source: empirical Bayes with a regression as the
-prior (Morris 1983); the logarithm is that of eq:grasp-score.
+prior (Morris 1983).
 
-Everything is estimated on at most SAMPLE_ROWS rows, drawn by a hash of their names, so that neither the order of rows
-nor shards matter; then all rows are scored in one pass over the stored relevance.
+p and rho are estimated on at most SAMPLE_ROWS rows, drawn by a hash of their names, so that neither the order of rows
+nor shards matter; then p of all rows takes one reading of their tokens.
 
-How far to trust it is measured by leaving questions out. They are dealt out to GROUPS groups, and all of the above is
-linear in b, so that the score from any groups costs nothing more.
-Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, J groups of questions of all
-targets, V slots, F folds.
+How far to trust a score is measured by leaving questions out. They are dealt out to GROUPS groups, and all of the above
+is linear in b, so that the score from any groups costs nothing more.
+Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
+those of all tasks, V slots, F folds.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 from scipy.sparse import csr_array
-from scipy.stats import rankdata
 from scipy.stats import t as student
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
@@ -47,8 +45,8 @@ STEPS = 12  # of conjugate gradients; the penalty makes them converge
 GROUPS = 4
 FEW = 16  # questions below which a choice is mostly about them
 LEVEL = 0.95
-RELATIVE_ZERO = 1e-9  # a spread this small against the size of the numbers is rounding
 AT_ONCE = 4_096  # rows of the sample
+TEXT_ROWS = 65_536  # rows whose tokens are in memory together
 
 Texts = Callable[[I64], tuple[I32, I64]]  # token ids and offsets of rows by position
 
@@ -59,8 +57,8 @@ class Reliability:
 
     Attributes:
         questions: of the task.
-        ranking: rank correlation to expect between these scores and those from as many other questions; nan: a single
-            question says nothing of it.
+        ranking: correlation to expect between these scores and those from as many other questions of the task; nan: a
+            single question says nothing of it.
         carried: what other questions gain for each 1 that the scores promise.
         carried_low, carried_high: its 95 % interval, over groups of questions.
     """
@@ -78,116 +76,65 @@ class Reliability:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskScores:
-    """Scores of all rows for some tasks.
+class Prior:
+    """What the text of rows says of some tasks, and how far to go by it.
 
     Attributes:
-        score_NT: mean 0 and standard deviation 1 over the rows.
-        text_NT: the part of it that is the text's, in the same unit; the rest is the row's own.
-        own_T: rho, how far a row's own relevance is believed.
+        text_NT: p, less its mean over the sample.
+        own_T: rho: how far what the questions say of a row itself is believed; 1: p is not asked.
     """
 
-    score_NT: F32
     text_NT: F32
     own_T: F64
     reliability: tuple[Reliability, ...]
 
 
-def estimate_tasks(
+def fit_prior(
     relevance: Mapping[str, Callable[[], Blocks]],
-    weights: Mapping[str, float],
-    counts_T: Sequence[int] | I64,
+    coefficients: Mapping[str, F64],
+    counts_T: I64,
     names: Sequence[str],
     documents_N: I64,
     texts: Texts | None,
-) -> TaskScores:
-    """Score all rows for the tasks.
+) -> Prior:
+    """Learn what text says of the tasks.
 
     Args:
         relevance: by kernel: blocks of rows from first to last, (n, E), the units task by task.
-        weights: of the kernels.
+        coefficients: by kernel: c of every unit.
         counts_T: units of each task.
         names: of the rows; the sample and the folds depend on them, not on the order.
         documents_N: the document of every row: rows of one document are in one fold.
         texts: token ids of rows by position; None: no row's text says anything.
     """
-    counts_T = np.asarray(counts_T, dtype=np.int64)
-    bytes_of_row = 4 * int(counts_T.sum()) * len(relevance)
     draw_N = np.fromiter((_number(name) for name in names), dtype=np.uint64, count=len(names))
-    most = min(SAMPLE_ROWS, max(1, SAMPLE_BYTES // bytes_of_row))
+    most = min(SAMPLE_ROWS, max(1, SAMPLE_BYTES // (4 * int(counts_T.sum()))))
     sample = np.sort(np.argsort(draw_N, kind="stable")[:most])
     fold_N = _folds(draw_N, documents_N)
-    held = {kernel: _picked(blocks(), sample) for kernel, blocks in relevance.items()}
-    kernels = {kernel: _Kernel.fitted(block, weights[kernel], counts_T) for kernel, block in held.items()}
-    tasks = [_Task.from_sample(held, kernels, counts_T, t) for t in range(len(counts_T))]
-    del held
-    text = None
+    q_SE = np.zeros((len(sample), int(counts_T.sum())), dtype=np.float32)
+    for kernel, blocks in relevance.items():
+        _add_rows(q_SE, blocks(), sample, coefficients[kernel].astype(np.float32))
+    ends_T = np.cumsum(counts_T)
+    tasks = [_Task.from_questions(q_SE[:, end - count : end]) for end, count in zip(ends_T, counts_T, strict=True)]
+    del q_SE
+    text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
     if texts is not None:
         base_SJ = np.concatenate([task.base_SG for task in tasks], axis=1)
-        share_JT = np.zeros((base_SJ.shape[1], len(tasks)))
-        at = 0
-        for t, task in enumerate(tasks):
-            share_JT[at : at + len(task.count_G), t] = task.count_G / task.count_G.sum()
-            at += len(task.count_G)
-        text, prior_SJ = _TextModel.fit(*texts(sample), base_SJ, fold_N[sample], share_JT)
-        for task, part in zip(
-            tasks, np.split(prior_SJ, np.cumsum([len(task.count_G) for task in tasks])[:-1], 1), strict=True
-        ):
-            task.prior_SG[:] = part
+        shares = [task.count_G / task.count_G.sum() for task in tasks]
+        text, prior_SJ = _TextModel.fit(*texts(sample), base_SJ, fold_N[sample], block_diag(*shares).T)
+        ends = np.cumsum([len(share) for share in shares])
+        tasks = [
+            replace(task, prior_SG=prior_SJ[:, end - len(share) : end])
+            for task, share, end in zip(tasks, shares, ends, strict=True)
+        ]
+        for start in range(0, len(names), TEXT_ROWS):
+            rows = np.arange(start, min(start + TEXT_ROWS, len(names)))
+            text_NT[rows] = text.apply(*texts(rows), fold_N[rows])
     own_T = np.array([task.own(np.ones(len(task.count_G), dtype=np.bool_)) for task in tasks])
-    score_NT = np.empty((len(names), len(tasks)), np.float32)
-    text_NT = np.zeros_like(score_NT)
-    centre_T = np.array([task.centre for task in tasks])
-    for start, base_nT in _all_rows(relevance, kernels, counts_T):
-        rows = slice(start, start + len(base_nT))
-        if text is not None and texts is not None:
-            prior_nT = text.apply(*texts(np.arange(rows.start, rows.stop)), fold_N[rows])
-            text_NT[rows] = (1 - own_T) * prior_nT
-        score_NT[rows] = own_T * (base_nT - centre_T) + text_NT[rows]
-    spread_T = score_NT.std(axis=0, dtype=np.float64)
-    inverse_T = np.divide(1.0, spread_T, out=np.zeros_like(spread_T), where=spread_T > 0)
-    for t in range(len(tasks)):  # a column at a time, in place
-        score_NT[:, t] = (score_NT[:, t] - score_NT[:, t].mean(dtype=np.float64)) * inverse_T[t]
-        text_NT[:, t] = (text_NT[:, t] - text_NT[:, t].mean(dtype=np.float64)) * inverse_T[t]
-    return TaskScores(score_NT, text_NT, own_T, tuple(task.reliability() for task in tasks))
+    return Prior(text_NT, own_T, tuple(task.reliability() for task in tasks))
 
 
 # ---------------------------------------------------------------------------------------------- what the questions say
-
-
-def damped(value: F32) -> F32:
-    """sgn(u) log(1 + |u|)."""
-    return np.copysign(np.log1p(np.abs(value)), value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """What brings one kernel's relevance to v, and v to the sum of a task."""
-
-    mean_E: F32
-    inverse_E: F32  # 1 / sd; 0 where nothing varies
-    slope_T: F64  # w / sd over rows of the mean over questions
-
-    @classmethod
-    def fitted(cls, block_SE: F32, weight: float, counts_T: I64) -> "_Kernel":
-        """From the rows of the sample."""
-        mean_E, sd_E = block_SE.mean(axis=0, dtype=np.float64), block_SE.std(axis=0, dtype=np.float64)
-        varies_E = sd_E > RELATIVE_ZERO * np.maximum(np.abs(mean_E), np.finfo(float).tiny)
-        inverse_E = np.divide(1.0, sd_E, out=np.zeros_like(sd_E), where=varies_E)
-        raw = cls(mean_E.astype(np.float32), inverse_E.astype(np.float32), np.ones(len(counts_T)))
-        spread_T = np.concatenate([raw.sums(block, counts_T) for _, block in _in_blocks(block_SE)]).std(axis=0)
-        slope_T = np.divide(weight, spread_T, out=np.zeros_like(spread_T), where=spread_T > RELATIVE_ZERO)
-        return cls(raw.mean_E, raw.inverse_E, slope_T)
-
-    def values(self, block_nE: F32, columns: slice = slice(None)) -> F32:
-        """v of a block of rows, (n, E)."""
-        return damped((block_nE - self.mean_E[columns]) * self.inverse_E[columns])
-
-    def sums(self, block_nE: F32, counts_T: I64) -> F64:
-        """w times the mean of v over the questions of each task, over its spread, (n, T)."""
-        ends_T = np.cumsum(counts_T)
-        sum_nT = np.add.reduceat(self.values(block_nE), ends_T - counts_T, axis=1, dtype=np.float64)
-        return np.asarray(self.slope_T * (sum_nT / counts_T))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,33 +144,27 @@ class _Task:
     All is linear in the questions, so that a mean over groups stands for their questions.
     """
 
-    base_SG: F64
+    base_SG: F64  # less its mean over the rows
     prior_SG: F64
     count_G: I64  # questions
-    centre: float  # mean over the rows of the mean of q, which base_SG is without
     noise: float  # mean over rows of the variance of q over questions; nan: a single question
 
     @classmethod
-    def from_sample(cls, held: Mapping[str, F32], kernels: Mapping[str, _Kernel], counts_T: I64, t: int) -> "_Task":
-        """Deal the questions out in turn, and take means."""
-        count = int(counts_T[t])
-        columns = slice(int(counts_T[:t].sum()), int(counts_T[: t + 1].sum()))
+    def from_questions(cls, q_SE: F32) -> "_Task":
+        """Deal the questions out in turn, and take means; the text says nothing yet."""
+        n_rows, count = q_SE.shape
         group_E = np.arange(count) % min(GROUPS, count)
         count_G = np.bincount(group_E)
         share_EG = (group_E[:, None] == np.arange(len(count_G))) / count_G
         parts, squares = [], 0.0
-        for rows in _row_slices(len(next(iter(held.values())))):
-            q_sE = sum(
-                kernel.slope_T[t] * kernel.values(held[name][rows, columns], columns).astype(np.float64)
-                for name, kernel in kernels.items()
-            )
+        centre_E = q_SE.mean(axis=0, dtype=np.float64)
+        for start in range(0, n_rows, AT_ONCE):
+            q_sE = q_SE[start : start + AT_ONCE] - centre_E
             parts.append(q_sE @ share_EG)
             squares += float(np.square(q_sE - q_sE.mean(axis=1, keepdims=True)).sum())
         base_SG = np.concatenate(parts)
-        mean_G = base_SG.mean(axis=0)
-        noise = squares / (len(base_SG) * (count - 1)) if count > 1 else np.nan
-        centre = float(mean_G @ count_G) / count
-        return cls(base_SG - mean_G, np.zeros_like(base_SG), count_G, centre, noise)
+        noise = squares / (n_rows * (count - 1)) if count > 1 else np.nan
+        return cls(base_SG, np.zeros_like(base_SG), count_G, noise)
 
     def mean(self, value_SG: F64, groups_G: Bool | None) -> F64:
         """Mean over the questions of some groups, (S,); None: of all."""
@@ -238,40 +179,41 @@ class _Task:
             return 1.0
         return max(0.0, 1.0 - self.noise / float((self.count_G * groups_G).sum()) / variance)
 
-    def score(self, groups_G: Bool) -> F64:
-        """The estimate from the questions of some groups, (S,), not yet of standard deviation 1."""
-        prior_S, own = self.mean(self.prior_SG, groups_G), self.own(groups_G)
+    def score(self, groups_G: Bool, own: float | None = None) -> F64:
+        """The estimate from the questions of some groups, (S,), not yet of standard deviation 1.
+
+        Args:
+            own: rho; None: what follows from these questions.
+        """
+        prior_S, own = self.mean(self.prior_SG, groups_G), self.own(groups_G) if own is None else own
         return prior_S + own * (self.mean(self.base_SG, groups_G) - prior_S)
 
     def reliability(self) -> Reliability:
-        """What leaving questions out says."""
+        """What leaving questions out says.
+
+        With one rho, scores from two halves of the questions have their covariance in common with those from two
+        other samples of any size; what is left of the variance of the scores is noise.
+        """
         n_groups, count = len(self.count_G), int(self.count_G.sum())
         if n_groups < 2:
             return Reliability(count, np.nan, np.nan, np.nan, np.nan)
         all_G = np.arange(n_groups)
+        every_G = all_G >= 0
+        own = self.own(every_G)
         halves = [np.isin(all_G, some) for some in combinations(range(n_groups), n_groups // 2)]
-        found = []
-        for half_G in halves:
-            if half_G[0] or 2 * half_G.sum() < n_groups:  # each split once
-                pair = Reliability(count // 2, _rank_correlation(self.score(half_G), self.score(~half_G)), 0, 0, 0)
-                found.append(pair.with_questions(count) if pair.ranking > 0 else 0.0)
+        pairs = [(self.score(half_G, own), self.score(~half_G, own)) for half_G in halves]
+        signal, whole = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(every_G).var()
+        ranking = min(max(signal / float(whole), 0.0), 1.0) if whole else 0.0
         carried_G = np.array([self._carried(all_G == g) for g in all_G])
         half = float(student.ppf(0.5 + LEVEL / 2, n_groups - 1) * carried_G.std(ddof=1) / np.sqrt(n_groups))
         carried = float(carried_G.mean())
-        return Reliability(count, float(np.mean(found)), carried, carried - half, carried + half)
+        return Reliability(count, ranking, carried, carried - half, carried + half)
 
     def _carried(self, left_G: Bool) -> float:
         """Slope of the mean over the questions left out on the score from the others."""
         score_S, other_S = self.score(~left_G), self.mean(self.base_SG, left_G)
         variance = float(score_S.var())
         return float(np.mean((score_S - score_S.mean()) * other_S)) / variance if variance else 0.0
-
-
-def _rank_correlation(x_S: F64, y_S: F64) -> float:
-    """Spearman's; 0 where one of the two is constant."""
-    x_S, y_S = rankdata(x_S), rankdata(y_S)
-    spread = x_S.std() * y_S.std()
-    return float(np.mean((x_S - x_S.mean()) * (y_S - y_S.mean())) / spread) if spread else 0.0
 
 
 # ----------------------------------------------------------------------------------------------------- what a text says
@@ -350,27 +292,8 @@ def _folds(draw_N: NDArray[np.uint64], documents_N: I64) -> I64:
     return (smallest[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
-def _picked(blocks: Blocks, sample: I64) -> F32:
-    """The rows of the sample, (S, E)."""
-    parts = []
+def _add_rows(sum_SE: F32, blocks: Blocks, sample: I64, factor_E: F32) -> None:
+    """Add the rows of the sample, times a factor a unit."""
     for start, block in blocks:
         low, high = np.searchsorted(sample, (start, start + len(block)))
-        parts.append(block[sample[low:high] - start])
-    return np.concatenate(parts)
-
-
-def _row_slices(n_rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + AT_ONCE, n_rows)) for start in range(0, n_rows, AT_ONCE))
-
-
-def _in_blocks(block_SE: F32) -> Blocks:
-    return ((rows.start, block_SE[rows]) for rows in _row_slices(len(block_SE)))
-
-
-def _all_rows(
-    relevance: Mapping[str, Callable[[], Blocks]], kernels: Mapping[str, _Kernel], counts_T: I64
-) -> Iterator[tuple[int, F64]]:
-    """b of all rows and tasks, in blocks."""
-    for parts in zip(*(relevance[name]() for name in kernels), strict=True):
-        base_nT = sum(kernel.sums(block, counts_T) for (_, block), kernel in zip(parts, kernels.values(), strict=True))
-        yield parts[0][0], np.asarray(base_nT)
+        sum_SE[low:high] += factor_E * block[sample[low:high] - start]
