@@ -20,6 +20,7 @@ from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
 from tests.rules import rule
 
+MEAN = DEFAULT_PROTOCOL.model_copy(update={"task": "mean"})  # which needs nothing but relevance
 TOPICS = [["a", "b", "c", None][i % 4] for i in range(40)]
 CODES = np.arange(40) % 4
 EACH = Weights.from_slices(CODES, 4)
@@ -163,7 +164,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
 
     But for what repetition takes of the doubled rows, and of both in a training that reads them often.
     """
-    predictor = Predictor.from_artifact(FakeSource(), DEFAULT_PROTOCOL)
+    predictor = Predictor.from_artifact(FakeSource(), MEAN)
     rows = np.random.default_rng(seed).choice(40, max(1, round(share * 40)), replace=False)
     weights_BN = np.ones((2, 40))
     weights_BN[0, rows], weights_BN[1, rows] = 0.0, 2.0
@@ -175,7 +176,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     want_T = p * twice * (m_T + ANY_TEXT) + (1 - p) * once * (ANY_TEXT - p / (1 - p) * m_T) - ANY_TEXT
     np.testing.assert_allclose(change_BT[1], want_T, rtol=0, atol=2 * close)
     np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0.1, atol=0.03)
-    longer = Predictor.from_artifact(FakeSource(), DEFAULT_PROTOCOL, exposure=Exposure(2.0))
+    longer = Predictor.from_artifact(FakeSource(), MEAN, exposure=Exposure(2.0))
     left = longer.change(Weights(csr_array(weights_BN))) - change_BT
     once = Exposure(2.0)(1 / (1 - p)) * (1 - p)
     np.testing.assert_allclose(
@@ -187,7 +188,7 @@ def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
     source, larger = FakeSource(), FakeSource()
     for name in ("relevance_output_layer", "relevance_embedding"):
         larger.arrays[name] = source.arrays[name] * 1e3
-    effects = [Predictor.from_artifact(one, DEFAULT_PROTOCOL).effect_NT for one in (source, larger)]
+    effects = [Predictor.from_artifact(one, MEAN).effect_NT for one in (source, larger)]
     close = rounding(40, effects[0])
     np.testing.assert_allclose(effects[0], effects[1], rtol=0, atol=close)
     np.testing.assert_allclose(effects[0].mean(axis=0), 0.0, atol=close)
@@ -225,7 +226,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
 
 def test_the_additive_road_reads_no_sketch_and_relevance_once():
     source = FakeSource()
-    predictor = Predictor.from_artifact(source, DEFAULT_PROTOCOL)
+    predictor = Predictor.from_artifact(source, MEAN)
     for _ in range(3):
         predictor.change(plain_subsets())
     assert source.passes == {

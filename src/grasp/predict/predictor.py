@@ -331,7 +331,7 @@ class Predictor:
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless asked for
     exposure: Exposure  # how weights count
     unit: str  # what a change is measured in
-    prior: Prior | None = None  # what text says, and how far tasks are to be trusted; None: not estimated
+    prior: Prior | None  # what text says, and how far tasks are to be trusted; None: not estimated
 
     @staticmethod
     def from_artifact(

@@ -4,7 +4,8 @@ For row i and question e, kernels k of weight w_k, relevance r as the scoring ru
 
     q_ie   = sum_k c_e^k r_ie^k      every question of unit spread over the rows, then every kernel's mean over them
     b_i    = mean_e q_ie             what the questions say of the row itself
-    p_i    = ridge regression of b on the row's text, fitted on rows of other documents
+    p_i    = g times a ridge regression of b on the row's text, fitted on rows of other documents; g, the slope of the
+             mean over questions left out on that of the others, undoes what the penalty shrinks too far
 
 b_i has the variance s_i^2 / n over samples of n questions, s_i^2 the variance of q_ie over them. The text's prediction
 p_i is the mean beforehand (the prior), and the rest of b_i is believed as far as it is not noise of the sample:
@@ -127,9 +128,11 @@ def fit_prior(
             replace(task, prior_SG=prior_SJ[:, end - len(share) : end])
             for task, share, end in zip(tasks, shares, ends, strict=True)
         ]
+        slope_T = np.array([task.prior_slope() for task in tasks])
+        tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
         for start in range(0, len(names), TEXT_ROWS):
             rows = np.arange(start, min(start + TEXT_ROWS, len(names)))
-            text_NT[rows] = text.apply(*texts(rows), fold_N[rows])
+            text_NT[rows] = slope_T * text.apply(*texts(rows), fold_N[rows])
     own_T = np.array([task.own(np.ones(len(task.count_G), dtype=np.bool_)) for task in tasks])
     return Prior(text_NT, own_T, tuple(task.reliability() for task in tasks))
 
@@ -204,16 +207,23 @@ class _Task:
         pairs = [(self.score(half_G, own), self.score(~half_G, own)) for half_G in halves]
         signal, whole = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(every_G).var()
         ranking = min(max(signal / float(whole), 0.0), 1.0) if whole else 0.0
-        carried_G = np.array([self._carried(all_G == g) for g in all_G])
+        carried_G = np.array([self._slope(self.score(all_G != g), all_G == g) for g in all_G])
         half = float(student.ppf(0.5 + LEVEL / 2, n_groups - 1) * carried_G.std(ddof=1) / np.sqrt(n_groups))
         carried = float(carried_G.mean())
         return Reliability(count, ranking, carried, carried - half, carried + half)
 
-    def _carried(self, left_G: Bool) -> float:
-        """Slope of the mean over the questions left out on the score from the others."""
-        score_S, other_S = self.score(~left_G), self.mean(self.base_SG, left_G)
-        variance = float(score_S.var())
-        return float(np.mean((score_S - score_S.mean()) * other_S)) / variance if variance else 0.0
+    def prior_slope(self) -> float:
+        """g, from questions left out; 1 where there is a single one."""
+        all_G = np.arange(len(self.count_G))
+        if len(all_G) < 2:
+            return 1.0
+        slopes = [self._slope(self.mean(self.prior_SG, all_G != g), all_G == g) for g in all_G]
+        return max(0.0, float(np.mean(slopes)))
+
+    def _slope(self, value_S: F64, left_G: Bool) -> float:
+        """Slope of the mean over the questions left out on a prediction of it; 0 where that is constant."""
+        other_S, variance = self.mean(self.base_SG, left_G), float(value_S.var())
+        return float(np.mean((value_S - value_S.mean()) * other_S)) / variance if variance else 0.0
 
 
 # ----------------------------------------------------------------------------------------------------- what a text says
