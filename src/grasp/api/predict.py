@@ -194,6 +194,7 @@ def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> 
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         found.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
+    found += [known.note(target) for target, known in predictor.reliability.items()]
     return (*found, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 

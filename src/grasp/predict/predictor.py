@@ -45,7 +45,7 @@ from grasp.predict.scoring_rule import (
     kernel_weights,
     protocol_from,
 )
-from grasp.predict.task_scores import Prior, Texts, fit_prior
+from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
@@ -383,6 +383,11 @@ class Predictor:
         held_NT = self.task.effects.held_NC
         assert held_NT is not None
         return held_NT
+
+    @property
+    def reliability(self) -> Mapping[str, Reliability]:
+        """How far each task depends on the known questions; empty where tasks are not estimated."""
+        return {} if self.prior is None else dict(zip(self.units.targets, self.prior.reliability, strict=True))
 
     @property
     def scale(self) -> str:

@@ -71,9 +71,26 @@ class Reliability:
     carried_high: float
 
     def with_questions(self, count: int) -> float:
-        """The reliability of the ranking with another number of questions (Spearman-Brown)."""
+        """Return the reliability of the ranking with another number of questions (Spearman-Brown)."""
         factor = count / self.questions
         return factor * self.ranking / (1 + (factor - 1) * self.ranking)
+
+    def note(self, target: str) -> str:
+        """Describe the reliability in one line; of few questions say what to do."""
+        if self.questions < FEW:
+            known = f"{self.questions} question" + ("s" if self.questions > 1 else "")
+            return f"{target}: {known}: the ranking is mostly about them; add questions, {FEW} or more"
+        return (
+            f"{target}: reliability of the ranking {self.ranking:.2f} with {self.questions} questions; about "
+            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}"
+        )
+
+    def on_others(self, target: str, change: float) -> str | None:
+        """Describe a change on other questions of the task; None where nothing is known of it."""
+        if not np.isfinite(self.carried):
+            return None
+        low, high = sorted((change * self.carried_low, change * self.carried_high))
+        return f"{target}: expected on other questions {change * self.carried:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 @dataclass(frozen=True, slots=True)

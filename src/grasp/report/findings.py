@@ -221,6 +221,7 @@ def findings(
         ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
         ("arrays", ", ".join(f"{one.name} {one.shape[0]:,} x {one.shape[1]}" for one in there.arrays)),
         *(("leaks", note) for note in leak_notes(artifact, targets)),
+        *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
         ("bytes on disk", f"{there.bytes_total:,} ({there.bytes_per_row:,.0f} a row)"),
     )
     run = None if environment is None else environment.path / "run.yaml"

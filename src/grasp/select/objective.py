@@ -199,7 +199,9 @@ class SelectionObjective:
             outside.add([name], nats)
             beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
+        known = zip(self.predictor.reliability.items(), change_1T[0].tolist(), strict=False)  # none if not estimated
+        others = [one.on_others(target, change) for (target, one), change in known]
+        return pa.table(columns), (*beyond, *filter(None, others), *notes(self.predictor, self.intervals))
 
     def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that every `Choice` for this objective has."""
