@@ -35,7 +35,7 @@ from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, protocol_from
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, parse_protocol
 from grasp.predict.slices import label_slices, slice_effects
 from grasp.report.build_report import report
 from grasp.select.mix import mix
@@ -95,7 +95,7 @@ def rows_table(start: int, stop: int) -> pa.Table:
 
 def geometric() -> ScoringProtocol:
     """The protocol that ships with a penalty on redundancy, so that sketches are read."""
-    return protocol_from(DEFAULT_PROTOCOL.model_dump() | {"components": {"joint.pair": -0.1}}, "growth")
+    return parse_protocol(DEFAULT_PROTOCOL.model_dump() | {"components": {"joint.pair": -0.1}}, "growth")
 
 
 def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:

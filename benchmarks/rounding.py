@@ -16,7 +16,7 @@ import numpy as np
 from grasp.api.evaluate import compare
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 RELATIVE = 2.0**-11
 
@@ -32,7 +32,7 @@ class RoundedAgain(ArtifactReader):
 
 
 def fidelity(
-    artifact: ArtifactReader, environment: Environment, protocols: dict[str, ScoringProtocol]
+    artifact: ArtifactReader, environment: RetrainedRuns, protocols: dict[str, ScoringProtocol]
 ) -> dict[tuple[str, str], float]:
     """Task rho of every method and target."""
     lines = compare(artifact, environment, protocols, resamples=10).records()
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     protocols = {"default": DEFAULT_PROTOCOL} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
-    environment = Environment.open(args.environment)
+    environment = RetrainedRuns.open(args.environment)
     stored = fidelity(ArtifactReader.open(args.artifact), environment, protocols)
     again = [fidelity(RoundedAgain.open(args.artifact), environment, protocols) for _ in range(args.draws)]
     changes = {key: [abs(one[key] - rho) for one in again] for key, rho in stored.items()}

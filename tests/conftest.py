@@ -52,6 +52,16 @@ SHAPE = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers, help and signatures")
+
+
+@pytest.fixture(scope="session")
+def rewrite_snapshots(request: pytest.FixtureRequest) -> bool:
+    """Whether recorded files are to be rewritten instead of compared with."""
+    return bool(request.config.getoption("--rewrite-snapshots"))
+
+
 def _gemma2() -> PreTrainedModel:
     config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8)
     return Gemma2ForCausalLM(config)

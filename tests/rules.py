@@ -1,7 +1,7 @@
 """Protocols out of plain settings, as a file of them is read: with interactions or without."""
 
-from grasp.predict.scoring_rule import ScoringProtocol, protocol_from
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol
 
 
 def rule(**settings) -> ScoringProtocol:
-    return protocol_from(settings, "protocol")
+    return parse_protocol(settings, "protocol")

@@ -9,9 +9,9 @@ import typer
 
 import grasp.demo
 from grasp.cli import app
-from grasp.cli.options import merged, names
-from grasp.demo import Demo, retrained, tell
-from grasp.errors import EnvironmentDataError
+from grasp.cli.options import merge_settings, split_names
+from grasp.demo import Demo, open_runs, print_answers
+from grasp.errors import RunsError
 from grasp.retraining.plan import fitted_lengths
 from grasp.settings import retrain_settings
 from tests.cli.grasp_command import succeed
@@ -22,8 +22,8 @@ def test_the_command_that_it_proposes_retrains_on_its_own_rows_and_units(tmp_pat
     demo = Demo(tmp_path)
     command = typer.main.get_command(app).commands["retrain"]
     asked = command.make_context("retrain", [*demo.retrain_flags, "--out", str(demo.environment_path)]).params
-    flags = {"corpus.path": asked["corpus"], "targets.names": names(asked["targets"]), "family": asked["family"]}
-    settings = fitted_lengths(retrain_settings(merged(None, asked["assign"], flags)))
+    flags = {"corpus.path": asked["corpus"], "targets.names": split_names(asked["targets"]), "family": asked["family"]}
+    settings = fitted_lengths(retrain_settings(merge_settings(None, asked["assign"], flags)))
     assert settings.corpus == demo.corpus
     assert settings.targets == demo.targets
     assert settings.family == "mixture:source"
@@ -32,17 +32,17 @@ def test_the_command_that_it_proposes_retrains_on_its_own_rows_and_units(tmp_pat
 
 def test_own_retrainings_come_before_those_that_ship(tmp_path, monkeypatch):
     artifact = write_artifact(tmp_path / "art")
-    monkeypatch.setattr(grasp.demo, "SHIPPED", write_environment(tmp_path / "shipped", artifact).path)
-    assert retrained(Demo(tmp_path), artifact).name == "shipped"
+    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", artifact).path)
+    assert open_runs(Demo(tmp_path), artifact).name == "shipped"
     write_environment(tmp_path / "environment", artifact)
-    assert retrained(Demo(tmp_path), artifact).name == "environment"
+    assert open_runs(Demo(tmp_path), artifact).name == "environment"
 
 
 def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     runs = write_environment(tmp_path / "env", artifact)
     evaluation = grasp.evaluate(grasp.open(tmp_path / "art"), runs)
-    heading, *lines = grasp.demo._agreement(evaluation).splitlines()
+    heading, *lines = grasp.demo._agreement_table(evaluation).splitlines()
     assert re.split("  +", heading) == ["target", "rank correlation", "95 % interval", "ceiling", "95 % interval"]
     line = next(one for one in evaluation.records() if one["target"] == "sciq")
     low, high = (f"{line[f'task_ceiling_{end}']:.2f}" for end in ("low", "high"))
@@ -55,29 +55,29 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
 
 def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkeypatch):
     artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
-    monkeypatch.setattr(grasp.demo, "SHIPPED", tmp_path / "nothing")
-    with pytest.raises(EnvironmentDataError, match="no retrained subsets ship with this version"):
-        retrained(Demo(tmp_path), artifact)
-    monkeypatch.setattr(grasp.demo, "SHIPPED", write_environment(tmp_path / "shipped", other).path)
-    with pytest.raises(EnvironmentDataError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
-        retrained(Demo(tmp_path), artifact)
+    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
+    with pytest.raises(RunsError, match="contains no retrained runs"):
+        open_runs(Demo(tmp_path), artifact)
+    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", other).path)
+    with pytest.raises(RunsError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
+        open_runs(Demo(tmp_path), artifact)
     write_environment(tmp_path / "environment", artifact, done=3)
-    with pytest.raises(EnvironmentDataError, match="environment: is unfinished"):
-        retrained(Demo(tmp_path), artifact)
+    with pytest.raises(RunsError, match="environment: unfinished"):
+        open_runs(Demo(tmp_path), artifact)
 
 
 def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, monkeypatch):
     for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",), "RANDOM_SUBSETS": 20}.items():
         monkeypatch.setattr(grasp.demo, name, value)
-    monkeypatch.setattr(grasp.demo, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
     demo, said = Demo(tmp_path), []
     shutil.copytree(art, demo.artifact_path)
-    tell(demo, said.append)
+    print_answers(demo, said.append)
     commands = [shlex.split(line)[2:] for line in said if line.startswith("$ grasp ")]
     verbs = ["predict", "score", "predict", "retrain", "select", "mix", "report", "retrain"]
     assert [argv[0] for argv in commands] == verbs
     text = "\n".join(said)
-    assert "Nothing to compare with: no retrained subsets ship with this version" in text
+    assert "No comparison: this version of the package contains no retrained runs" in text
     for argv in commands:
         if argv[0] in ("select", "mix") or (argv[0] in ("predict", "score") and "--out" not in argv):
             printed = succeed(*argv).lines

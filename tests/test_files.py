@@ -26,7 +26,7 @@ from grasp.files import (
     written_aside,
 )
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import one_subset
+from grasp.predict.weights import single_subset
 from grasp.results import write_table
 from grasp.yaml_files import write_yaml
 
@@ -211,7 +211,7 @@ def test_a_full_disk_names_the_file_that_found_no_room(full_disk):
         lambda path: write_whole(path, os.urandom(500_000)),
         lambda path: write_table(noise, path),
         lambda path: write_yaml(yaml, path),
-        lambda path: write_subsets(path, [one_subset("s", np.ones(1_000, bool))], RowIndex.from_ids(noise["text"])),
+        lambda path: write_subsets(path, [single_subset("s", np.ones(1_000, bool))], RowIndex.from_ids(noise["text"])),
         shards,
     ):
         path = full_disk / "out.parquet"

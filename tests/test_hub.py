@@ -37,8 +37,8 @@ def test_a_misspelt_path_is_refused_with_what_it_may_mean(nobody):
     with pytest.raises(CorpusError, match=r"models/cktp: no such .* \(did you mean 'ckpt'\?\); expected \.parquet"):
         open_source("models/cktp")
     (nobody / "corpus.parquet").touch()
-    assert hub.meant("corpsu.parquet") == " (did you mean 'corpus.parquet'?)"
-    assert [hub.meant(name) for name in ("gone.parquet", "corpsu.jsonl", "no/corpus.parquet")] == ["", "", ""]
+    assert hub.suggest_path("corpsu.parquet") == " (did you mean 'corpus.parquet'?)"
+    assert [hub.suggest_path(name) for name in ("gone.parquet", "corpsu.jsonl", "no/corpus.parquet")] == ["", "", ""]
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(nobody):

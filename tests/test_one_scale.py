@@ -12,7 +12,7 @@ from grasp.artifact.rows import row_tokens
 from grasp.artifact.where import LabelTable
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, save_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import findings
 from grasp.report.serve import Ask, answered
@@ -63,7 +63,7 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")
     answers["by"] = by["if_dropped"]["life"]
     answers |= from_coefficients(artifact, protocol)
-    if not protocol.interacts:
+    if protocol.interaction is Interaction.NONE:
         answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
         answers["mean of what score shows"] = ranked[kept_ids].mean()
@@ -94,9 +94,9 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     sums = predictor.sums(slices.each)
     f_G = np.array([float(name != "life") for name in slices.names])
     found = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
-    if protocol.interacts:  # what rows do to one another is no sum over slices
+    if protocol.interaction is not Interaction.NONE:  # what rows do to one another is no sum over slices
         return found
-    formula = SliceFormula(sums.kept_B, sums.effect_BT, predictor.exposure)
+    formula = SliceFormula(sums.n_retained_B, sums.effect_BT, predictor.exposure)
     return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 

@@ -43,7 +43,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.distil.scorer import Scorer
 from grasp.errors import ArtifactError, GraspError
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.settings import build_settings
 from grasp.yaml_files import read_yaml
@@ -207,7 +207,7 @@ def read_artifact(bench: Bench, path: Path) -> dict[str, bytes]:
 
 
 def read_environment(bench: Bench, path: Path) -> dict[str, bytes]:
-    environment = Environment.open(path)
+    environment = RetrainedRuns.open(path)
     found = {"info": environment.info.model_dump_json().encode()}
     found["utilities"] = environment.utilities().values_BSE.tobytes()
     return found | {"reference": environment.reference_utilities().tobytes()}

@@ -31,7 +31,7 @@ from grasp.errors import GraspError
 from grasp.report.atlas import write_atlas
 from grasp.retraining.worker import retrain
 from grasp.runs.import_runs import import_runs
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.build.world import world, write_corpus
@@ -303,7 +303,7 @@ def same(bench: Bench, verb: str, path: Path) -> None:
         if problems := verify(path).problems:
             raise FaultError(f"verify names {problems[0]}")
     elif verb in ("retrain", "train-command"):
-        ours, theirs = Environment.open(path), Environment.open(whole)
+        ours, theirs = RetrainedRuns.open(path), RetrainedRuns.open(whole)
         if not np.array_equal(ours.utilities().values_BSE, theirs.utilities().values_BSE):
             raise FaultError("the utilities are not those of the undisturbed retrain")
     else:

@@ -24,9 +24,9 @@ from grasp.predict.subset_tables import read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.retraining.plan import row_names
 from grasp.retraining.worker import POLL_SECONDS, Worker
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import RetrainSettings
-from grasp.store.locks import held
+from grasp.store.locks import keep_renewed
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
 
@@ -97,13 +97,13 @@ def reference(recipe: TrainingRecipe, rows: RowStore, tokenizer: HfTokenizer, ou
     return out
 
 
-def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[str], None]) -> Environment:
+def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[str], None]) -> RetrainedRuns:
     """Train on every subset of the table with every seed; what is there already is not trained again.
 
     Args:
         llama: the environment of the recipe's own architecture, whose rows, units and tokenizer are used.
     """
-    worker = Worker(settings, Environment.open(llama))
+    worker = Worker(settings, RetrainedRuns.open(llama))
     rows = row_names(worker.store)
     assert settings.subsets is not None
     info = worker.environment.info.model_copy(
@@ -115,14 +115,14 @@ def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[
             "reference": False,
         }
     )
-    environment = Environment.create(out, info, read_subsets(settings.subsets, rows), rows)
+    environment = RetrainedRuns.create(out, info, read_subsets(settings.subsets, rows), rows)
     masks = dict(_masks(environment.subset_blocks(rows)))
     while environment.pending():
         claims = environment.claim(1, ttl=settings.lease_seconds)
         if not claims:
             time.sleep(POLL_SECONDS)  # others hold the rest
             continue
-        with held(list(claims.values()), ttl=settings.lease_seconds):
+        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
             for run in claims:
                 model = train_gpt2(worker.recipe, worker.store, seed=run.seed, retained=masks[run.subset_id])
                 environment.write_run(run, -evaluate_units(model, worker.tokens))

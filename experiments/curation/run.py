@@ -29,7 +29,7 @@ from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.retraining.plan import fitted_lengths, resolved_recipe
 from grasp.retraining.worker import RetrainStatus, retrain
-from grasp.runs.retrained import INFO, Environment
+from grasp.runs.retrained import INFO, RetrainedRuns
 from grasp.settings import RetrainSettings, build_settings
 
 
@@ -108,7 +108,7 @@ class Experiment:
         tables = {}
         for architecture, choices in self.chosen.items():
             if choices and (self.work / architecture / INFO).exists():
-                reading = Reading(self.world, Environment.open(self.work / architecture))
+                reading = Reading(self.world, RetrainedRuns.open(self.work / architecture))
                 tables[architecture] = lines(reading, choices)
         result = self._described() | {"trained": tables}
         write_whole(self.out, (json.dumps(result, indent=1) + "\n").encode())

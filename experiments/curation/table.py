@@ -19,7 +19,7 @@ from scipy.stats import t as student
 from experiments.curation.choices import RANDOM, Choice
 from experiments.curation.setting import HELD_OUT, ScoredUnit, World, choice_id
 from grasp.arrays import F64
-from grasp.runs.retrained import FULL, Environment
+from grasp.runs.retrained import FULL, RetrainedRuns
 
 MEASURES = ("selected_loss", "fresh_loss", "accuracy", "held_out_loss")
 LEVEL = 0.95
@@ -38,7 +38,7 @@ class Estimate:
 class Reading:
     """Models of an environment whose seeds are all trained: their losses and accuracies."""
 
-    def __init__(self, world: World, environment: Environment) -> None:
+    def __init__(self, world: World, environment: RetrainedRuns) -> None:
         known = environment.utilities(partial=True)
         place = {unit_id: e for e, unit_id in enumerate(known.unit_ids)}
         self.targets = world.artifact.targets

@@ -20,14 +20,14 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import SubsetFeatures
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 KS = (8, 16, 24, 32)
 
 
 def of_environment(path: Path, art: Path) -> World:
     """The mixtures that have results, with the artifact of the same rows."""
-    environment, artifact = Environment.open(path), ArtifactReader.open(art)
+    environment, artifact = RetrainedRuns.open(path), ArtifactReader.open(art)
     predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     assert environment.label is not None
     column = LabelTable(artifact.rows_path).column(environment.label)

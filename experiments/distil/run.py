@@ -26,7 +26,7 @@ from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
 from grasp.files import write_whole
 from grasp.retraining.worker import retrain
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = [Asked(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
         chosen += TextChooser(world).made(wanted)
         retrain(world.retraining(given.work / "subsets.parquet"), given.work / "llama")
-        table = lines(Reading(world, Environment.open(given.work / "llama")), chosen)
+        table = lines(Reading(world, RetrainedRuns.open(given.work / "llama")), chosen)
         result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
         write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
         write_whole(given.out.with_suffix(".md"), as_text(table).encode())

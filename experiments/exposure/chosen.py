@@ -21,7 +21,7 @@ from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.calibration import learn
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.mix import mix
 from grasp.select.select import select
 
@@ -34,7 +34,7 @@ def aims(artifact: ArtifactReader) -> dict[str, list[str]]:
 
 
 def chosen(
-    artifact: ArtifactReader, runs: Environment | None, label: str, budgets: list[str], distance: str | None
+    artifact: ArtifactReader, runs: RetrainedRuns | None, label: str, budgets: list[str], distance: str | None
 ) -> Iterator[WeightedRows]:
     """Subsets that are chosen by relevance alone, or, with runs, by what they lead to expect."""
     by = "relevance" if runs is None else "runs"
@@ -50,7 +50,7 @@ def chosen(
 
 def propose(asked: argparse.Namespace) -> None:
     artifact = ArtifactReader.open(asked.artifact)
-    beside = [None] if asked.environment is None else [None, Environment.open(asked.environment)]
+    beside = [None] if asked.environment is None else [None, RetrainedRuns.open(asked.environment)]
     subsets = [
         one
         for runs in beside
@@ -63,15 +63,15 @@ def propose(asked: argparse.Namespace) -> None:
 
 
 def judge(asked: argparse.Namespace) -> None:
-    artifact, runs = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
-    trained = Environment.open(asked.chosen)
+    artifact, runs = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
+    trained = RetrainedRuns.open(asked.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
-    expected, scored = learn(predictor, artifact, runs), Scored.from_environment(trained, artifact)
+    expected, scored = learn(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
     )
-    targets = [scored.renamed[name] for name in predictor.units.targets]
+    targets = [scored.run_targets[name] for name in predictor.units.targets]
     came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
     pairs = [
         {

@@ -21,9 +21,9 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
-from grasp.predict.predictor import ANY_TEXT, Predictor
+from grasp.predict.predictor import NEW_ROW_VALUE, Predictor
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DRAWS = 60
@@ -55,17 +55,17 @@ BASES: tuple[float | None, ...] = (None, 0.0, 0.2, 0.4, 0.8, 1.2)
 
 def judged(artifact: Path, environment: Path) -> dict[str, object]:
     """All candidates on one world."""
-    reader, runs = ArtifactReader.open(artifact), Environment.open(environment)
+    reader, runs = ArtifactReader.open(artifact), RetrainedRuns.open(environment)
     predictor = Predictor.from_artifact(reader, per_unit=True)
     assert predictor.unit_level is not None
-    scored = Scored.from_environment(runs, reader)
+    scored = Scored.from_runs(runs, reader)
     utilities = runs.utilities(partial=True)
     order = [runs.subset_ids.index(name) for name in utilities.subset_ids]
     weights_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])[order]
     kept_B1 = (weights_BN > 0).sum(axis=1, keepdims=True)
     times_BN = weights_BN * kept_B1 / weights_BN.sum(axis=1, keepdims=True)
     unit_NE = np.concatenate([block for _, block in predictor.unit_level.effects.blocks()])
-    unit_base_E = predictor.unit_level.base_C / ANY_TEXT
+    unit_base_E = predictor.unit_level.new_row_value_C / NEW_ROW_VALUE
     real_BT = np.stack(
         [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )

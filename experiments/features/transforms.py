@@ -19,18 +19,18 @@ from scipy.stats import rankdata
 
 from grasp.arrays import F64
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import Development
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
     "as it is": lambda x: x,
-    "negative x 0.5": lambda x: counted(x, 0.5),
-    "negative x 0.25": lambda x: counted(x, 0.25),
-    "negative x 0": lambda x: counted(x, 0.0),
+    "negative x 0.5": lambda x: downweight_negative(x, 0.5),
+    "negative x 0.25": lambda x: downweight_negative(x, 0.25),
+    "negative x 0": lambda x: downweight_negative(x, 0.0),
     "negative alone": lambda x: np.minimum(x, 0.0),
     "power 0.5": lambda x: np.sign(x) * np.sqrt(np.abs(x)),
     "power 1.2": lambda x: np.sign(x) * np.abs(x) ** 1.2,
@@ -63,9 +63,7 @@ def matrices(
     for name, path in scores.items():
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         if whole.shape != (artifact.n_rows, len(artifact.units)):
-            raise EnvironmentDataError(
-                f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}"
-            )
+            raise RunsError(f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}")
         found[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
     return found
 
@@ -74,14 +72,14 @@ def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
     """See that artifacts have the same rows, and the same units of a target.
 
     Raises:
-        EnvironmentDataError: they have not.
+        RunsError: they have not.
     """
     first = artifacts[0]
     for one in artifacts:
         corpora = {a.manifest.fingerprints.get("corpus") for a in (first, one)}
         ids = [a.units.column("unit_id").take(a.unit_columns(target)).to_pylist() for a in (first, one)]
         if len(corpora) > 1 or ids[0] != ids[1]:
-            raise EnvironmentDataError(f"{one.path}: rows or units of {target} are not those of {first.path}")
+            raise RunsError(f"{one.path}: rows or units of {target} are not those of {first.path}")
 
 
 def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
@@ -102,14 +100,12 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    artifact, environment = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
-    own = Development.from_environment(
-        environment, [artifact], targets=asked.targets.split(",")
-    )  # refuses what is held out
+    artifact, environment = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
+    own = Development.from_runs(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
     (scored,) = own.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
-    mine = {name: known for known, name in scored.renamed.items()}
+    mine = {name: known for known, name in scored.run_targets.items()}
     scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
     beside = [ArtifactReader.open(path) for path in asked.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}

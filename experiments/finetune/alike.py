@@ -19,7 +19,7 @@ from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name
 from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
 from grasp.files import write_whole
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 
 def report(name: Name, other: Name) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def report(name: Name, other: Name) -> dict[str, Any]:
     """
     if ENVIRONMENTS[name].rows != ENVIRONMENTS[other].rows:
         raise GraspError(f"{name}, {other}: trained on other rows; expected two environments of the same")
-    first, second = (Environment.open(HERE / one) for one in (name, other))
+    first, second = (RetrainedRuns.open(HERE / one) for one in (name, other))
     own, theirs = (one.utilities(seeds=(0,), partial=True) for one in (first, second))
     both = [subset for subset in own.subset_ids if subset in theirs.subset_ids]
     if both != list(own.subset_ids) or own.unit_ids != theirs.unit_ids:

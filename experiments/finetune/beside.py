@@ -29,7 +29,7 @@ from grasp.retraining.plan import row_names
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import bootstrap_weights, stream
 
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
@@ -40,7 +40,7 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     """Of every run, of the corpus, and the utilities of the first seed, (R, T)."""
     _, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,))
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))

@@ -40,7 +40,7 @@ from grasp.kernels.gradient import (
 )
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample, Use
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
@@ -135,7 +135,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     rows = [Example(ids, int(first)) for ids, first in zip(corpus.rows, corpus.first_N, strict=True)]
     began = time.process_time()
     found = scores(rows, [Example(unit.input_ids, unit.first) for unit in asked], Samples(engine, drawn))
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     forward = tuple(relevance(artifact, kernel, columns) for kernel in ("token", "input"))

@@ -33,7 +33,7 @@ from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.kernels.gradient import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, Output, Use
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
@@ -126,7 +126,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     rows = [Example(ids, int(first)) for ids, first in zip(corpus.rows, corpus.first_N, strict=True)]
     began = time.process_time()
     found = scores(rows, [Example(unit.input_ids, unit.first) for unit in asked], gradients)
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     methods = {label: Method((score_NE,)) for label, score_NE in found.items()}
     share_BN = shares(environment, corpus.store, utilities)

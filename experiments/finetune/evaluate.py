@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000
@@ -45,7 +45,7 @@ class Method:
         negatives = self.negative if isinstance(self.negative, tuple) else (self.negative,) * n
         parts = zip(self.kernels, self.weights or (1.0,) * n, negatives, strict=True)
         for k, (kernel_NE, weight, negative) in enumerate(parts):
-            score_NE = counted(kernel_NE, negative)
+            score_NE = downweight_negative(kernel_NE, negative)
             task_NT = _scaled(score_NE @ (member_ET / member_ET.sum(axis=0)))
             tasks_BT += weight * (share_BN @ task_NT)
             units_BE += weight * (share_BN @ (task_NT @ member_ET.T if self.of_task and k else _scaled(score_NE)))
@@ -133,7 +133,7 @@ def agreement(
     )
 
 
-def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:
+def noise(environment: RetrainedRuns, utilities: Utilities) -> dict[str, Any]:
     """How far two seeds agree over the subsets that have both, target by target: the correlation of utilities, each
     less its unit's mean over these subsets; and what their mean says of the ceiling of mean LDS, for as many seeds as
     `utilities` has (Spearman-Brown).

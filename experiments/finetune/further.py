@@ -31,7 +31,7 @@ from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.geometry.calibration_result import standard_errors
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them
 SHIPPED_BEFORE = "token + input + shift + tilt"
@@ -78,7 +78,7 @@ def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str
     """Every form against the runs that there are, and its mean LDS by target and resample, (T, 1 + R)."""
     _, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids

@@ -22,7 +22,7 @@ from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from grasp.seeds import stream
 
 NEGATIVE = 0.25
@@ -59,7 +59,8 @@ def _ranking(scores: dict[str, F64], parts: tuple[str, ...], targets: tuple[str,
     """(N, T), as the default protocol adds kernels up."""
     own_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
     tasks = [
-        np.stack([counted(scores[part], NEGATIVE)[:, own_E].mean(axis=1) for own_E in own_TE], axis=1) for part in parts
+        np.stack([downweight_negative(scores[part], NEGATIVE)[:, own_E].mean(axis=1) for own_E in own_TE], axis=1)
+        for part in parts
     ]
     return np.asarray(sum(_scaled(task_NT) for task_NT in tasks))
 

@@ -39,7 +39,7 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
-from grasp.runs.retrained import Environment, EnvironmentInfo, Run, TargetInfo, run_bytes
+from grasp.runs.retrained import RetrainedRuns, RetrainedRunsInfo, Run, TargetInfo, run_bytes
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 
@@ -54,7 +54,7 @@ class World:
 
     kind: Kind
     model: LlamaForCausalLM
-    environment: Environment
+    environment: RetrainedRuns
     corpus: Corpus
     units: list[UnitTokens]
     retained: dict[str, NDArray[np.int64]]
@@ -66,7 +66,7 @@ def open_world(name: Name, model: LlamaForCausalLM, tokenizer: HfTokenizer, work
     corpus = open_corpus(name, work, tokenizer)
     units = list(load_units(target_settings(name, work)).units)
     block = draw_subsets(corpus.label, kind.subsets, kind.subset_rows, nested=kind.nested)
-    info = EnvironmentInfo(
+    info = RetrainedRunsInfo(
         role=kind.role,
         recipe=kind.recipe.name,
         recipe_settings=kind.recipe.settings(),
@@ -80,7 +80,7 @@ def open_world(name: Name, model: LlamaForCausalLM, tokenizer: HfTokenizer, work
         reference=False,
         made_by={"program": f"grasp {grasp.__version__}", "torch": torch.__version__},
     )
-    environment = Environment.create(out / name, info, [block], row_names(corpus.store))
+    environment = RetrainedRuns.create(out / name, info, [block], row_names(corpus.store))
     retained = {b: block.weights_BN[[k]].indices.astype(np.int64) for k, b in enumerate(block.subset_ids)}
     return World(kind, model, environment, corpus, UnitSet(tuple(units)).tokenize(tokenizer, LENGTH), retained)
 

@@ -28,7 +28,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 STARTS = ("adapter", "start", "warm-up")
 KERNELS = ("gradient", "token", "input")
@@ -54,7 +54,7 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
 def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[str, Any]:
     """Every start against the runs that there are."""
     _, reader = prepared(name, data, work)
-    environment = Environment.open(HERE / name)
+    environment = RetrainedRuns.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     found: dict[str, tuple[F64, ...]] = {}
     for start in starts:

@@ -39,7 +39,7 @@ from grasp.files import write_whole
 from grasp.kernels.gradient import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.targets import load_units
@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
     kept = Kept(given.name, given.data, given.work)
-    environment = Environment.open(HERE / given.name)
+    environment = RetrainedRuns.open(HERE / given.name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     methods = {name: Method((score_NE,)) for name, score_NE in scores(kept).items()}
     share_BN = shares(environment, kept.corpus.store, utilities)

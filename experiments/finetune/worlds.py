@@ -24,7 +24,7 @@ from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
 
@@ -41,7 +41,7 @@ class World:
     """
 
     name: str
-    environment: Environment
+    environment: RetrainedRuns
     sides: Sides
     built: dict[str, Callable[[], F64]]
     utilities: Utilities
@@ -62,7 +62,7 @@ def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
     ids, firsts = [t.input_ids for t in tokens], [t.first for t in tokens]
     asked = _features(work / f"{kind.rows}-units.npz", model, ids, firsts, bfloat16=bfloat16)
     sides = Sides(rows, asked, model.config.vocab_size)
-    environment = Environment.open(environments / name)
+    environment = RetrainedRuns.open(environments / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     return World(
         name,
@@ -82,7 +82,7 @@ def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
 
 def from_scratch(work: Path, environment_path: Path) -> World:
     """cc-topic, on the targets that things may be chosen on; `work` has `reference`, `tokens` and `artifact`."""
-    environment = Environment.open(environment_path)
+    environment = RetrainedRuns.open(environment_path)
     store = RowStore.open(work / "tokens")
     artifact = ArtifactReader.open(work / "artifact")
     environment.check_corpus(store.fingerprint, str(work / "tokens"))
@@ -137,7 +137,7 @@ def _features(
     return Features.load(path)
 
 
-def shares(environment: Environment, store: RowStore, utilities: Utilities) -> F64:
+def shares(environment: RetrainedRuns, store: RowStore, utilities: Utilities) -> F64:
     blocks = list(environment.subset_blocks(row_names(store)))
     ids = [subset for block in blocks for subset in block.subset_ids]
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])

@@ -26,7 +26,7 @@ from grasp.files import write_whole
 from grasp.geometry.scored import Scored
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 
 def unit_leverage(values_BE: F64) -> F64:
@@ -109,11 +109,14 @@ class Compared:
 
 
 def compared(
-    artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
+    artifact: ArtifactReader,
+    environment: RetrainedRuns,
+    protocol: ScoringProtocol,
+    targets: Sequence[str] | None = None,
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
-    scored = Scored.from_environment(environment, artifact)
-    names = list(targets or scored.renamed.values())
+    scored = Scored.from_runs(environment, artifact)
+    names = list(targets or scored.run_targets.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
     for name in names:
@@ -132,7 +135,7 @@ def write_json(found: dict[str, Any], out: Path | None) -> None:
         write_whole(out, text.encode())
 
 
-def run(artifact: ArtifactReader, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
+def run(artifact: ArtifactReader, environment: RetrainedRuns, path: Path | None, targets: Sequence[str] | None) -> Any:
     """Figures of every target that environment and artifact share."""
     protocol = DEFAULT_PROTOCOL if path is None else load_protocol(path)
     found = {
@@ -151,7 +154,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
+    found = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment), args.protocol, args.targets)
     write_json(found, args.out)
 
 

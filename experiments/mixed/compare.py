@@ -27,12 +27,12 @@ from experiments.exposure.repeated import STRENGTH
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.predict.families import dirichlet_shares, parse_family
+from grasp.predict.families import draw_dirichlet_shares, parse_family
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.alignment import unit_fingerprints
-from grasp.runs.retrained import FULL, Environment, Run, TargetInfo
+from grasp.runs.retrained import FULL, RetrainedRuns, Run, TargetInfo
 from grasp.seeds import stream
 from grasp.select.mix import mix
 
@@ -69,16 +69,16 @@ def regmix(share_RG: F64, utility_R: F64) -> Callable[[F64], F64]:
 REGRESSIONS = {"log-share regression": (log_shares, 1), "RegMix": (regmix, AVERAGED)}
 
 
-def simulated(runs: Environment, rows_G: NDArray[np.int64]) -> F64:
+def simulated(runs: RetrainedRuns, rows_G: NDArray[np.int64]) -> F64:
     """(B, G) shares drawn as those of the runs were: by the family `dirichlet`, or by `exposure.repeated`."""
     rng = stream(0, "mixed", "simulated")
     if runs.info.family is None:
         return rng.dirichlet(np.full(len(rows_G), STRENGTH), size=SIMULATED)
     assert parse_family(runs.info.family.spec).kind == "dirichlet"
-    return np.stack([dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
+    return np.stack([draw_dirichlet_shares(rng, rows_G / rows_G.sum()) for _ in range(SIMULATED)])
 
 
-def proposed(artifact: ArtifactReader, runs: Environment, label: str) -> Iterator[WeightedRows]:
+def proposed(artifact: ArtifactReader, runs: RetrainedRuns, label: str) -> Iterator[WeightedRows]:
     """A mixture of each method for each target."""
     slices = label_slices(label_column(artifact, label, "by"), row_tokens(artifact))
     current_G = slices.rows_G / slices.rows_G.sum()
@@ -115,7 +115,7 @@ def proposed(artifact: ArtifactReader, runs: Environment, label: str) -> Iterato
 # ------------------------------------------------------------------------------------------------ halve and judge
 
 
-def halved(runs: Environment, artifact: ArtifactReader, out: Path) -> Environment:
+def halved(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> RetrainedRuns:
     """The same runs with the units alone that the artifact has."""
     fingerprints = unit_fingerprints(artifact, "completion")
     ids = {
@@ -131,7 +131,7 @@ def halved(runs: Environment, artifact: ArtifactReader, out: Path) -> Environmen
         }
     )
     rows = RowIndex.from_parquet(artifact.rows_path)
-    fewer = Environment.create(out, info, runs.subset_blocks(rows), rows)
+    fewer = RetrainedRuns.create(out, info, runs.subset_blocks(rows), rows)
     kept = [e for e, (target, unit) in enumerate(runs.units) if unit in ids.get(target, ())]
     assert [runs.units[e] for e in kept] == list(fewer.units)
     values, whole_SE = runs.utilities(), runs.reference_utilities()
@@ -143,7 +143,7 @@ def halved(runs: Environment, artifact: ArtifactReader, out: Path) -> Environmen
     return fewer
 
 
-def judged(artifact: ArtifactReader, mixed: Environment) -> list[dict[str, object]]:
+def judged(artifact: ArtifactReader, mixed: RetrainedRuns) -> list[dict[str, object]]:
     """Change of each mixture against the corpus and against the regression, by questions that the artifact lacks.
 
     The interval is of two parts: questions by their spread, and seeds by theirs, pooled over all mixtures and targets.
@@ -207,13 +207,13 @@ def main() -> None:
     asked = parser.parse_args()
     artifact = ArtifactReader.open(asked.artifact)
     if asked.verb == "halve":
-        print(halved(Environment.open(asked.runs), artifact, asked.out))
+        print(halved(RetrainedRuns.open(asked.runs), artifact, asked.out))
     elif asked.verb == "propose":
-        subsets = list(proposed(artifact, Environment.open(asked.environment), asked.by))
+        subsets = list(proposed(artifact, RetrainedRuns.open(asked.environment), asked.by))
         index = RowIndex.from_parquet(artifact.rows_path)
         write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     else:
-        lines = judged(artifact, Environment.open(asked.mixed))
+        lines = judged(artifact, RetrainedRuns.open(asked.mixed))
         asked.out.write_text(json.dumps(lines, indent=1) + "\n")
         for line in lines:
             print(

@@ -17,7 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.arrays import F64
-from grasp.baselines.gradients.gradient_sums import (
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.kernels.sketch import CountSketch
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradient_sums import (
     BlockParameters,
     EachGradient,
     InnerProducts,
@@ -26,9 +29,6 @@ from grasp.baselines.gradients.gradient_sums import (
     run_over,
     total_norm,
 )
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.kernels.sketch import CountSketch
-from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample
 from grasp.targets.units import UnitTokens
 from grasp.training.llama import StackedLlama

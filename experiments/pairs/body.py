@@ -35,7 +35,7 @@ from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.targets import load_units
 
 Sequences = Sequence[tuple[NDArray[np.int32], int]]  # token ids, and the first that carries loss
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     kept = [Features.load(given.work / f"documents-{side}.npz") for side in ("rows", "units")]
     sides = Sides(*kept, model.config.vocab_size)
     found = kernels(model, sides, rows, [(one.input_ids, one.first) for one in tokens])
-    environment = Environment.open(HERE / "documents")
+    environment = RetrainedRuns.open(HERE / "documents")
     utilities = environment.utilities(seeds=(0,), partial=True)
     blocks = list(environment.subset_blocks(row_names(corpus.store)))
     names = [name for block in blocks for name in block.subset_ids]

@@ -40,7 +40,7 @@ from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 SIZES = (0.03, 0.1, 0.3, 1.0)  # nats: standard deviation over subsets of the first order, mean over units
@@ -196,7 +196,7 @@ def _environment(scored: Scored, found: dict[str, F64], targets: list[str]) -> t
     own = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}
     ships_BE = ships.values_BE[:, [place[unit] for unit in own]]
-    theirs = {name: mine for mine, name in scored.renamed.items()}
+    theirs = {name: mine for mine, name in scored.run_targets.items()}
     table = scored.source.units.select(["target", "unit_id"]).to_pylist()
     column = {(line["target"], line["unit_id"]): e for e, line in enumerate(table)}
     columns = [column[theirs[target], unit] for target, unit in own]
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     features = material.settings.features
     whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
     places = [given.environment, *([given.held_out] if given.held_out else [])]
-    worlds = [Scored.from_environment(Environment.open(place), material.artifact) for place in places]
+    worlds = [Scored.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
     share_BN /= share_BN.sum(axis=1, keepdims=True)
@@ -231,8 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
         first += len(own)
         found = predictions(side, part, gradient_BVH[-1])
         info = world.environment.info
-        development = [t for t in world.renamed.values() if info.role == "dev" and t not in info.held_out_targets]
-        rest = [t for t in world.renamed.values() if t not in development]
+        development = [t for t in world.run_targets.values() if info.role == "dev" and t not in info.held_out_targets]
+        rest = [t for t in world.run_targets.values() if t not in development]
         for kind, targets in (("development", development), ("held out", rest)):
             if targets:
                 name = f"{world.environment.path.name}, {kind}: {', '.join(targets)}"

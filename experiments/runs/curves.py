@@ -22,12 +22,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import LabelTable
 from grasp.baselines.oracles import ridge_out
 from grasp.predict.predictor import Predictor
-from grasp.predict.slices import sensible_labels
+from grasp.predict.slices import suggest_labels
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.import_runs import import_runs
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]
@@ -60,14 +60,14 @@ class World:
 
 def of_environment(name: str, art: str, worlds: Path) -> World:
     """An environment beside the artifact built for it; the tasks of the artifact's losses."""
-    environment = Environment.open(Path("experiments/environments") / name)
+    environment = RetrainedRuns.open(Path("experiments/environments") / name)
     artifact = ArtifactReader.open(worlds / art)
     predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     family = environment.info.family
     label = None if family is None else family.spec.partition(":")[2]
     column = None if label is None else LabelTable(artifact.rows_path).column(label)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    labels = {*([label] if label else []), *sensible_labels(artifact)}
+    labels = {*([label] if label else []), *suggest_labels(artifact)}
     known = SubsetFeaturizer.from_predictor(predictor, artifact, sorted(labels))
     utilities = environment.utilities()
     assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids

@@ -15,7 +15,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.inspect.detect import detect
 from grasp.methods.registry import configured_methods, method_rows
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, protocol_from
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, parse_protocol
 from grasp.predict.weights import MissingRows, in_blocks
 from grasp.settings import build_settings
 
@@ -91,7 +91,7 @@ def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
     Geometry is standardised by uniform halves, since there are no topics here.
     """
     halves = {"calibration": {"family": "uniform:0.5", "n_subsets": 256, "seed": 0}}
-    own = protocol_from(protocol.model_dump() | halves, protocol.name)
+    own = parse_protocol(protocol.model_dump() | halves, protocol.name)
     n_rows = artifact.n_rows
     each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
     predictor = Predictor.from_artifact(artifact, own, [TARGET])

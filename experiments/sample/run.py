@@ -32,8 +32,8 @@ from experiments.finetune.setting import NAMES, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
 from grasp.files import write_whole
-from grasp.predict.scoring_rule import default_protocol
-from grasp.runs.retrained import Environment
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def from_scratch(name: str, label: str, work: Path) -> dict[str, float]:
     """Return LDS and task rho of an artifact of a from-scratch environment, with standard errors."""
     artifact = grasp.open(built_from_scratch(name, label, work))
     evaluation = grasp.evaluate(artifact, ROOT / "environments" / name, resamples=RESAMPLES)
-    mean = next(result.mean for result in evaluation.methods if result.method == default_protocol().name)
+    mean = next(result.mean for result in evaluation.methods if result.method == DEFAULT_PROTOCOL.name)
     lds, rho = mean["mean_lds"], mean["task_rho"]
     return {
         "lds": lds.value,
@@ -99,7 +99,7 @@ def fine_tuned(name: Any, label: str, data: Path, work: Path) -> dict[str, float
     if (n_rows := SAMPLES[label]) is not None:
         features = {"sample_rows": n_rows, "sample_positions": 2}
     rows = artifact_of(name, work, model_directory(name, work), tokenizer, features, 8192, f"sample-{label}")
-    environment = Environment.open(FINETUNE / name)
+    environment = RetrainedRuns.open(FINETUNE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([rows.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     kernels = tuple(relevance(rows, kernel, columns) for kernel in ("gradient", "output_layer", "embedding"))

@@ -14,15 +14,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments.mistakes import in_one_line
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import write_whole
-from grasp.runs.retrained import SIGNED_INFO, Environment
+from grasp.runs.retrained import SIGNED_INFO, RetrainedRuns
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")
 
 
-def joined(first: Environment, second: Environment, out: Path) -> None:
+def joined(first: RetrainedRuns, second: RetrainedRuns, out: Path) -> None:
     """Write the environment with the subsets of `second` and the seeds of both; it appears with its last file."""
     _check(first, second)
     out.mkdir(parents=True, exist_ok=True)
@@ -40,20 +40,20 @@ def joined(first: Environment, second: Environment, out: Path) -> None:
     SIGNED_INFO.write(out, info)
 
 
-def _check(first: Environment, second: Environment) -> None:
+def _check(first: RetrainedRuns, second: RetrainedRuns) -> None:
     other = [name for name in SAME if getattr(first.info, name) != getattr(second.info, name)]
     if other or first.subset_ids[: len(second.subset_ids)] != second.subset_ids:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{second.path}: differs from {first.path} in {', '.join(other) or 'its subsets'}; expected the same"
         )
     if set(first.info.seeds) & set(second.info.seeds):
-        raise EnvironmentDataError(f"{second.path}: seeds {second.info.seeds}, {first.path} has some of them already")
+        raise RunsError(f"{second.path}: seeds {second.info.seeds}, {first.path} has some of them already")
     rows = [_rows_of(one, second.subset_ids) for one in (first, second)]
     if not rows[0].equals(rows[1]):
-        raise EnvironmentDataError(f"{second.path}: subsets of the same name keep other rows than in {first.path}")
+        raise RunsError(f"{second.path}: subsets of the same name keep other rows than in {first.path}")
 
 
-def _rows_of(environment: Environment, ids: tuple[str, ...]) -> pa.Table:
+def _rows_of(environment: RetrainedRuns, ids: tuple[str, ...]) -> pa.Table:
     table = pq.read_table(environment.path / "subsets.parquet")
     kept = table.filter(pc.is_in(table["subset_id"], value_set=pa.array(ids)))
     return kept.sort_by([("subset_id", "ascending"), ("row_id", "ascending")]).combine_chunks()
@@ -66,9 +66,9 @@ def main() -> None:
     parser.add_argument("second", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    second = Environment.open(args.second)
+    second = RetrainedRuns.open(args.second)
     second.compact()
-    joined(Environment.open(args.first), second, args.out)
+    joined(RetrainedRuns.open(args.first), second, args.out)
     print(f"{args.out}: {len(second.subset_ids)} subsets")
 
 

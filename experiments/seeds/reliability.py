@@ -21,10 +21,10 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 
-def run(artifact: ArtifactReader, environment: Environment) -> dict[str, Any]:
+def run(artifact: ArtifactReader, environment: RetrainedRuns) -> dict[str, Any]:
     """By number of seeds and target: mean LDS, positive fraction and task rho, averaged over the choices of seeds."""
     protocol = DEFAULT_PROTOCOL
     targets = list(compared(artifact, environment, protocol))
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment))
+    found = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment))
     write_json(found, args.out)
 
 

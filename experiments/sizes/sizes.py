@@ -22,7 +22,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 RESAMPLES = 1_000
@@ -42,7 +42,7 @@ class Ranked:
         return Ranked(self.name, tuple(subset_ids), self.task_BT[at], self.unit_BE[at])
 
 
-def tasks_of(environment: Environment, loss: str) -> dict[str, str]:
+def tasks_of(environment: RetrainedRuns, loss: str) -> dict[str, str]:
     """Its targets of one loss, completion or all, and what an artifact calls them."""
     chosen = [target for target in environment.targets if target.endswith("@all") == (loss == "all")]
     return {target: target.removesuffix("@all") for target in chosen}
@@ -50,7 +50,7 @@ def tasks_of(environment: Environment, loss: str) -> dict[str, str]:
 
 def realized(name: str, path: Path, loss: str) -> tuple[Ranked, ...]:
     """What came out: the mean over the seeds, then each seed by itself where there are two."""
-    environment = Environment.open(path)
+    environment = RetrainedRuns.open(path)
     seeds = [
         seed for seed in environment.info.seeds if len(environment.utilities(seeds=[seed], partial=True).subset_ids)
     ]
@@ -58,7 +58,7 @@ def realized(name: str, path: Path, loss: str) -> tuple[Ranked, ...]:
     return tuple(_realized(environment, chosen, name, len(seeds), loss) for chosen in choices)
 
 
-def _realized(environment: Environment, seeds: list[int], name: str, of: int, loss: str) -> Ranked:
+def _realized(environment: RetrainedRuns, seeds: list[int], name: str, of: int, loss: str) -> Ranked:
     targets = list(tasks_of(environment, loss))
     all_units = environment.utilities(seeds=seeds, partial=True)
     unit_BE = all_units.select(*targets).values_BSE.mean(axis=1)
@@ -67,7 +67,7 @@ def _realized(environment: Environment, seeds: list[int], name: str, of: int, lo
     return Ranked(said, all_units.subset_ids, task_BT, unit_BE)
 
 
-def predicted(name: str, artifact: ArtifactReader, environment: Environment, loss: str) -> Ranked:
+def predicted(name: str, artifact: ArtifactReader, environment: RetrainedRuns, loss: str) -> Ranked:
     """The change that the shipped protocol predicts, units in the order of the environment."""
     predictor = Predictor.from_artifact(artifact, per_unit=True)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path)))
@@ -121,7 +121,7 @@ def carried_over(
     name: str, artifact: ArtifactReader, small: Path, targets_of: list[Ranked], subset_ids: list[str], loss: str
 ) -> Any:
     """Learn from the small runs on all other subsets; rank these subsets by relevance and by what was learned."""
-    environment = Environment.open(small)
+    environment = RetrainedRuns.open(small)
     predictor = Predictor.from_artifact(artifact, sketches=("hidden", "residual"))
     assert environment.label is not None
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (environment.label,))
@@ -156,7 +156,7 @@ def main() -> None:
     came_out = [one for name, path in runs.items() for one in realized(name, path, asked.loss)]
     subset_ids = [one for one in came_out[0].subset_ids if all(one in each.subset_ids for each in came_out)]
     whole = [one for one in came_out if "seed" not in one.name]
-    small = Environment.open(next(iter(runs.values())))
+    small = RetrainedRuns.open(next(iter(runs.values())))
     references = [predicted(f"predicted by {name}", art, small, asked.loss) for name, art in arts.items()]
     found = {
         "subsets": len(subset_ids),

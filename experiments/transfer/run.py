@@ -19,11 +19,11 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
-from grasp.geometry.calibration_result import Development, choose_protocol
+from grasp.geometry.calibration_result import Development, select_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 
@@ -49,13 +49,13 @@ def family_of(base: Candidate) -> ProtocolFamily:
     )
 
 
-def opened(path: Path) -> Environment:
+def opened(path: Path) -> RetrainedRuns:
     """An environment all of whose targets may be calibrated on."""
-    found = Environment.open(path)
-    return Environment(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
+    found = RetrainedRuns.open(path)
+    return RetrainedRuns(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
 
 
-def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
+def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resamples: int) -> list[dict[str, Any]]:
     """A record for every row of the table."""
     base = candidate_of(DEFAULT_PROTOCOL, artifact)
     family = family_of(base)
@@ -64,8 +64,8 @@ def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples
         "shipped": ((), base),
     }
     for tasks in CALIBRATED_ON:
-        developments = [Development.from_environment(one, [artifact], targets=tasks) for one in environments]
-        best = choose_protocol(family, developments, resamples=resamples).best.candidate
+        developments = [Development.from_runs(one, [artifact], targets=tasks) for one in environments]
+        best = select_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
         name: {one.name: tested(artifact, one, candidate) for one in environments}
@@ -89,9 +89,9 @@ def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
     return {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS}
 
 
-def tested(artifact: ArtifactReader, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
+def tested(artifact: ArtifactReader, environment: RetrainedRuns, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
-    development = Development.from_environment(environment, [artifact])
+    development = Development.from_runs(environment, [artifact])
     predictions = development.variants[""].select_candidates({"protocol": candidate}, development.targets)
     report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grasp.geometry.calibrate import calibrate
     from grasp.results import Result
     from grasp.runs.import_runs import import_runs
-    from grasp.runs.retrained import Environment
+    from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
 
 __version__ = "0.2.0"
@@ -32,7 +32,7 @@ del globals()["build"]  # the package
 
 _HOMES = {
     "Artifact": "grasp.api.artifact",
-    "Environment": "grasp.runs.retrained",
+    "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
     "Scorer": "grasp.distil.scorer",
     "apply": "grasp.distil.apply",
@@ -50,9 +50,9 @@ _HOMES = {
 }
 __all__ = [
     "Artifact",
-    "Environment",
     "GraspError",
     "Result",
+    "RetrainedRuns",
     "Scorer",
     "__version__",
     "apply",

@@ -1,7 +1,8 @@
-"""A whole run on real text, small: passages, a reference model trained on the spot, an artifact, and what it answers.
+"""A small example on real text: build a corpus, train a reference model, build an artifact, and query it.
 
-Every step is kept in the output directory, and a second run reuses what is there. The passages, the tokenizer and so
-the rows come out the same everywhere, so retrained subsets of them can be shipped; where they do not, this is noticed.
+All files are kept in the output directory, and a second run reuses them. Passages, tokenizer and rows are the same on
+every machine, so that the package can contain models retrained on subsets of them; a mismatch of fingerprints is
+detected. Start with `make_demo`, then `print_answers`.
 """
 
 import shlex
@@ -17,13 +18,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import artifact_targets
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import match_targets
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.text import number, plain, signed, size_text, text_table
@@ -39,37 +40,37 @@ TASKS = (
 )
 PASSAGES_PER_SOURCE = 900
 UNITS_PER_TARGET = 128
-ROWS_PER_PASSAGE = 1  # the first 128 tokens: enough for a model of this size
-STEPS = 200  # of training, where the retrained models took 320
-POSITIONS = "stride:2"  # of a row that the model is asked at: half of the work, and of what each row is known by
+ROWS_PER_PASSAGE = 1  # the first 128 tokens, enough for a model of this size
+STEPS = 200  # training steps of the reference model; the retrained models had 320
+POSITIONS = "stride:2"  # every second position: half of the computation
 SEED = 0
 LABEL = "source"
-SHIPPED = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with the flags of `retrain_flags`
-CHECKED = Path(__file__).with_name("demo_checked")  # its own choices, trained: experiments/exposure
+BUNDLED_RUNS = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with `Demo.retrain_flags`
+SELECTION_RUNS = Path(__file__).with_name("demo_checked")  # trained on its selections: experiments/exposure
 RETRAININGS = 16
 TARGET = "sciq"
 RANDOM_SUBSETS = 10_000
 BUDGET = "20%"
-DISTANCE = "40%"  # of the data that a mixture may change
+DISTANCE = "40%"  # maximum share of the data that a mixture may replace
 
 
 class Demo:
-    """Where everything of the demo lies, and what it is made of."""
+    """Paths and settings of the demo."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.corpus_path, self.model_path, self.artifact_path = out / "corpus.parquet", out / "model", out / "artifact"
-        self.environment_path = out / "environment"  # where the user's own is looked for
-        self.kept_path, self.mixture_path = out / "kept.parquet", out / "mixture.parquet"
+        self.environment_path = out / "environment"  # the user's own retrained runs, if any
+        self.selection_path, self.mixture_path = out / "kept.parquet", out / "mixture.parquet"
         self.weights_path = out / "weights.parquet"
 
     @property
     def retrain_flags(self) -> tuple[str, ...]:
-        """Arguments of `grasp retrain` that give an environment of the rows and units of the demo."""
+        """Return options of `grasp retrain` that train models on subsets of the demo's rows."""
         lengths = (f"corpus.max_rows_per_document={ROWS_PER_PASSAGE}", f"targets.units_per_target={UNITS_PER_TARGET}")
-        settings = [part for assignment in lengths for part in ("--set", assignment)]
-        asked = ["--corpus", str(self.corpus_path), "--targets", ",".join(TASKS), *settings]
-        return (*asked, "--family", f"mixture:{LABEL}", "-B", str(RETRAININGS), "--seeds", "2")
+        settings = [word for assignment in lengths for word in ("--set", assignment)]
+        data = ["--corpus", str(self.corpus_path), "--targets", ",".join(TASKS), *settings]
+        return (*data, "--family", f"mixture:{LABEL}", "-B", str(RETRAININGS), "--seeds", "2")
 
     @property
     def targets(self) -> TargetSettings:
@@ -88,10 +89,10 @@ class Demo:
         return BuildSettings(model=model, corpus=self.corpus, targets=self.targets, features=features)
 
 
-def make(out: Path, progress: Progress | None = None) -> Demo:
-    """Corpus, reference model and artifact, each unless it is there already."""
+def make_demo(out: Path, progress: Progress | None = None) -> Demo:
+    """Build the corpus, the reference model and the artifact, each unless it already exists."""
     progress = progress or Silent()
-    own_directory(out, ".grasp-demo", lambda there: (there / "artifact").is_dir() and (there / "model").is_dir())
+    own_directory(out, ".grasp-demo", lambda path: (path / "artifact").is_dir() and (path / "model").is_dir())
     demo = Demo(out)
     make_corpus(demo)
     make_model(demo, progress)
@@ -99,30 +100,34 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     return demo
 
 
-def retrained(demo: Demo, artifact: ArtifactReader) -> Environment:
-    """Retrained subsets of the rows of `artifact`: the user's own, else those that ship; others are refused."""
-    own = demo.environment_path
-    if not own.exists() and not SHIPPED.exists():
-        raise EnvironmentDataError("no retrained subsets ship with this version")
-    environment = Environment.open(own if own.exists() else SHIPPED)
-    artifact_targets(environment, artifact)
-    if environment.pending():
-        raise EnvironmentDataError(
-            f"{environment.path}: is unfinished; grasp retrain --out {shlex.quote(str(own))} --resume goes on"
+def open_runs(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
+    """Open the user's own retrained runs of the demo, else those of the package.
+
+    Raises:
+        EnvironmentDataError: there are no runs, they are unfinished, or were trained on other rows.
+    """
+    user_path = demo.environment_path
+    if not user_path.exists() and not BUNDLED_RUNS.exists():
+        raise RunsError("this version of the package contains no retrained runs")
+    runs = RetrainedRuns.open(user_path if user_path.exists() else BUNDLED_RUNS)
+    match_targets(runs, artifact)
+    if runs.pending():
+        raise RunsError(
+            f"{runs.path}: unfinished; continue with grasp retrain --out {shlex.quote(str(user_path))} --resume"
         )
-    return environment
+    return runs
 
 
 def make_corpus(demo: Demo) -> None:
-    """Passages of twelve sources; the support passages of the SciQ units that are scored are left out."""
+    """Write passages of twelve sources, without the passages that support the SciQ units of the demo."""
     if demo.corpus_path.exists():
         return
-    supports = {normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
-    write_passages(demo.corpus_path, exclude_texts=supports, per_source=PASSAGES_PER_SOURCE)
+    supporting_texts = {normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
+    write_passages(demo.corpus_path, exclude_texts=supporting_texts, per_source=PASSAGES_PER_SOURCE)
 
 
 def make_model(demo: Demo, progress: Progress) -> None:
-    """The `tiny` recipe, shortened, from scratch on the whole corpus: an ordinary Hugging Face checkpoint."""
+    """Train a Hugging Face checkpoint from scratch on the whole corpus, with a shortened `tiny` recipe."""
     recipe = named_recipe("tiny").model_copy(update={"steps": STEPS})
     tokenizer_path = demo.out / "tokenizer"
     if not tokenizer_path.exists():
@@ -132,7 +137,7 @@ def make_model(demo: Demo, progress: Progress) -> None:
     tokenizer = HfTokenizer(
         AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False), vocab_size=recipe.shape.vocab_size
     )
-    with lock_artifact(demo.artifact_path):  # the build finds the rows there
+    with lock_artifact(demo.artifact_path):  # the build reuses these rows
         rows = RowStore.write(
             demo.artifact_path / "tokens", demo.corpus, tokenizer, shard_rows=demo.settings.shard_rows
         )
@@ -149,106 +154,117 @@ def make_model(demo: Demo, progress: Progress) -> None:
     )
 
 
-def tell(demo: Demo, say: Callable[[str], None]) -> None:
-    """Ask what a curator would ask, each time with the command that asks the same."""
+def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
+    """Query the artifact as a data curator would, and print each query as a command with its result."""
     art = grasp.open(demo.artifact_path)
     say(f"{art}\n")
-    say("1. What is each source worth for SciQ, a set of science questions?")
+    say("1. How does each source affect SciQ, a set of science questions?")
     _command(say, "predict", demo.artifact_path, "--by", LABEL, "--target", TARGET)
     say(f"{art.predict(by=LABEL, target=[TARGET])}\n")
-    say("2. Which rows teach these answers most, and which least?")
+    say("2. Which rows help SciQ most, and which least?")
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
-    say(f"3. Any subset can be asked about. {RANDOM_SUBSETS:,} random tenths of the corpus:")
+    say(f"3. Predictions exist for any subset. {RANDOM_SUBSETS:,} random tenths of the corpus:")
     path = demo.out / "predictions.parquet"
     _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
-    begun = time.monotonic()
-    lines = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
-    seconds = time.monotonic() - begun
-    say(f"{lines:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets a second\n")
-    runs = _trust(demo, art, say)
-    _choose(demo, art, runs, say)
+    started = time.monotonic()
+    count = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
+    seconds = time.monotonic() - started
+    say(f"{count:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets per second\n")
+    runs = _compare_with_runs(demo, art, say)
+    _select_and_report(demo, art, runs, say)
 
 
 def _command(say: Callable[[str], None], *arguments: object) -> None:
     say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
 
 
-def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Environment | None:
-    """Predictions beside models that were retrained on some subsets; None if there are none."""
-    say("4. Is it true? Small models were retrained on 16 mixtures of the sources. Were they predicted?")
+def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> RetrainedRuns | None:
+    """Compare predictions with models retrained on subsets, and return these runs; None if there are none."""
+    say("4. Are the predictions right? Compare them with small models retrained on 16 mixtures of the sources.")
     try:
-        runs = retrained(demo, art.files)
-    except EnvironmentDataError as err:
-        say(f"Nothing to compare with: {plain(err)}")
-        say("Retrain on a few mixtures yourself (about a minute each), then run this again:")
+        runs = open_runs(demo, art.files)
+    except RunsError as err:
+        say(f"No comparison: {plain(err)}")
+        say("Train models on a few mixtures (about a minute each), then run the demo again:")
         _command(say, "retrain", *demo.retrain_flags, "--out", demo.environment_path)
         say("")
         return None
-    say(_agreement(grasp.evaluate(art, runs)))
-    say("1 is the right order, 0 is chance. Retraining is noisy: a perfect prediction would reach the ceiling.")
-    say("The ceiling is an estimate from how well two trainings agree, with an interval of its own.\n")
+    say(_agreement_table(grasp.evaluate(art, runs)))
+    say("1 is the exact order, 0 is chance. Retraining is noisy: a perfect prediction would reach the noise ceiling.")
+    say("The ceiling is estimated from the agreement of two trainings, and has a confidence interval, too.\n")
     return runs
 
 
-def _agreement(evaluation: grasp.Result) -> str:
-    """How the protocol that ships orders what was retrained, a line a target; the verb has far more."""
+def _agreement_table(evaluation: grasp.Result) -> str:
+    """Format the rank correlation of the default protocol and the noise ceiling, one line per target."""
     name = DEFAULT_PROTOCOL.name
     lines = [
         (
-            line["target"],
-            number(line["task_rho"], 2),
-            _interval(line, "task_rho"),
-            number(line["task_ceiling"], 2),
-            _interval(line, "task_ceiling"),
+            record["target"],
+            number(record["task_rho"], 2),
+            _interval(record, "task_rho"),
+            number(record["task_ceiling"], 2),
+            _interval(record, "task_ceiling"),
         )
-        for line in evaluation.to_arrow().to_pylist()
-        if line["method"] == name
+        for record in evaluation.to_arrow().to_pylist()
+        if record["method"] == name
     ]
     return text_table("", ("target", "rank correlation", "95 % interval", "ceiling", "95 % interval"), lines)
 
 
-def _interval(line: dict[str, Any], figure: str) -> str:
-    return f"{number(line[f'{figure}_low'], 2)} to {number(line[f'{figure}_high'], 2)}"
+def _interval(record: dict[str, Any], metric: str) -> str:
+    return f"{number(record[f'{metric}_low'], 2)} to {number(record[f'{metric}_high'], 2)}"
 
 
-def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
-    """A fifth of the rows for SciQ, a mixture for all targets, and the page."""
-    at, trust = demo.artifact_path, () if runs is None else ("--runs", runs.path)
-    say("5. Choose a fifth of the corpus for SciQ.")
-    asked = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
-    _command(say, "select", at, *asked, *trust, "--out", demo.kept_path)
+def _select_and_report(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | None, say: Callable[[str], None]) -> None:
+    """Select a fifth of the rows for SciQ, compute a mixture for all targets, and write the report."""
+    path, runs_options = demo.artifact_path, () if runs is None else ("--runs", runs.path)
+    say("5. Select a fifth of the corpus for SciQ.")
+    select_options = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
+    _command(say, "select", path, *select_options, *runs_options, "--out", demo.selection_path)
     selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
     say(f"{selection}\n")
-    summary = selection.save(demo.kept_path).with_suffix(".json")
-    say("6. Or keep everything, and change how much of each source the model sees: for all five tasks together.")
-    asked = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
-    _command(say, "mix", at, *asked, *trust, "--out", demo.mixture_path, "--weights", demo.weights_path)
+    selection_json = selection.save(demo.selection_path).with_suffix(".json")
+    say("6. Or keep all rows, and change the mixture weights of the sources, for all five tasks together.")
+    mix_options = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
+    _command(say, "mix", path, *mix_options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
     say(f"{mixture}\n")
-    shares = mixture.save(demo.mixture_path).with_suffix(".json")
+    mixture_json = mixture.save(demo.mixture_path).with_suffix(".json")
     mixture.write_weights(demo.weights_path)
-    say("7. All of it on one page, with sliders to try what if.")
+    say("7. All results on one page, with sliders for your own mixtures.")
     report = demo.out / "report.html"
-    _command(say, "report", at, *trust, "--selection", summary, "--mixture", shares, "--out", report)
-    page = art.report(report, runs=runs, selection=summary, mixture=shares)
-    say(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network\n")
-    say("8. Does the promise come true? Train on the choice and see; with subsets=weights.parquet, on the mixture.")
-    check = ("--like", at, "--set", f"subsets={demo.kept_path}", "--seeds", 2, "--out", demo.out / "kept")
-    _command(say, "retrain", *check)
-    if CHECKED.exists():
-        say(_came(Environment.open(CHECKED)))
+    _command(
+        say, "report", path, *runs_options, "--selection", selection_json, "--mixture", mixture_json, "--out", report
+    )
+    page = art.report(report, runs=runs, selection=selection_json, mixture=mixture_json)
+    say(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)\n")
+    say("8. Verify the prediction: train on the selection (or, with subsets=weights.parquet, on the mixture).")
+    train_options = (
+        "--like",
+        path,
+        "--set",
+        f"subsets={demo.selection_path}",
+        "--seeds",
+        2,
+        "--out",
+        demo.out / "kept",
+    )
+    _command(say, "retrain", *train_options)
+    if SELECTION_RUNS.exists():
+        say(_measured_changes(RetrainedRuns.open(SELECTION_RUNS)))
     say("")
 
 
-def _came(checked: Environment) -> str:
-    """What came of the demo's choices when they were trained: change against the whole corpus, in nats a token."""
-    came_BT = (checked.task_utilities(checked.targets) - checked.task_reference(checked.targets)).mean(axis=1)
-    seeds = ", ".join(map(str, checked.info.seeds))
-    lines = [f"When we did (seed {seeds}), in nats against the whole corpus:"]
-    for name, came_T in zip(checked.subset_ids, came_BT, strict=True):
-        came = ", ".join(
-            f"{target} {signed(float(nats), 2)}" for target, nats in zip(checked.targets, came_T, strict=True)
+def _measured_changes(runs: RetrainedRuns) -> str:
+    """Format the measured change of each target, in nats per token, of models trained on the demo's selections."""
+    change_BT = (runs.task_utilities(runs.targets) - runs.task_reference(runs.targets)).mean(axis=1)
+    seeds = ", ".join(map(str, runs.info.seeds))
+    lines = [f"Our own runs (seed {seeds}), change in nats relative to the whole corpus:"]
+    for name, change_T in zip(runs.subset_ids, change_BT, strict=True):
+        changes = ", ".join(
+            f"{target} {signed(float(nats), 2)}" for target, nats in zip(runs.targets, change_T, strict=True)
         )
-        lines.append(f"  {'the mixture' if 'mixture' in name else 'the choice'}: {came}")
+        lines.append(f"  {'mixture' if 'mixture' in name else 'selection'}: {changes}")
     return "\n".join(lines)

@@ -49,5 +49,5 @@ class MissingExtraError(GraspError):
     """An optional dependency is not installed; the message names the extra that contains it."""
 
 
-class EnvironmentDataError(GraspError):
+class RunsError(GraspError):
     """Runs, their utilities or a table of predictions are incomplete, damaged, or do not match the artifact."""

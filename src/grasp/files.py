@@ -303,13 +303,13 @@ def fault(root: Path, name: str, expected: FileEntry) -> str | None:
         return f"cannot be read: {err.strerror}"
 
 
-def mismatch(found: FileEntry, expected: FileEntry) -> str | None:
+def mismatch(actual: FileEntry, expected: FileEntry) -> str | None:
     """Describe how size or checksum of a file differ from what is expected; None: they match."""
-    if found.bytes != expected.bytes:
-        cut = found.bytes < expected.bytes
-        return f"{'truncated' if cut else 'too long'}: {found.bytes} of {expected.bytes} bytes"
-    same = found.checksum == expected.checksum
-    return None if same else f"damaged: checksum {found.checksum}, expected {expected.checksum}"
+    if actual.bytes != expected.bytes:
+        cut = actual.bytes < expected.bytes
+        return f"{'truncated' if cut else 'too long'}: {actual.bytes} of {expected.bytes} bytes"
+    same = actual.checksum == expected.checksum
+    return None if same else f"damaged: checksum {actual.checksum}, expected {expected.checksum}"
 
 
 # --------------------------------------------------------------------------------------------------------- directories

@@ -25,7 +25,7 @@ def is_path(name: str) -> bool:
     )
 
 
-def meant(name: str) -> str:
+def suggest_path(name: str) -> str:
     """Return ` (did you mean 'ckpt'?)` if a file with the same suffix has a similar name; else an empty text."""
     path = Path(name)
     try:

@@ -12,7 +12,7 @@ import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
 from grasp.files import TABLES, written_aside
-from grasp.store.checksummed_parquet import SealedWriter, write_sealed
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, write_checksummed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def write_table(table: pa.Table, path: Path) -> Path:
             pacsv.write_csv(pa.table(columns, names), part)
         else:
             stored = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
-            write_sealed(stored, part)
+            write_checksummed(stored, part)
     return path
 
 
@@ -110,7 +110,7 @@ def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> i
         write_table(whole, path)
         return int(whole.num_rows)
     lines = 0
-    with written_aside(path) as part, SealedWriter(part, schema) as writer:
+    with written_aside(path) as part, ChecksummedParquetWriter(part, schema) as writer:
         for table in tables:
             writer.write(table)
             lines += table.num_rows

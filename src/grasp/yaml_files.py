@@ -26,21 +26,21 @@ MOST_SHOWN = 20  # errors in a message
 M = TypeVar("M", bound=BaseModel)
 
 
-def validated(kind: type[M], data: Mapping[str, Any], where: str, mistake: type[GraspError] = SettingsError) -> M:
+def validated(kind: type[M], data: Mapping[str, Any], where: str, error_type: type[GraspError] = SettingsError) -> M:
     """Validate `data` against a model class; the error message starts with `where` and lists every mismatch."""
     try:
         return kind.model_validate(data)
     except ValidationError as err:
-        raise mistake(describe(err, where, kind)) from err
+        raise error_type(describe(err, where, kind)) from err
 
 
-def validated_yaml(kind: type[M], path: Path | str, what: str, mistake: type[GraspError]) -> M:
+def validated_yaml(kind: type[M], path: Path | str, what: str, error_type: type[GraspError]) -> M:
     """Read and validate a YAML file (JSON is YAML, too)."""
     try:
         data = read_yaml(Path(path))
     except SettingsError as err:
-        raise mistake(str(err)) from err
-    return validated(kind, data, f"{what} {path}", mistake)
+        raise error_type(str(err)) from err
+    return validated(kind, data, f"{what} {path}", error_type)
 
 
 def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
@@ -52,7 +52,7 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
+        parts.append(f"{field}: {what}{got}{_suggest_field(kind, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MOST_SHOWN} more" if err.error_count() > MOST_SHOWN else ""
     return f"{where}: " + "; ".join(parts) + more
 
@@ -67,7 +67,7 @@ _WORDS = {
 }
 
 
-def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
+def _suggest_field(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
     if kind is None or item["type"] != "extra_forbidden":
         return ""
     *groups, leaf = (str(step) for step in item["loc"])

@@ -52,10 +52,10 @@ def test_nothing_that_was_there_is_written_again_and_the_same_targets_change_not
     assert contents(world.extend(tmp_path / "art")) == new
     with (
         world.open_extension(tmp_path / "art") as extension,
-        pytest.raises(ArtifactError, match="art: these targets are in the artifact already"),
+        pytest.raises(ArtifactError, match=r"art:.*targets"),
     ):
         extension.finish(manifest={}, moments={})
-    with pytest.raises(ArtifactError, match=r"art: has targets \['boolq', 'piqa'\] already; add only targets"):
+    with pytest.raises(ArtifactError, match=r"art:.*targets \['boolq', 'piqa'\]"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})
 
 
@@ -73,19 +73,19 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays to extend: .*hidden_sketch"),
+        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays.*hidden_sketch"),
         (
             {"arrays": {"relevance_output_layer": ArraySpec(3, "1", "positive: lowers loss")}},
-            "units: got 2, expected 3",
+            r"units: .*\b2\b.*\b3\b",
         ),
-        ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer: got unit 'nat'"),
+        ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer:.*unit 'nat'"),
     ],
 )
-def test_columns_that_do_not_belong(world, tmp_path, changes, said):
+def test_columns_that_do_not_belong(world, tmp_path, changes, message):
     before = contents(world.write(tmp_path / "art"))
-    with pytest.raises((ArtifactError, ShapeError), match=said):
+    with pytest.raises((ArtifactError, ShapeError), match=message):
         open_extension(world, tmp_path / "art", **changes)
     assert contents(tmp_path / "art") == before
 
@@ -98,12 +98,12 @@ def test_refusals_of_an_extension(world, tmp_path):
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
-        with pytest.raises(ArtifactError, match=r"relevance_output_layer: row 8 .*column 1: got nan"):
+        with pytest.raises(ArtifactError, match=r"relevance_output_layer: row 8 .*column 1:.*nan"):
             extension.write_shard(1, {"relevance_output_layer": block}, None, {})
         with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
             extension.write_shard(1, {"relevance_output_layer": world.new_values[5:10]}, None, {"count": np.zeros(2)})
         world.fill_extension(extension)
-        with pytest.raises(ArtifactError, match=r"moments: .*\['step'\] already"):
+        with pytest.raises(ArtifactError, match=r"moments: .*\['step'\]"):
             extension.finish(manifest={}, moments={"step": np.zeros(1)})
-    with pytest.raises(ArtifactError, match=r"identity.seed: was 1, now 2; .*delete .*/art/extensions/1"):
+    with pytest.raises(ArtifactError, match=r"identity\.seed:.*\b1\b.*\b2\b.*delete .*/art/extensions/1"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})

@@ -144,7 +144,7 @@ def test_what_is_no_regular_file_is_never_opened(made, art, tmp_path):
     else:
         chunk.mkdir()
     assert any("expected a" in problem.what for problem in verify(art).problems)
-    with pytest.raises(ArtifactError, match=r"is a (symbolic link|pipe|directory), expected a (reg|dir)"):
+    with pytest.raises(ArtifactError, match=r"(symbolic link|pipe|directory).*(reg|dir)"):
         everything(ArtifactReader.open(art))
 
 
@@ -158,14 +158,14 @@ def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
         (tmp_path / "else.json").write_bytes(data)
         (art / MANIFEST).symlink_to(tmp_path / "else.json")
     for look in (ArtifactReader.open, info):
-        with pytest.raises(ArtifactError, match=r"manifest\.json: is a .*, expected a regular file"):
+        with pytest.raises(ArtifactError, match=r"manifest\.json: .*regular file"):
             look(art)
     assert verify(art).problems[0].file == MANIFEST
 
 
 def test_units_that_are_not_those_of_the_manifest(art):
     resign(art, lambda raw: raw.update(targets={"sciq": 1, "openbookqa": 3}))
-    with pytest.raises(ArtifactError, match=r"its manifest has units \{'sciq': 1, 'openbookqa': 3\}, the tables"):
+    with pytest.raises(ArtifactError, match=r"manifest.*\{'sciq': 1, 'openbookqa': 3\}"):
         _ = ArtifactReader.open(art).units
 
 
@@ -202,7 +202,7 @@ def test_numbers_that_no_build_writes_are_refused_by_whoever_reads_them(value, n
     entry = entry_of(path).model_dump()
     resign(art, lambda raw: raw["files"].update({f"arrays/hidden_sketch/{name}": entry}))
     for read in (lambda: everything(ArtifactReader.open(art)), lambda: first_rows(art)):
-        with pytest.raises(ArtifactError, match=r"hidden_sketch.*holds a number that is not finite or over 1e\+30"):
+        with pytest.raises(ArtifactError, match=r"hidden_sketch.*finite.*1e\+30"):
             read()
 
 
@@ -263,7 +263,7 @@ def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeyp
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-9] + b"xxxxxxxxx")
     (problem,) = verify("memory://cached/art").problems
-    assert (problem.file, "the copy of it in" in problem.what) == ("units.parquet", True)
+    assert (problem.file, "copy" in problem.what) == ("units.parquet", True)
     assert ArtifactReader.open("memory://cached/art").units.equals(expected)
     assert copy.read_bytes() == whole
     assert verify("memory://cached/art").ok
@@ -275,13 +275,13 @@ def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
     for name in ("work/thesis.tex", "rows.parquet", "download.part", "lock", "run.yaml"):
         (theirs / name).write_text("mine")
     before = contents(theirs)
-    with pytest.raises(Exception, match=r"theirs: is not empty, and what is there is not ours; choose a new"):
+    with pytest.raises(Exception, match=r"theirs: .*not empty"):
         World().begin(theirs)
     assert contents(theirs) == before
     (tmp_path / "file").write_text("x")
-    with pytest.raises(Exception, match=r"file: is a file, expected a directory"):
+    with pytest.raises(Exception, match=r"file: .*directory"):
         World().begin(tmp_path / "file")
-    with pytest.raises(Exception, match="got the current directory, or no name at all"):
+    with pytest.raises(Exception, match="current directory"):
         World().begin(Path(""))
 
 

@@ -41,29 +41,29 @@ SHARDS = [
         (
             relevance(([2, 4], [3, 0]), bad),
             ArtifactError,
-            rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: got {bad}",
+            rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: .*{bad}",
         )
         for bad in (np.nan, np.inf, -np.inf)
     ),
     (
         relevance((1, 2), 65536 * 8),
         ArtifactError,
-        r"row 6 .*column 2: 524288 at scale 8 .*array_dtype: float32",
+        "row 6 .*column 2: 524288.*scale 8 .*array_dtype: float32",
     ),
-    (loss(float("nan")), ArtifactError, "loss: row 8 .*got nan"),
-    (loss(None), ArtifactError, "loss: row 8 .*got None"),
+    (loss(float("nan")), ArtifactError, "loss: row 8 .*nan"),
+    (loss(None), ArtifactError, "loss: row 8 .*None"),
     (lambda a, r, s: (a, r, s | {"hidden_sketch": np.array([1.0, np.nan])}), ArtifactError, "sum hidden_sketch"),
-    (lambda a, r, s: (a | {"hidden_sketch": np.zeros((5, 4))}, r, s), ShapeError, r"hidden_sketch: got shape \(5, 4\)"),
+    (lambda a, r, s: (a | {"hidden_sketch": np.zeros((5, 4))}, r, s), ShapeError, r"hidden_sketch:.*\(5, 4\)"),
     (lambda a, r, s: ({"phi": a.pop("hidden_sketch"), **a}, r, s), ArtifactError, r"\['hidden_sketch'\].*\['phi'\]"),
-    (lambda a, r, s: (a, r.slice(1), s), ShapeError, "row table: got 4 rows"),
+    (lambda a, r, s: (a, r.slice(1), s), ShapeError, "row table:.* 4 rows"),
     (lambda a, r, s: (a, r.drop_columns("loss"), s), ArtifactError, r"row table: .*missing \['loss'\]"),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "said"), SHARDS)
-def test_a_shard_that_does_not_fit_is_refused_and_leaves_nothing(world, tmp_path, change, error, said):
+@pytest.mark.parametrize(("change", "error", "message"), SHARDS)
+def test_a_shard_that_does_not_fit_is_refused_and_leaves_nothing(world, tmp_path, change, error, message):
     with world.open(tmp_path / "art") as writer:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             writer.write_shard(1, *change(*world.shard(1)))
         assert writer.left == list(range(5))
         assert not list((tmp_path / "art").rglob("00001.npy*"))
@@ -80,13 +80,13 @@ def test_what_float16_cannot_hold_float32_can_up_to_its_own_end(tmp_path):
 
 def test_shards_come_once_and_have_sums_of_one_shape(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
-        with pytest.raises(ArtifactError, match="shard 5: expected 0 to 4"):
+        with pytest.raises(ArtifactError, match=r"shard 5:.*\b0\b.*\b4\b"):
             writer.write_shard(5, *world.shard(1))
         world.fill(writer, range(4))
-        with pytest.raises(ArtifactError, match="shard 1 is finished already"):
+        with pytest.raises(ArtifactError, match=r"shard 1 .*finished"):
             writer.write_shard(1, *world.shard(1))
         writer.write_shard(4, *world.shard(4)[:2], {"hidden_sketch": np.zeros(3)})
-        with pytest.raises(ShapeError, match=r"sums: shard 4 has {'hidden_sketch': \(3,\)}"):
+        with pytest.raises(ShapeError, match=r"sums: shard 4.*{'hidden_sketch': \(3,\)}"):
             writer.sums()
 
 
@@ -95,7 +95,7 @@ def test_a_label_that_changes_its_type(world, tmp_path):
         world.fill(writer, range(4))
         arrays, rows, sums = world.shard(4)
         writer.write_shard(4, arrays, rows.set_column(5, "topic", pa.array([1, 2, 3])), sums)
-        with pytest.raises(ArtifactError, match=r"changes its type: .*topic"):
+        with pytest.raises(ArtifactError, match=r"type.*topic"):
             world.finish(writer)
 
 
@@ -106,7 +106,7 @@ def test_another_build_is_refused_and_every_difference_named(world, tmp_path):
     other = World(shard_rows=4)
     other.identity = {"model": {"dtype": "bfloat16", "path": "m"}, "seed": 0}
     other.specs["relevance_output_layer"] = ArraySpec(4, "1", "positive: lowers loss", world.scale * 2)
-    with pytest.raises(ArtifactError, match="was begun with other input") as caught:
+    with pytest.raises(ArtifactError, match="begun") as caught:
         other.begin(tmp_path / "art")
     message = str(caught.value)
     for field in (
@@ -128,42 +128,42 @@ def test_tuples_and_lists_are_one_identity(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"identity": {"names": {"a"}}}, "identity: .*not JSON"),
         ({"dtype": "int8"}, "array_dtype: got 'int8'"),
         ({"n_rows": 0}, "n_rows=0"),
-        ({"arrays": {"phi": ArraySpec(0, "1", "none")}}, "phi: got width 0"),
-        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}}, "column 1: got 3, .*power of two"),
-        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}}, "column 1: got -2, .*power of two"),
+        ({"arrays": {"phi": ArraySpec(0, "1", "none")}}, "phi: .*width 0"),
+        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}}, r"column 1:.*\b3\b.*power of two"),
+        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}}, r"column 1:.*-2\b.*power of two"),
         (
             {"arrays": {f"relevance_{k}": ArraySpec(width, "1", "none") for k, width in (("knn", 4), ("pooled", 3))}},
-            "relevance arrays have different widths",
+            "relevance.*widths",
         ),
     ],
 )
-def test_arguments_that_make_no_artifact(world, tmp_path, changes, said):
-    with pytest.raises((ArtifactError, ShapeError), match=said):
+def test_arguments_that_make_no_artifact(world, tmp_path, changes, message):
+    with pytest.raises((ArtifactError, ShapeError), match=message):
         world.begin(tmp_path / "art", **changes)
     assert not (tmp_path / "art" / "build.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        (lambda units: {"units": units.slice(1)}, "units: got 3, expected 4"),
+        (lambda units: {"units": units.slice(1)}, r"units: .*\b3\b.*\b4\b"),
         (lambda units: {"units": units.drop_columns("target")}, r"units: .*missing \['target'\]"),
-        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, "sciq/0 comes 2 times"),
-        (lambda _: {"manifest": {"model": {}, "settings": 1}}, r"unknown fields \['model'\], .*\['settings'\]"),
+        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, r"sciq/0.*\b2 times"),
+        (lambda _: {"manifest": {"model": {}, "settings": 1}}, r"\['model'\].*\['settings'\]"),
         (lambda _: {"moments": {"sum.x": np.zeros(1)}}, r"moments: \['sum.x'\]"),
-        (lambda _: {"gains": {"phi": 1.0}}, r"gains: no such arrays \['phi'\]"),
+        (lambda _: {"gains": {"phi": 1.0}}, r"gains:.*\['phi'\]"),
         (lambda _: {"gains": {"hidden_sketch": np.inf}}, "gains: .*{'hidden_sketch': inf}"),
     ],
 )
-def test_an_end_that_does_not_fit_is_refused(world, tmp_path, changes, said):
+def test_an_end_that_does_not_fit_is_refused(world, tmp_path, changes, message):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
-        with pytest.raises((ArtifactError, ShapeError), match=said):
+        with pytest.raises((ArtifactError, ShapeError), match=message):
             writer.finish(**({"manifest": {}, "moments": {}, "units": world.units} | changes(world.units)))
         assert not writer.complete
 
@@ -182,7 +182,7 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         assert writer.complete
         assert not writer.left
-        with pytest.raises(ArtifactError, match="a finished artifact is not written again"):
+        with pytest.raises(ArtifactError, match="finished"):
             world.finish(writer)
     assert contents(tmp_path / "art") == before
 
@@ -190,7 +190,7 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
 def test_opening_what_is_no_artifact(tmp_path):
     (tmp_path / "file").write_text("x")
     with lock_artifact(tmp_path / "begun"):
-        for name, said in [("nowhere", "no such"), (".", "not an"), ("file", "not an"), ("begun", "no shard of it")]:
+        for name, said in [("nowhere", "no such"), (".", "artifact"), ("file", "artifact"), ("begun", "shard")]:
             with pytest.raises(ArtifactError, match=said):
                 ArtifactReader.open(tmp_path / name)
 
@@ -199,9 +199,9 @@ def test_opening_what_is_no_artifact(tmp_path):
     ("text", "what"),
     [
         ("{", "not JSON"),
-        ("[]", "not the manifest of an artifact"),
+        ("[]", "manifest"),
         ('{"format": "grasp-artifact", "format_version": 2}', "checksum"),
-        ('{"format": "grasp-artifact", "format_version": 3}', "format version 3, this program reads 2; build the art"),
+        ('{"format": "grasp-artifact", "format_version": 3}', r"version 3\b.*\b2\b"),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, text, what):
@@ -224,25 +224,25 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
-        (lambda artifact: artifact.unit_columns("boolq"), r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"),
-        (lambda artifact: next(artifact.array_blocks("logits")), "no array 'logits'; it has"),
-        (lambda artifact: next(artifact.array_blocks("relevance_output_layer", columns=[0, 4])), "got column 4"),
+        (lambda artifact: artifact.unit_columns("boolq"), r"target 'boolq'.*\['sciq', 'openbookqa'\]"),
+        (lambda artifact: next(artifact.array_blocks("logits")), "'logits'"),
+        (lambda artifact: next(artifact.array_blocks("relevance_output_layer", columns=[0, 4])), "column 4"),
         (lambda artifact: next(artifact.array_blocks("relevance_output_layer", block_rows=0)), "block_rows: got 0"),
         (lambda artifact: artifact.array_rows("relevance_output_layer", np.array([1, 23])), "row_index: got 23"),
         (
             lambda artifact: artifact.relevance_name("pooled"),
-            "no relevance by 'pooled', only by output_layer; build",
+            "'pooled'.*output_layer",
         ),
         (
             lambda artifact: artifact.relevance_name("both"),
-            "no relevance by 'both', only by output_layer; build",
+            "'both'.*output_layer",
         ),
-        (lambda artifact: next(artifact.row_batches(["genre"])), r"no columns \['genre'\]; it has"),
+        (lambda artifact: next(artifact.row_batches(["genre"])), r"\['genre'\]"),
     ],
 )
-def test_what_is_not_there_is_named(world, tmp_path, ask, said):
+def test_what_is_not_there_is_named(world, tmp_path, ask, message):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
-    with pytest.raises(ArtifactError, match=said):
+    with pytest.raises(ArtifactError, match=message):
         ask(artifact)

@@ -24,6 +24,7 @@ from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module
 from grasp.store.remote import local_path, remote_url, staging_directory
 from tests.faults import Killed
+from tests.mentions import assert_mentions
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def assert_same(found: ArtifactReader, expected: ArtifactReader) -> None:
 
 def test_what_is_read_from_a_url_is_what_was_written(local, place):
     assert not is_published(place)
-    with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; make one with `grasp build --out"):
+    with pytest.raises(ArtifactError, match=f"^{place}: .*artifact.*`grasp build --out"):
         ArtifactReader.open(place)
     publish_artifact(local, place)
     assert is_published(place)
@@ -140,12 +141,10 @@ def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
     problems = {problem.file: problem.what for problem in verify(place).problems}
     assert problems.keys() == {"arrays/hidden_sketch/00001.npy", "rows.parquet"}
     assert problems["rows.parquet"] == "missing"
-    assert problems["arrays/hidden_sketch/00001.npy"].startswith("damaged: checksum")
-    with pytest.raises(
-        ArtifactError, match=rf"^{place}/arrays/hidden_sketch/00001.npy: damaged: .*, expected .*verify"
-    ):
+    assert_mentions(problems["arrays/hidden_sketch/00001.npy"], "damaged", "checksum")
+    with pytest.raises(ArtifactError, match=rf"^{place}/arrays/hidden_sketch/00001.npy: damaged: .*verify"):
         list(ArtifactReader.open(place).array_blocks("hidden_sketch"))
-    with pytest.raises(ArtifactError, match=r"rows.parquet: cannot be reached"):
+    with pytest.raises(ArtifactError, match=r"rows\.parquet: .*reached"):
         _ = ArtifactReader.open(place).rows_path
 
 
@@ -192,7 +191,7 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
     filesystem.rm(f"{root}/rows.parquet")
     with monkeypatch.context() as patch:
         patch.setattr(filesystem, "put_file", lambda source, target: None)
-        with pytest.raises(ArtifactError, match=r"1 of \d+ files did not arrive, e.g. rows.parquet; run again"):
+        with pytest.raises(ArtifactError, match=r"1 of \d+ files.*rows\.parquet"):
             publish_artifact(local, place)
     assert not is_published(place)
 
@@ -213,7 +212,7 @@ def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
 
 
 def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
-    with pytest.raises(ArtifactError, match=r"^s3://nobody-made-it/art.*cannot be reached"):
+    with pytest.raises(ArtifactError, match=r"^s3://nobody-made-it/art.*reached"):
         publish_artifact(local, "s3://nobody-made-it/art")
     filesystem, _ = fsspec.core.url_to_fs(s3)
     filesystem.invalidate_cache()
@@ -225,15 +224,15 @@ def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
 def test_a_file_url_is_a_path(local):
     assert local_path(Path("file:///tmp/art")) == local_path("file:///tmp/art") == Path("/tmp/art")
     assert local_path("art") == Path("art")
-    found = ArtifactReader.open(f"file://{local}")
-    assert found.where == str(local)
+    artifact = ArtifactReader.open(f"file://{local}")
+    assert artifact.where == str(local)
     assert verify(f"file://{local}").ok
 
 
 def test_another_artifact_is_not_written_over(local, place, tmp_path):
     publish_artifact(local, place)
     other = World(n_rows=9).write(tmp_path / "other")
-    with pytest.raises(ArtifactError, match=f"^{place}: another one lies here; delete it, or choose another URL$"):
+    with pytest.raises(ArtifactError, match=f"^{place}: [^\n]*URL$"):
         publish_artifact(other, place)
 
 
@@ -250,7 +249,7 @@ def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(module.fsspec.core, "url_to_fs", missing)
-    with pytest.raises(MissingExtraError, match=r"^s3://b/x: needs an fsspec filesystem for 's3': pip install .*s3"):
+    with pytest.raises(MissingExtraError, match=r"^s3://b/x: .*'s3'.*pip install .*s3"):
         ArtifactReader.open("s3://b/x")
 
 
@@ -301,7 +300,7 @@ def test_a_server_that_errs_or_lies_is_one_line(web, how):
     handler, url = web
     handler.how = how
     for ask in (ArtifactReader.open, info, verify):
-        with pytest.raises(ArtifactError, match=f"^{url}(/manifest.json)?: cannot be reached: .*; check URL, cred"):
+        with pytest.raises(ArtifactError, match=f"^{url}(/manifest.json)?: .*URL, cred"):
             ask(url)
 
 
@@ -312,5 +311,5 @@ def test_an_artifact_behind_http_is_read_and_a_file_that_is_not_sent_is_named(we
     assert_same(ArtifactReader.open(url), ArtifactReader.open(local))
     shutil.rmtree(os.environ["GRASP_CACHE"])
     handler.how = "units.parquet"
-    with pytest.raises(ArtifactError, match=f"^{url}/units.parquet: cannot be reached: 500"):
+    with pytest.raises(ArtifactError, match=f"^{url}/units.parquet: .*500"):
         _ = ArtifactReader.open(url).units

@@ -72,20 +72,20 @@ def test_nulls_are_counted_and_not_selected(table):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("topik = 'x'", r"unknown column 'topik' \(did you mean 'topic'\?\)"),
-        ('topic = "Games"', "unknown column 'Games'.*'single quotes'"),
-        ("topic.x = 1", "'topic.x' has a dot"),
-        ("topic =", "syntax error at its end$"),
-        ("topic = 'A' AND AND load", r'syntax error at or near "AND" \(character 17: '),
-        ("topic = 'unclosed", r"unterminated string literal \(character 9"),
+        ("topik = 'x'", "'topik'.*'topic'"),
+        ('topic = "Games"', "'Games'.*'single quotes'"),
+        ("topic.x = 1", r"'topic\.x'.*dot"),
+        ("topic =", "syntax error.*end$"),
+        ("topic = 'A' AND AND load", r'syntax error.*"AND".*\b17\b'),
+        ("topic = 'unclosed", r"unterminated.*\b9\b"),
         ("/* unclosed", "unterminated"),
-        ("Odd Name = 'x'", r'syntax error .*; write the column in double quotes: "Odd Name"$'),
-        ("", "is empty"),
-        ("n_tokens", "gives int64, expected a condition"),
-        ("topic > 3", "Cannot compare values of type VARCHAR"),
-        ("n_tokens > 'many'", "Could not convert string 'many'"),
-        ("not " * 900 + "true", "nested too deeply"),
-        ("true" + " or true" * 4000, "expected at most 20000"),
+        ("Odd Name = 'x'", 'syntax error.*"Odd Name"$'),
+        ("", "empty"),
+        ("n_tokens", "int64.*condition"),
+        ("topic > 3", "compare.*VARCHAR"),
+        ("n_tokens > 'many'", "convert.*'many'"),
+        ("not " * 900 + "true", "nested"),
+        ("true" + " or true" * 4000, r"\b20000\b"),
     ],
 )
 def test_mistakes_say_where(table, expression, message):
@@ -147,10 +147,10 @@ def test_the_second_wall_stands_without_the_first(table, monkeypatch):
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
     monkeypatch.setattr("grasp.artifact.where._checked", lambda db, expression, columns: {})
     for expression, message in [
-        ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled by configuration"),
+        ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
-        ("getenv('HOME') = 'x'", "getenv does not exist"),
-        ("EXISTS (SELECT * FROM secret_table)", "secret_table does not exist"),
+        ("getenv('HOME') = 'x'", "getenv"),
+        ("EXISTS (SELECT * FROM secret_table)", "secret_table"),
     ]:
         with pytest.raises(SubsetError, match=message):
             selected(table, expression)
@@ -166,9 +166,9 @@ def test_values_group_the_rows_and_keep_the_unlabelled_apart(table):
 
 
 def test_unknown_label_and_missing_file(table, tmp_path):
-    with pytest.raises(SubsetError, match=r"unknown column 'formt'.*the columns are"):
+    with pytest.raises(SubsetError, match="column 'formt'"):
         table.column("formt")
-    with pytest.raises(SubsetError, match="no such file; expected a table of rows"):
+    with pytest.raises(SubsetError, match="no such file"):
         LabelTable(tmp_path / "nowhere.parquet")
 
 

@@ -125,7 +125,7 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
     assert all(f"\n{name} " in listed for name in METHODS)
     assert "did you mean bm25?" in refused("methods", "bm52")
     description = succeed("methods", "bm25").out
-    assert "looks at: rows and units, tokens" in description
+    assert "inputs: rows and units, tokens" in description
     assert "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'" in description
     assert "k1, default 1.2" in description
 

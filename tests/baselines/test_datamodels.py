@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grasp.baselines.oracles import lasso_oracle, mask_features
-from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
+from grasp.errors import MissingExtraError, RunsError, SettingsError, SubsetError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
@@ -82,7 +82,7 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     inputs, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not in .*, e.g. 'mine'"):
+    with pytest.raises(RunsError, match=r"2 subsets are not in .*, e.g. 'mine'"):
         method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
     with pytest.raises(SettingsError, match=r"--runs"):
         method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
@@ -15,6 +14,7 @@ from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exac
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradient_factors import materialise, squared_norm
 from grasp.models.gradients import Block, Example, PerExample, Use
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
@@ -349,7 +349,7 @@ def test_a_module_that_does_more_than_its_type_says_is_refused():
     network = llama()
     network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) gives something else"):
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) does not return its weight"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
@@ -361,7 +361,7 @@ def test_what_has_no_per_example_form_is_refused():
     with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
         choose_layers(model, ["all"])
     network.model.table = nn.Linear(3, 4)
-    with pytest.raises(ModelError, match=r"model.table took no part in a row's loss"):
+    with pytest.raises(ModelError, match=r"model.table does not affect the loss of a row"):
         PerExample(model, choose_layers(model, ["all"]))
 
 

@@ -124,7 +124,7 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     file = tmp_path / "tiny.gguf"
     file.touch()
     monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
-    monkeypatch.setattr(checkpoint, "_loaded", lambda kind, field, what, where: (field, where))
+    monkeypatch.setattr(checkpoint, "_from_pretrained", lambda kind, field, what, arguments: (field, arguments))
     field, where = checkpoint.tokenizer_of(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
     assert field == "model.tokenizer"
     assert where == {

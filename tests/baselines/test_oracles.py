@@ -6,7 +6,7 @@ from scipy import stats
 
 from grasp.artifact.where import LabelColumn
 from grasp.baselines import oracles
-from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.errors import RunsError, ShapeError
 from grasp.predict.families import parse_family
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.retrained import Utilities
@@ -122,10 +122,10 @@ def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
 def test_too_few_subsets_and_missing_features_are_refused():
     blocks, utilities = world(3)
     features = oracles.fraction_features(blocks, LABELS)
-    with pytest.raises(EnvironmentDataError, match="got 3 subsets and 3 folds"):
+    with pytest.raises(RunsError, match="got 3 subsets and 3 folds"):
         oracles.ridge_oracle(features, utilities)
     blocks, utilities = world(8)
-    with pytest.raises(EnvironmentDataError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
+    with pytest.raises(RunsError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
         oracles.ridge_oracle(features, utilities)
     with pytest.raises(ShapeError, match=r"\(8, 2\) and utilities \(7, 1\)"):
         oracles.cross_fit(oracles.ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)

@@ -45,7 +45,7 @@ def test_the_example_of_the_documentation_has_ten_lines():
 def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_path):
     art, cache = world.root / "art", tmp_path / "cache"
     assert re.search(r"^loud +Capital letters", succeed("methods").out, flags=re.MULTILINE)
-    assert "looks at: rows and units, tokens" in succeed("methods", "loud").out
+    assert "inputs: rows and units, tokens" in succeed("methods", "loud").out
     printed = succeed("score", art, "--target", "facts", "--method", "loud", "--cache", cache, "--top", 3)
     assert printed.lines[0] == "the 3 most helpful of 40 rows for facts, by loud"
     command = "evaluate", art, "--runs", world.root / "env", "--methods", "loud,bm25", "--cache", cache

@@ -9,10 +9,10 @@ from grasp.baselines.retraining_shapley import RetrainingGame
 from grasp.baselines.shapley import exact_shapley
 from grasp.baselines.stored import shared_directory
 from grasp.baselines.work import WorkArea
-from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
+from grasp.errors import RunsError, SettingsError, SubsetError
 from grasp.methods.registry import method_predictions, scores
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
@@ -140,7 +140,7 @@ def test_players_decide_what_stored_values_are_of(world):
         ({"players": "rows", "permutations": 100}, SettingsError, "more than most_runs 2,000"),
         ({"players": "rows"}, SettingsError, "at most 16 players"),
         ({"players": "theme"}, SubsetError, "theme"),
-        ({"truncation": 0.1}, SettingsError, "truncation: of no effect"),
+        ({"truncation": 0.1}, SettingsError, "truncation: no effect"),
     ],
 )
 def test_games_that_cannot_be_played_are_refused(settings, error, message, world, tmp_path):
@@ -152,6 +152,6 @@ def test_an_environment_without_its_recipe_is_refused(world, tmp_path):
     inputs = world.inputs()
     known = inputs.environment
     info = known.environment.info.model_copy(update={"recipe_settings": {}})
-    bare = replace(known, environment=Environment(known.environment.path, info))
-    with pytest.raises(EnvironmentDataError, match="recipe_settings: name: missing"):
+    bare = replace(known, environment=RetrainedRuns(known.environment.path, info))
+    with pytest.raises(RunsError, match="recipe_settings: name: missing"):
         run(replace(inputs, retrained=bare), tmp_path)

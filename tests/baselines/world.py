@@ -18,8 +18,8 @@ from grasp.methods.contract import MethodInputs, MethodScores, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, methods, scores
 from grasp.models.tokenizer import train_tokenizer
 from grasp.retraining.worker import retrain
-from grasp.runs.alignment import Joined
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import Alignment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
@@ -37,8 +37,8 @@ class World:
     root: Path
 
     @property
-    def environment(self) -> Environment:
-        return Environment.open(self.root / "env")
+    def environment(self) -> RetrainedRuns:
+        return RetrainedRuns.open(self.root / "env")
 
     @cached_property
     def artifact(self) -> ArtifactReader:
@@ -46,7 +46,7 @@ class World:
 
     def inputs(self, **changes: Any) -> MethodInputs:
         """The artifact with its environment, opened afresh."""
-        scored = Joined.from_environment(self.environment, self.artifact)
+        scored = Alignment.from_runs(self.environment, self.artifact)
         known = Retrained.from_alignment(scored, self.environment.utilities())
         return replace(MethodInputs(self.artifact, retrained=known), **changes)
 

@@ -235,7 +235,7 @@ def test_the_commands_build_and_merge_parts(parts, tmp_path):
     flags = ("--config", tmp_path / "settings.yaml", "--corpus", parts.two, "--like", parts.first)
     succeed("build", *flags, "--out", tmp_path / "part")
     done = succeed("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
-    assert done.lines == [f"{tmp_path / 'art'}: {sum(parts.sizes)} rows of 2 parts x facts"]
+    assert done.lines == [f"{tmp_path / 'art'}: {sum(parts.sizes)} rows of 2 artifacts, targets: facts"]
     found, expected = arrays(tmp_path / "art"), arrays(parts.root / "merged")
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())

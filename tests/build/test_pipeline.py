@@ -30,7 +30,7 @@ from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
 from grasp.build.model_pass import observe_part, read_batches
-from grasp.build.pipeline import Sample, build_artifact, decided, regime
+from grasp.build.pipeline import Sample, build_artifact, decided, training_notes
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
@@ -38,7 +38,7 @@ from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
-from grasp.predict.scoring_rule import BESIDE_GRADIENT, DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
@@ -469,7 +469,7 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
         for kernel in make_kernels(("output_layer", "embedding", "knn"), inputs.model, settings.features, corpus):
             kernel.prepare(inputs.units)
-            own.setdefault(kernel.name, []).append(kernel.own(inputs.units))
+            own.setdefault(kernel.name, []).append(kernel.self_relevance(inputs.units))
     for whole_E, in_blocks_E in own.values():
         np.testing.assert_allclose(in_blocks_E, whole_E, rtol=1e-4)
         assert (whole_E > 0).all()
@@ -648,7 +648,7 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
         ({"corpus": {"row_id_column": "topic"}}, "row_id 'earth' occurs twice"),
         ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
         ({"targets": {"max_length": 2}}, "the completion has . tokens, expected at most 1"),
-        ({"model": {"path": "nowhere"}}, "none can be had from a hub"),
+        ({"model": {"path": "nowhere"}}, "cannot be downloaded from a hub"),
     ],
 )
 def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):
@@ -867,7 +867,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
     assert artifact.manifest.settings["train"] == train
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
-        weights = dict.fromkeys(("output_layer", "embedding"), BESIDE_GRADIENT) | {"gradient": 1.0}
+        weights = dict.fromkeys(("output_layer", "embedding"), GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
     assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
@@ -883,10 +883,10 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
 
 def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
     settings = world(root, train="further")
-    assert len(list(regime(settings, 0.6 * math.log(300), 300))) == 1
-    *_, odd = regime(settings, 0.9 * math.log(300), 300)
+    assert len(list(training_notes(settings, 0.6 * math.log(300), 300))) == 1
+    *_, odd = training_notes(settings, 0.9 * math.log(300), 300)
     assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
-    assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
+    assert len(list(training_notes(world(root), 0.9 * math.log(300), 300))) == 1
 
 
 def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):

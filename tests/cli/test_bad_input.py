@@ -152,7 +152,7 @@ def test_an_artifact_where_none_can_be(root, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/art"):
         said = refused("build", "--config", root / "settings.yaml", "--out", out)
-        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to)", said)
+        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|not writable)", said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -223,14 +223,14 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
     out = small_disk(kilobytes) / "art"
     message = refused(*asked, out)
     end = (
-        said.format(full="no space left on the device", parts=r"\1 parts are whole")
+        said.format(full="no space left on the device", parts=r"\1 parts are complete")
         + "; free space and run again with --resume"
     )
     found = re.fullmatch(f"{out.parent}/{end}", message)
     assert found, message
     if "shards" in said:
         assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all whole")
+        assert succeed("verify", out).lines[-1].endswith("all files intact")
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:
@@ -244,9 +244,9 @@ def test_a_disk_that_is_full(kilobytes, changes, said, root, art, tmp_path, smal
         (
             "build --out new --model m",
             ("grasp.build.build", "build"),
-            "what was finished is kept; the same command goes",
+            "finished parts are kept",
         ),
-        ("score art", ("grasp", "open"), "a result is written when it is whole, so this one was not"),
+        ("score art", ("grasp", "open"), "results are written only when complete"),
     ],
 )
 def test_ctrl_c_says_what_is_left(asked, place, left, monkeypatch):
@@ -297,6 +297,6 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path, positions, w
     assert child.returncode == -signal.SIGKILL
     assert not (out / "manifest.json").exists()
     resumed = succeed("build", "--resume", "--out", out)
-    assert "cutting into rows" not in resumed.err  # tokenised already
+    assert "tokenizing" not in resumed.err  # tokenised already
     succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")

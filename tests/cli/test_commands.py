@@ -72,7 +72,7 @@ def test_a_forecast_estimates_a_build_and_writes_nothing(root, tmp_path):
     estimate = succeed(*command, "--forecast")
     assert [line.partition(":")[0] for line in estimate.lines] == ["rows", "questions", "kernels", "time", "disk"]
     assert not (tmp_path / "new").exists()
-    assert "--workers: no meaning with --forecast" in refused(*command, "--forecast", "--workers", 2)
+    assert "--workers: no effect with --forecast" in refused(*command, "--forecast", "--workers", 2)
 
 
 def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):
@@ -148,7 +148,7 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
         assert done.out.startswith(f"{out}: 65 rows x 6 units (facts)")
 
 
-@pytest.mark.parametrize(("keep", "how"), [(True, "from the features that were kept"), (False, "by a pass over")])
+@pytest.mark.parametrize(("keep", "how"), [(True, "from the stored features"), (False, "by a pass over")])
 def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_path, keep, how):
     write_targets(tmp_path / "more.jsonl", task="more", n_units=4, seed=5)
     out = tmp_path / "art"
@@ -157,9 +157,9 @@ def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_pa
     assert how in added.out
     advice = re.search(r"tokens on cpu; a build with --keep-features spares targets that are added", added.err)
     assert (advice is None) is keep
-    assert added.lines[-1].endswith("targets now: facts, more")
+    assert added.lines[-1].endswith("targets: facts, more")
     assert "targets: facts (6 units), more (4 units)" in succeed("info", out).out
-    assert succeed("verify", out).lines[-1].endswith("all whole")
+    assert succeed("verify", out).lines[-1].endswith("all files intact")
     for name, array in arrays(art).items():
         np.testing.assert_array_equal(arrays(out)[name][:, : array.shape[1]], array, err_msg=name)
     best = table(succeed("score", out, "--target", "more", "--top", 1).out, "the 1 most helpful")[0]
@@ -186,7 +186,7 @@ def test_verify_counts_what_it_read(art):
     report = verify(art)
     (line,) = succeed("verify", art).lines
     assert line.startswith(f"{art}: artifact, {report.n_files} files, ")
-    assert line.endswith(": all whole")
+    assert line.endswith(": all files intact")
 
 
 # score

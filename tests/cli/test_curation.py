@@ -13,7 +13,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
@@ -25,7 +25,7 @@ from tests.says import says
 SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
 
 
-def environment(path, art, family="mixture:topic", role="dev") -> Environment:
+def environment(path, art, family="mixture:topic", role="dev") -> RetrainedRuns:
     """An environment over `art` in which what retraining gave is planted: three levels by the size of the subset."""
     artifact = ArtifactReader.open(art)
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
@@ -168,7 +168,7 @@ def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path,
     neither = "neither chosen nor left out, since no row holds them"
     says(rows.out, f"{neither}: ", "2 short ends of documents that were cut into rows", "1 empty documents")
     assert "short ends" not in whole.out  # they come along
-    assert "note: --out replaces kept.parquet" in rows.err
+    assert "note: --out: overwriting kept.parquet" in rows.err
 
 
 def test_a_budget_in_tokens_says_how_much_of_it_no_row_fits(art):

@@ -23,8 +23,8 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import candidate_of, default_family, load_family
 from grasp.geometry.scored import Scored
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
-from grasp.runs.retrained import Environment
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_protocol, save_protocol
+from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
 
@@ -84,7 +84,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.from_environment(Environment.open(env), ArtifactReader.open(art))
+    return Scored.from_runs(RetrainedRuns.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:
@@ -136,13 +136,13 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     first, heading, line, build, then, evidence = outcome.lines
     assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
     assert cells(heading) == ["target", "units", "utility", "against the corpus", "sd over subsets"]
-    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
-    against = realized_B.mean() - Environment.open(env).reference_utilities().mean()
+    realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    against = realized_B.mean() - RetrainedRuns.open(env).reference_utilities().mean()
     assert cells(line)[:2] == ["facts", "6"]
     told = [float(cell) for cell in cells(line)[2:]]
     assert told == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
     assert evidence.startswith(
-        "for grasp calibrate: 8 subsets are too few to choose by; 21 carry its short list of 12, "
+        "for grasp calibrate: 8 subsets are too few to select a protocol; its short list of 12 requires 21, "
     )
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
@@ -175,9 +175,9 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
 def test_what_it_will_cost_is_said_by_the_first_steps_and_nothing_where_nothing_is_left(trained, settings):
     env, outcome = trained
     told = outcome.err
-    cost = r"18 runs of 4 steps; by its first steps \d+ s a run, \d+ s for all; stop at any time"
+    cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
     assert re.search(cost, " ".join(told.split()))
-    assert told.index("by its first steps") < told.index("runs: 18 runs in ")
+    assert told.index("from the first steps") < told.index("runs: 18 runs in ")
     assert "for grasp calibrate: 8 subsets" in told
     assert "first steps" not in succeed(*retrain(settings, env)).err
 
@@ -193,7 +193,7 @@ def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, 
     )
     run = read_yaml(out / "run.yaml")
     assert run["corpus"]["max_length"] == run["targets"]["max_length"] == 64
-    info = Environment.open(out).info
+    info = RetrainedRuns.open(out).info
     assert (info.role, info.seeds, info.family.spec, info.family.seed) == ("held-out", (0,), "uniform:0.5", 3)
     assert run["stack"] == 2
     assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
@@ -218,26 +218,26 @@ def test_two_processes_share_an_environment_and_one_is_killed(settings, env, tmp
 
 def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings, own_env, env):
     (own_env / "utilities.parquet").unlink()
-    held = Environment.open(own_env).claim(3)  # never renewed: its process is dead
+    held = RetrainedRuns.open(own_env).claim(3)  # never renewed: its process is dead
     assert len(held) == 3
     succeed("retrain", "--out", own_env, "--resume")
     np.testing.assert_array_equal(
-        Environment.open(own_env).utilities().values_BSE, Environment.open(env).utilities().values_BSE
+        RetrainedRuns.open(own_env).utilities().values_BSE, RetrainedRuns.open(env).utilities().values_BSE
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--family", "uniform:0.03"], "retains 2 rows, recipe tiny needs the 4 of one batch or more"),
+        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
         (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
         (["--recipe", "tinny"], "did you mean tiny?"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
-        (["--set", "corpus.max_length=65"], "recipe tiny reads rows of at most 64 tokens"),
-        (["--set", "tokenizer=/"], "`/` holds no tokenizer"),
+        (["--set", "corpus.max_length=65"], "the context length of recipe tiny is 64 tokens"),
+        (["--set", "tokenizer=/"], "`/` has no tokenizer"),
     ],
 )
 def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):
@@ -286,7 +286,7 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
     assert f"protocol default: {DEFAULT_PROTOCOL.provenance}" in out
-    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
     (own,) = scored(art, env).predict({"default": DEFAULT_PROTOCOL}, ["facts"])
@@ -325,7 +325,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
 
 def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env, tmp_path):
     plant_protocol(own_env, art)
-    utilities = Environment.open(own_env).utilities()
+    utilities = RetrainedRuns.open(own_env).utilities()
     lines = [
         {"subset_id": subset, "target": "facts", "unit_id": unit, "utility": utilities.values_BSE[b, :, e].mean()}
         for b, subset in enumerate(utilities.subset_ids)
@@ -444,8 +444,8 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
-    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
-    assert not load_protocol(out).interacts
+    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be chance; " in text
+    assert load_protocol(out).interaction is Interaction.NONE
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

@@ -14,7 +14,7 @@ def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys)
     watch.stage("moments", rows=100, tokens=1000)
     now[0] = 60.0
     watch.advance(50, 500)
-    assert capsys.readouterr().err == "reading a sample: 50 of 100 rows, 1 rows/s, 8 tokens/s, 1 min 00 s left\n"
+    assert capsys.readouterr().err == "estimating moments: 50 of 100 rows, 1 rows/s, 8 tokens/s, 1 min 00 s left\n"
     now[0] = 290.0
     watch.stage("rows scored", rows=100, tokens=1000)
     now[0] = 296.0
@@ -34,7 +34,7 @@ def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, 
     watch.stage("moments", rows=10, tokens=1_000)
     now[0] = 10.0
     watch.advance(5, 500)  # 50 tokens a second
-    assert capsys.readouterr().err.endswith(", 10 s left here, 21 min 10 s in all\n")
+    assert capsys.readouterr().err.endswith(", 10 s left in this stage, 21 min 10 s in total\n")
     watch.stage("rows scored", rows=400, tokens=40_000)  # other moments were there, and a third of the shards
     now[0] = 70.0
     watch.advance(100, 10_000)

@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli import app
-from grasp.cli.app import GROUPS, WORDS
+from grasp.cli.app import GLOSSARY, GROUPS
 from tests.cli.grasp_command import run, succeed
 
 HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets", "pydantic")
@@ -40,8 +40,8 @@ def test_help_names_every_command_in_a_group_and_a_command_its_words():
     assert run().err.strip() == text.strip()
     page = succeed("report", "--help").out
     assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--previous")
-    words = " ".join(page[page.index("\nWords:") : page.index("Examples:")].split())
-    assert f"protocol {WORDS['protocol']}" in words
+    words = " ".join(page[page.index("\nTerms:") : page.index("Examples:")].split())
+    assert f"protocol {GLOSSARY['protocol']}" in words
     assert "recipe" not in words
     assert all(len(line) <= 80 for line in page[: page.index("Examples:")].splitlines())
 

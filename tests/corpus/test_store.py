@@ -109,9 +109,9 @@ def test_a_corpus_is_the_same_store_whatever_it_is_kept_in(tmp_path):
         write(tmp_path / "3", tmp_path / "saved"),
         write(tmp_path / "4", "none", source=table_source(table)),
     ]
-    found = [(rows_of(s), s.fingerprint, s.label_columns, s.ignored_columns, s.details["columns"]) for s in stores]
-    assert found == [found[0]] * 4
-    assert found[0][2:4] == (("topic", "year"), ("meta",))
+    results = [(rows_of(s), s.fingerprint, s.label_columns, s.ignored_columns, s.details["columns"]) for s in stores]
+    assert results == [results[0]] * 4
+    assert results[0][2:4] == (("topic", "year"), ("meta",))
 
 
 # ---------------------------------------------------------------- resuming
@@ -136,7 +136,7 @@ def test_killed_after_any_shard_a_store_ends_up_the_same_byte_for_byte(tmp_path,
         with pytest.raises(Killed):
             write(directory, corpus, progress=stop, **changes)
         (directory / "shard-00099.parquet.part").write_bytes(b"half a shard")
-        with pytest.raises(CorpusError, match="an unfinished row store"):
+        with pytest.raises(CorpusError, match="unfinished"):
             RowStore.open(directory)
         write(directory, corpus, **changes)
         (directory / "shard-00099.parquet.part").unlink()
@@ -212,7 +212,7 @@ def test_large_files_are_told_by_their_date(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("grasp.corpus.sources._DIGEST_BYTES", 10)
     write(tmp_path / "store", corpus)
     rewrite_in_place(corpus)
-    with pytest.raises(CorpusError, match=r"corpus\.part-001\.jsonl: was \[.*\], now \[.*1\.0"):
+    with pytest.raises(CorpusError, match=r"corpus\.part-001\.jsonl: .*\[.*\].*\[.*1\.0"):
         write(tmp_path / "store", corpus)
 
 
@@ -258,15 +258,15 @@ def test_a_store_without_spans_is_read_and_replaced_where_it_may_be(tmp_path, co
 @pytest.mark.parametrize(
     ("change", "again", "message"),
     [
-        (None, {"max_length": 16}, r"settings\.max_length: was 8, now 16"),
-        (None, {"shard_rows": 5}, r"settings\.shard_rows: was 4, now 5"),
-        (None, {"packing": "concat", "limit": 3}, r"settings\.limit: was null, now 3; settings\.packing: was "),
-        (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer\.eos_id: was 0, now 1"),
-        (None, {"tokenizer": Words(salt="x")}, r"tokenizer\.encoding: was .\w+., now .\w+"),
-        (add_a_line, {}, r"corpus\.part-001\.jsonl: was .*, now "),
-        (rewrite_in_place, {}, r"corpus\.part-001\.jsonl: was .*, now "),
-        (lambda c: write_jsonl(c / "z.jsonl", records(1)), {}, r"corpus\.z\.jsonl: was absent, now "),
-        (lambda c: (c / "part-000.jsonl").unlink(), {}, r"corpus\.part-000\.jsonl: was .*, now absent"),
+        (None, {"max_length": 16}, r"settings\.max_length:.*\b8\b.*\b16\b"),
+        (None, {"shard_rows": 5}, r"settings\.shard_rows:.*\b4\b.*\b5\b"),
+        (None, {"packing": "concat", "limit": 3}, r"settings\.limit: .*null.*\b3\b.*settings\.packing: "),
+        (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer\.eos_id:.*\b0\b.*\b1\b"),
+        (None, {"tokenizer": Words(salt="x")}, r"tokenizer\.encoding: "),
+        (add_a_line, {}, r"corpus\.part-001\.jsonl: "),
+        (rewrite_in_place, {}, r"corpus\.part-001\.jsonl: "),
+        (lambda c: write_jsonl(c / "z.jsonl", records(1)), {}, r"corpus\.z\.jsonl:.*absent"),
+        (lambda c: (c / "part-000.jsonl").unlink(), {}, r"corpus\.part-000\.jsonl:.*absent"),
     ],
 )
 @pytest.mark.parametrize("complete", [True, False])
@@ -279,7 +279,7 @@ def test_another_input_is_refused_on_resume(tmp_path, corpus, change, again, mes
         write(tmp_path / "store", corpus, progress=stop)
     if change is not None:
         change(corpus)
-    with pytest.raises(CorpusError, match=rf"was begun with other input: {message}"):
+    with pytest.raises(CorpusError, match=rf"begun.*{message}"):
         write(tmp_path / "store", corpus, **again)
 
 
@@ -294,11 +294,11 @@ def test_rows_come_in_the_order_asked_for(tmp_path_factory, picked, shard_rows):
         rows = [{"input_ids": list(range(1, 2 + i)), "row_id": f"r{i}", "i": i} for i in range(1, 31)]
         write(base, write_jsonl(base.with_suffix(".jsonl"), rows), shard_rows, max_length=64)
     store = RowStore.open(base)
-    found = store.rows(np.array(picked, dtype=np.int64))
-    assert len(found) == len(picked)
-    assert found.table.column_names == ["row_id", "doc_id", "n_tokens", "snippet", "i"]
-    assert found.table.column("i").to_pylist() == [i + 1 for i in picked]
-    assert [found.ids(k).tolist() for k in range(len(found))] == [list(range(1, i + 3)) for i in picked]
+    result = store.rows(np.array(picked, dtype=np.int64))
+    assert len(result) == len(picked)
+    assert result.table.column_names == ["row_id", "doc_id", "n_tokens", "snippet", "i"]
+    assert result.table.column("i").to_pylist() == [i + 1 for i in picked]
+    assert [result.ids(k).tolist() for k in range(len(result))] == [list(range(1, i + 3)) for i in picked]
 
 
 def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
@@ -307,7 +307,7 @@ def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
         if k != 2:
             (tmp_path / "store" / f"shard-{k:05d}.parquet").unlink()
     assert store.rows(np.array([11, 8])).table.equals(store.shard(2).table.take([3, 0]))
-    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing; delete its directory and build again"):
+    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing"):
         store.rows(np.array([8, 4]))
 
 
@@ -376,10 +376,10 @@ def test_the_store_says_which_column_is_what_and_gives_tables_without_tokens(tmp
 
 def test_what_was_begun_with_other_input_is_replaced_where_it_may_be(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a b", "row_id": name} for name in "xyx"])
-    with pytest.raises(CorpusError, match="row_id 'x' occurs twice"):
+    with pytest.raises(CorpusError, match=r"'x'.*twice"):
         write(tmp_path / "store", path, 2)
     write_jsonl(path, [{"text": "a b", "row_id": name} for name in "xyz"])
-    with pytest.raises(CorpusError, match="was begun with other input"):
+    with pytest.raises(CorpusError, match="begun"):
         write(tmp_path / "store", path, 2)
     (tmp_path / "store" / "notes.txt").write_text("the user's own")
     settings = settings_for(path)
@@ -443,7 +443,7 @@ def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
     try:
-        with pytest.raises(ArtifactError, match=r"store: shard-00002 was not written: .* size .*; 2 parts are whole"):
+        with pytest.raises(ArtifactError, match=r"store: shard-00002 .* size .* 2 parts"):
             write(tmp_path / "store", path, max_length=4000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -478,30 +478,30 @@ def test_real_documents(tmp_path, name, packing):
 
 EMPTY = pa.table({"text": pa.array([], pa.string())})
 REFUSED = [
-    ([], {}, r"none of its 0 records gives a row \(it is empty\)"),
-    (EMPTY, {}, r"none of its 0 records gives a row \(it is empty\)"),
+    ([], {}, r"\b0 records.*empty"),
+    (EMPTY, {}, r"\b0 records.*empty"),
     (
         [{"text": text} for text in ("", " ", "a")],
         {"tokenizer": Words(eos_id=None)},
-        "1 empty documents; 1 documents of white space; 1 rows of one token",
+        "1 empty documents.*1 documents of white space.*1 rows of one token",
     ),
-    ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, "'x#1' occurs twice"),
-    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, "has the token id 500 at position 1"),
-    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {"packing": "concat"}, "has the token id 500 at position 1"),
+    ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, r"'x#1'.*twice"),
+    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, r"token id 500\b.*\b1\b"),
+    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {"packing": "concat"}, r"token id 500\b.*\b1\b"),
     ([{"text": "a b"}], {"tokenizer": Words(eos_id=500)}, "EOS id 500"),
-    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "differ only in case"),
-    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "differ only in case"),
+    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "case"),
+    ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "case"),
 ]
 
 
-@pytest.mark.parametrize(("rows", "changes", "said"), REFUSED)
-def test_a_corpus_that_makes_no_store_is_refused(tmp_path, rows, changes, said):
+@pytest.mark.parametrize(("rows", "changes", "message"), REFUSED)
+def test_a_corpus_that_makes_no_store_is_refused(tmp_path, rows, changes, message):
     path = tmp_path / ("c.jsonl" if isinstance(rows, list) else "c.parquet")
     if isinstance(rows, list):
         write_jsonl(path, rows)
     else:
         pq.write_table(rows, path)
-    with pytest.raises(CorpusError, match=said):
+    with pytest.raises(CorpusError, match=message):
         write(tmp_path / "store", path, **changes)
 
 
@@ -509,7 +509,7 @@ def test_a_corpus_that_makes_no_store_is_refused(tmp_path, rows, changes, said):
 def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
     names = ["a", "b", "c", "d", "b", "e", "c"]
     path = write_chunked(tmp_path / "c", [{"text": "x y", "row_id": name} for name in names], [3], ".jsonl")
-    with pytest.raises(CorpusError, match=r"'b' occurs twice: .*part-000\.jsonl:2 and .*part-001\.jsonl:2; .*--id-col"):
+    with pytest.raises(CorpusError, match=r"'b'.*twice.*part-000\.jsonl:2.*part-001\.jsonl:2.*--id-col"):
         write(tmp_path / "store", path, shard_rows)
     assert not (tmp_path / "store" / "store.json").exists()
     assert not (tmp_path / "store" / "spill.part").exists()
@@ -520,9 +520,9 @@ def test_what_is_no_store_or_not_in_it_is_refused(tmp_path, corpus):
     (tmp_path / "theirs" / "thesis.txt").write_text("precious")
     store = write(tmp_path / "store", corpus)
     for ask, said in [
-        (lambda: write(tmp_path / "theirs", corpus), "not empty and not a row store"),
-        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty and not a row store"),
-        (lambda: RowStore.open(tmp_path / "nowhere"), "no such row store"),
+        (lambda: write(tmp_path / "theirs", corpus), "not empty"),
+        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty"),
+        (lambda: RowStore.open(tmp_path / "nowhere"), "no such"),
         (lambda: store.rows(np.array([0, -1])), "row_index -1"),
         (lambda: store.rows(np.array([0, 10_000])), "row_index 10000"),
         (lambda: store.shard(-1), "shard -1"),

@@ -30,13 +30,13 @@ def isoformat(moment: datetime.datetime | datetime.time) -> str:
 def test_a_moment_has_one_spelling_in_every_unit_that_holds_it(moment, unit, zone):
     step = 10**6 // PER_SECOND[unit]
     moment = moment.replace(microsecond=moment.microsecond // step * step)
-    found = set()
+    result = set()
     for other, per_second in PER_SECOND.items():
         if per_second >= PER_SECOND[unit]:
             seconds = (moment - datetime.datetime(1970, 1, 1)) // datetime.timedelta(seconds=1)
             count = seconds * per_second + moment.microsecond * per_second // 10**6
-            found.update(plain_values(pa.array([count, None], pa.timestamp(other, zone))))
-    assert found == {isoformat(moment) + "Z" * (zone is not None), None}
+            result.update(plain_values(pa.array([count, None], pa.timestamp(other, zone))))
+    assert result == {isoformat(moment) + "Z" * (zone is not None), None}
 
 
 @given(st.times())
@@ -49,9 +49,9 @@ def test_a_time_of_day_has_one_spelling_in_every_unit_that_holds_it(time):
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**30), max_value=10**30))
 def test_a_decimal_keeps_its_value_and_has_one_spelling_in_every_precision_and_scale(value):
     kinds = [pa.decimal128(38, 3), pa.decimal128(38, 5), pa.decimal256(60, 20)]
-    (found,) = {repr(*plain_values(pa.array([value], kind))) for kind in kinds}
-    assert Decimal(str(json.loads(found.replace("'", '"')))) == value
-    assert ("." in found or "e" in found) == (value != int(value))
+    (result,) = {repr(*plain_values(pa.array([value], kind))) for kind in kinds}
+    assert Decimal(str(json.loads(result.replace("'", '"')))) == value
+    assert ("." in result or "e" in result) == (value != int(value))
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
@@ -64,9 +64,9 @@ def test_a_decimal_without_a_scale_is_an_integer_with_all_digits(number):
 def test_a_duration_is_a_number_of_seconds_in_every_unit(milliseconds):
     counts = {"ms": milliseconds, "us": milliseconds * 1000}
     counts |= {"s": milliseconds // 1000} if milliseconds % 1000 == 0 else {}
-    found = {repr(*plain_values(pa.array([count], pa.duration(unit)))) for unit, count in counts.items()}
-    assert len(found) == 1
-    assert Decimal(found.pop()) == Decimal(milliseconds).scaleb(-3)
+    result = {repr(*plain_values(pa.array([count], pa.duration(unit)))) for unit, count in counts.items()}
+    assert len(result) == 1
+    assert Decimal(result.pop()) == Decimal(milliseconds).scaleb(-3)
 
 
 @pytest.mark.parametrize(
@@ -202,5 +202,5 @@ def test_fields_of_a_line_that_are_null_are_columns():
 @pytest.mark.parametrize("text", ["{", "", "[1,]", "[" * 100_000])
 def test_what_is_not_json_is_refused(text):
     array = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", text]))
-    with pytest.raises(ValueError, match=r"not JSON|nested too deeply"):
+    with pytest.raises(ValueError, match=r"JSON|nested"):
         plain_values(array)

@@ -70,8 +70,8 @@ def test_by_content_where_documents_have_no_names(tmp_path):
     kept = kept_documents(rows_of(artifact), chosen_N, "half")
     kept.write_ids(tmp_path / "kept.txt")
     reader = readers.ParquetReader(str(path.parent))
-    found = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
-    assert {line["text"] for line in found} == {
+    result = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
+    assert {line["text"] for line in result} == {
         row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep
     }
 
@@ -97,11 +97,11 @@ def test_the_list_is_read_by_the_worker_and_not_sent_along(selected):
 
 
 def test_lists_and_fields_that_are_missing(tmp_path):
-    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read as a list of names"):
+    with pytest.raises(CorpusError, match=r"gone\.txt: .*read"):
         SelectedDocuments(str(tmp_path / "gone.txt")).filter(Document(text="", id="a"))
     (tmp_path / "kept.txt").write_text("a\n")
     document = Document(text="", id="a", metadata={"topic": np.str_("x")})
-    with pytest.raises(CorpusError, match="have no field 'url'; they have topic"):
+    with pytest.raises(CorpusError, match=r"'url'.*topic"):
         SelectedDocuments(str(tmp_path / "kept.txt"), by="url").filter(document)
 
 

@@ -1,6 +1,7 @@
 """A scorer is learned from a small artifact, judged on rows that it did not see, and applied to any corpus."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsErro
 from tests.build.world import world, write_corpus
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
+from tests.mentions import assert_mentions
 
 TABLES = np.random.default_rng(0).normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
 RARITY = np.random.default_rng(1).normal(size=SLOTS).astype(np.float32)
@@ -92,11 +94,11 @@ def test_learning_again_gives_the_same_bytes_and_fewer_rows_are_drawn(art, place
 
 
 def test_what_cannot_be_learned_is_refused(art, place, tmp_path):
-    with pytest.raises(SettingsError, match="is there already"):
+    with pytest.raises(SettingsError, match="already"):
         art.distil("facts", place)
-    with pytest.raises(SettingsError, match="rows: got 3"):
+    with pytest.raises(SettingsError, match=r"rows: .*\b3\b"):
         art.distil("facts", tmp_path / "x", rows=3)
-    with pytest.raises(ProtocolError, match=r"target: got \['sky'\]"):
+    with pytest.raises(ProtocolError, match=r"target:.*\['sky'\]"):
         art.distil("sky", tmp_path / "x")
 
 
@@ -124,14 +126,14 @@ def foreign_weights(path, dtype, shape):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda own: (own / CARD).unlink(), r"is no scorer \(no card.json\)"),
-        (lambda own: (own / CARD).write_bytes(b" " * (1 << 21)), "expected at most 1048576"),
-        (lambda own: ((own / WEIGHTS).rename(own / "w"), (own / WEIGHTS).symlink_to("w")), "is a symbolic link"),
-        (lambda own: damaged_card(own, weights=grasp.files.FileEntry(bytes=1 << 40, checksum="")), "more than any has"),
-        (lambda own: damaged_card(own, first_bytes=1 << 62), "first_bytes: Input should be less than or equal to"),
-        (lambda own: damaged_card(own, intercept=1e308), "intercept: Input should be less than or equal to"),
-        (lambda own: foreign_weights(own, "BF16", [32]), r"weights\.safetensors: damaged: "),
-        (lambda own: foreign_weights(own, "F32", [-16]), r"weights\.safetensors: damaged: "),
+        (lambda own: (own / CARD).unlink(), r"card\.json"),
+        (lambda own: (own / CARD).write_bytes(b" " * (1 << 21)), r"\b1048576\b"),
+        (lambda own: ((own / WEIGHTS).rename(own / "w"), (own / WEIGHTS).symlink_to("w")), "symbolic link"),
+        (lambda own: damaged_card(own, weights=grasp.files.FileEntry(bytes=1 << 40, checksum="")), "more than any"),
+        (lambda own: damaged_card(own, first_bytes=1 << 62), "first_bytes: .*less"),
+        (lambda own: damaged_card(own, intercept=1e308), "intercept: .*less"),
+        (lambda own: foreign_weights(own, "BF16", [32]), r"weights\.safetensors: damaged"),
+        (lambda own: foreign_weights(own, "F32", [-16]), r"weights\.safetensors: damaged"),
         (lambda own: foreign_weights(own, "F32", [16]), "holds {'tables'"),
     ],
 )
@@ -144,8 +146,8 @@ def test_a_damaged_scorer_is_refused(own, damage, message):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        (np.full_like(TABLES, np.nan), "tables has a number that is not finite"),
-        (np.full_like(TABLES, 1e20), "not finite or over 1e"),
+        (np.full_like(TABLES, np.nan), "tables .*finite"),
+        (np.full_like(TABLES, 1e20), "finite.*1e"),
         (TABLES[:, :100], "expected"),
         (TABLES.astype(np.float64)[:, ::2], "expected"),
     ],
@@ -186,7 +188,7 @@ def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, monkeypat
     assert kept["doc_id"].to_pylist() == [f"d{i}" for i in best]
     assert kept.column_names == ["doc_id", "text", "n"]
     assert grasp.apply(place, corpus, tmp_path / "out", keep="25%").documents == len(DOCUMENTS)  # all is there
-    with pytest.raises(SettingsError, match="kept: is there already"):
+    with pytest.raises(SettingsError, match=r"kept: .*already"):
         grasp.apply(place, corpus, tmp_path / "out", keep="50%")
 
 
@@ -240,20 +242,20 @@ def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path):
     grasp.apply(place, str(corpus), tmp_path / "scored")  # one that is cut is made again
     assert part.read_bytes() == whole
     part.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*; delete it and score again"):
+    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged.*delete"):
         grasp.apply(place, str(corpus), tmp_path / "scored")
     part.unlink()
     assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
 
 
 def test_scores_lie_in_nothing_that_is_read_and_in_no_foreign_directory(place, corpus, own, tmp_path):
-    for out, what in ((corpus / "scored", "is the corpus"), (own / "scored", "is the scorer")):
-        with pytest.raises(SettingsError, match=f"out: would write .* inside of .*, which {what}; give it a name of"):
+    for out, what in ((corpus / "scored", "corpus"), (own / "scored", "scorer")):
+        with pytest.raises(SettingsError, match=f"out: .*inside.*{what}"):
             grasp.apply(own, str(corpus), out)
         assert not out.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(SettingsError, match="is not empty, and what is there is not ours"):
+    with pytest.raises(SettingsError, match="not empty"):
         grasp.apply(place, corpus, tmp_path / "mine")
 
 
@@ -266,38 +268,38 @@ def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "error", "said"),
+    ("row", "options", "error", "message"),
     [
-        ({"input_ids": [1, 2]}, {}, CorpusError, "has token ids and no text"),
-        ({"words": "a"}, {}, CorpusError, r"odd.jsonl:1: no text column"),
-        ({"text": "a"}, {"keep": "20%tokens"}, SettingsError, "a scorer counts no tokens"),
+        ({"input_ids": [1, 2]}, {}, CorpusError, "token ids.*text"),
+        ({"words": "a"}, {}, CorpusError, r"odd\.jsonl:1: .*text column"),
+        ({"text": "a"}, {"keep": "20%tokens"}, SettingsError, "tokens"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(place, tmp_path, row, options, error, said):
+def test_what_cannot_be_scored_is_refused(place, tmp_path, row, options, error, message):
     path = (
         write_parquet(tmp_path / "ids.parquet", [row])
         if "input_ids" in row
         else write_jsonl(tmp_path / "odd.jsonl", [row])
     )
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         grasp.apply(place, path, tmp_path / "out", **options)
 
 
 def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):
-    said = succeed("distil", art.path, "--out", tmp_path / "s", "--quiet").out
-    assert "Spearman with relevance" in said
-    assert succeed("info", tmp_path / "s").out in said
+    printed = succeed("distil", art.path, "--out", tmp_path / "s", "--quiet").out
+    assert "Spearman" in printed
+    assert succeed("info", tmp_path / "s").out in printed
     assert json.loads(succeed("info", tmp_path / "s", "--json").out)["target"] == "facts"
     printed = succeed("apply", tmp_path / "s", "--corpus", corpus, "--out", tmp_path / "out", "--keep", "5").out
-    assert "40 documents scored for facts" in printed
-    assert "unlike the rows that it learned from" in printed
+    assert re.search(r"40 documents.*facts", printed)
+    assert "unlike" in printed
     failed = run("apply", tmp_path / "nothing", "--corpus", corpus, "--out", tmp_path / "out")
     assert failed.code == 2
-    assert "is no scorer" in failed.err
+    assert str(tmp_path / "nothing") in failed.err
 
 
 def test_verify_compares_the_files_of_a_scorer(own):
-    assert succeed("verify", own).out == f"{own}: scorer, all whole\n"
+    assert_mentions(succeed("verify", own).out, f"{own}: scorer", "whole")
     data = bytearray((own / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (own / WEIGHTS).write_bytes(data)
@@ -321,10 +323,10 @@ def test_ray_data_maps_batches_with_it(place):
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
     scorer = Scorer.open(place)
     try:
-        found = ray.data.from_items([{"text": text} for text in DOCUMENTS]).map_batches(
+        result = ray.data.from_items([{"text": text} for text in DOCUMENTS]).map_batches(
             scorer.add_scores, batch_format="pyarrow"
         )
-        scores = sorted(row["score"] for row in found.take_all())
+        scores = sorted(row["score"] for row in result.take_all())
     finally:
         ray.shutdown()
     np.testing.assert_allclose(scores, sorted(scorer.score(DOCUMENTS)[0]))

@@ -21,7 +21,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
 from grasp.predict.predictor import UnitSelection
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, save_protocol
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings
 from grasp.targets import Unit
 from grasp.training.llama import LlamaShape
@@ -104,7 +104,7 @@ def test_held_out_documents_are_never_chosen_nor_trained_on(experiment):
     pool = set(np.array(world.row_ids.to_pylist())[world.pool_N])
     assert (~world.pool_N).sum() == 10
     assert all(set(rows) <= pool for rows in subsets(world).values())
-    trained = Environment.open(world.work / "llama")
+    trained = RetrainedRuns.open(world.work / "llama")
     assert trained.info.n_rows == 50
     corpus = pq.read_table(world.work / "pool").column("row_id").to_pylist()
     assert set(corpus) == pool
@@ -124,7 +124,7 @@ def test_what_methods_choose_alike_is_trained_on_once(experiment):
     assert set(by_method) == {"random", "bm25", "additive", "grasp", "mixture"}
     assert by_method["additive"] == by_method["grasp"]  # the protocol that ships has no geometry
     assert len(set(by_method.values())) == 4
-    trained = Environment.open(experiment.work / "llama").subset_ids
+    trained = RetrainedRuns.open(experiment.work / "llama").subset_ids
     assert len(trained) == len(set(trained))
 
 
@@ -148,7 +148,7 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
 
 
 def test_the_table_is_what_the_environment_holds(experiment):
-    world, environment = experiment.world, Environment.open(experiment.work / "llama")
+    world, environment = experiment.world, RetrainedRuns.open(experiment.work / "llama")
     known = environment.utilities()
     place = {unit_id: e for e, unit_id in enumerate(known.unit_ids)}
     (line,) = [
@@ -195,7 +195,7 @@ def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, mon
 def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, monkeypatch):
     protocol = rule(**DEFAULT_PROTOCOL.model_dump() | {"name": "other", "components": {"joint.raw": -5.0}})
     save_protocol(protocol, tmp_path / "protocol.yaml")
-    before = Environment.open(experiment.work / "llama").subset_ids
+    before = RetrainedRuns.open(experiment.work / "llama").subset_ids
     trained = []
     original = running.retrain
     monkeypatch.setattr(running, "retrain", lambda *given: trained.append(1) or original(*given))
@@ -205,7 +205,7 @@ def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, 
     by_method = {one.asked.method: one.subset_id for one in again.chosen["llama"][:5]}
     assert by_method["grasp"] != by_method["additive"]
     assert by_method["additive"] in before
-    after = Environment.open(experiment.work / "llama").subset_ids
+    after = RetrainedRuns.open(experiment.work / "llama").subset_ids
     assert after[: len(before)] == before
     assert by_method["grasp"] in after
     assert trained

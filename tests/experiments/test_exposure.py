@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.exposure.chosen import told
 from experiments.exposure.repeated import drawn
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TRAINED = {
@@ -45,7 +45,7 @@ def test_promises_of_choices_that_were_trained_hold_and_are_what_the_kept_runs_s
     pairs = []
     for name, environment in TRAINED.items():
         stored = json.loads((EXPERIMENTS / "exposure" / name).read_text())["pairs"]
-        trained = Environment.open(EXPERIMENTS / "environments" / environment)
+        trained = RetrainedRuns.open(EXPERIMENTS / "environments" / environment)
         came_BST = trained.task_utilities(trained.targets) - trained.task_reference(trained.targets)
         came = {
             (subset, target): float(came_BST[b, :, t].mean())

@@ -34,7 +34,7 @@ from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.kernels.gradient import SampledGradients
 from grasp.runs.gaussian_process import SubsetFeatures
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 
@@ -71,7 +71,7 @@ def test_shorter_runs_of_a_subset_see_the_first_of_what_longer_ones_see():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_recorded_of_an_environment_is_how_its_runs_are_made(name):
-    kind, info = ENVIRONMENTS[name], Environment.open(HERE / name).info
+    kind, info = ENVIRONMENTS[name], RetrainedRuns.open(HERE / name).info
     assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
     assert len(info.subset_ids) == kind.subsets
 

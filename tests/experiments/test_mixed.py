@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -13,7 +13,7 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 def test_proposed_mixtures_beat_the_corpus_for_sure_and_the_regressions_on_average():
     for world in ("demo-mixed", "pool-groups-mixed"):
         lines = json.loads((EXPERIMENTS / "mixed" / f"{world}.json").read_text())
-        trained = Environment.open(EXPERIMENTS / "environments" / world)
+        trained = RetrainedRuns.open(EXPERIMENTS / "environments" / world)
         change = {(one["method"], one["against"]): [] for one in lines}
         for one in lines:
             change[one["method"], one["against"]].append(one["change"])

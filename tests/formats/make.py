@@ -17,7 +17,7 @@ import pyarrow as pa
 import grasp
 from grasp.build.pipeline import build_artifact
 from grasp.distil.scorer import Scorer
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from tests.build.world import texts, world
 from tests.runs.environments import write_artifact, write_environment
 
@@ -27,7 +27,7 @@ ASKED = texts(4, seed=9)
 def numbers(directory: Path) -> dict[str, object]:
     """What the files of a directory say, whichever protocol ships."""
     best = grasp.open(directory / "artifact").score("facts", match="output_layer", top=5).to_arrow()
-    runs, retrained = grasp.open_runs(directory / "runs"), Environment.open(directory / "retrained")
+    runs, retrained = grasp.open_runs(directory / "runs"), RetrainedRuns.open(directory / "retrained")
     return {
         "best": best["row_id"].to_pylist(),
         "effects": best["effect"].to_pylist(),

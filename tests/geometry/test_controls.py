@@ -71,9 +71,9 @@ def test_without_the_shuffle_it_is_the_pair_geometry(monkeypatch):
 
 def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
     monkeypatch.setattr(module, "EXACT_ROWS", 5)
-    with pytest.raises(ShapeError, match="got 6 rows, expected at most 5"):
+    with pytest.raises(ShapeError, match=r"\b6 rows.*\b5\b"):
         ShuffledPairs.draw(np.zeros((6, 2)), seed=0)
-    with pytest.raises(ShapeError, match=r"weights \(2, 4\) for 5 rows"):
+    with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
         ShuffledPairs.draw(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
 
 

@@ -14,7 +14,7 @@ import grasp
 from grasp.build.pipeline import build_artifact
 from grasp.geometry.geometry_rule import PAPER
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, as_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.weights import Weights
 from tests.build.world import SKETCHES, world
 from tests.rounding import rounding
@@ -82,5 +82,5 @@ def test_other_kernels_than_those_of_the_rule_are_scored_by_the_default(art, tmp
     kernels = ("output_layer", *SKETCHES)
     settings = world(tmp_path / "world", n_rows=10, features={"rule": "paper", "kernels": kernels})
     other = grasp.open(build_artifact(settings, tmp_path / "art"))
-    assert as_protocol(None, other.files) is DEFAULT_PROTOCOL
-    assert as_protocol(None, art.files) is PAPER
+    assert resolve_protocol(None, other.files) is DEFAULT_PROTOCOL
+    assert resolve_protocol(None, art.files) is PAPER

@@ -53,7 +53,7 @@ def test_components_that_cancel_bend_nothing():
     objective = Objective.from_predictor(predictor_of(source, chosen), np.array([1.0, 0.0]), 10)
     assert dict(objective.curvature) == {}
     assert objective.is_concave
-    assert objective.bends_D.size == 0
+    assert objective.curvature_D.size == 0
 
 
 @pytest.mark.parametrize(("omega", "concave"), [(-0.5, True), (0.5, False)])
@@ -70,7 +70,7 @@ def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(mo
         objective = Objective.from_predictor(
             predictor_of(source, protocol(components={"joint.raw": -1.0})), np.array([1.0, 0.0]), 10
         )
-        vector_D, rows = rng.standard_normal(len(objective.bends_D)), np.array([7, 3, 39, 0])
+        vector_D, rows = rng.standard_normal(len(objective.curvature_D)), np.array([7, 3, 39, 0])
         whole = np.concatenate([source.arrays["hidden_sketch"], source.arrays["residual_sketch"]], axis=1)
         np.testing.assert_allclose(objective.dot(vector_D), whole.astype(float) @ vector_D, rtol=1e-12)
         np.testing.assert_array_equal(objective.rows(rows), whole[rows])

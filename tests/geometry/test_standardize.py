@@ -122,7 +122,7 @@ def test_constant_components_standardise_to_zero_and_are_marked():
 
 
 def test_one_subset_cannot_standardise():
-    with pytest.raises(SubsetError, match="got 1 subsets, expected at least 2"):
+    with pytest.raises(SubsetError, match=r"\b1 subsets.*\b2\b"):
         sampled_moments([{"a": np.ones((1, 2))}])
 
 

@@ -294,5 +294,5 @@ def test_float32_sketches_are_summed_in_float64():
 
 
 def test_rows_beyond_the_corpus_are_refused():
-    with pytest.raises(ShapeError, match="rows 3 to 5 were given for a corpus of 4 rows"):
+    with pytest.raises(ShapeError, match=r"rows 3 to 5 .*\b4 rows"):
         sums_over([(3, np.zeros((2, 2)))], [Weights(csr_array(np.ones((1, 4))))], 2)

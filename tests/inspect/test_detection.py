@@ -153,7 +153,7 @@ def test_disagreement_is_the_double_loop_and_a_lone_label_has_no_opinion():
     generator = np.random.default_rng(2)
     feature, label = generator.normal(size=(20, 4)), np.append(generator.integers(0, 2, size=19), 7)
     near = disagreement(feature, label, 5)
-    found, alone = near.share_N, near.alone_N
+    found, alone = near.share_N, near.is_singleton_N
     unit = feature / np.linalg.norm(feature, axis=1, keepdims=True)
     for i in range(19):
         cosine = unit @ unit[i]
@@ -184,9 +184,9 @@ def test_cells_hold_the_neighbours_that_all_pairs_have(monkeypatch):
     feature = generator.normal(size=(5, 8))[label] + 0.5 * generator.normal(size=(600, 8))
     feature[:60] = feature[0]  # copies of one row
     exact = disagreement(feature, label, 10)
-    assert exact.found == 1.0
+    assert exact.recall == 1.0
     monkeypatch.setattr(neighbours, "COMPARED", 100)
     near = disagreement(feature, label, 10)
-    assert near.found > 0.95
+    assert near.recall > 0.95
     assert np.abs(near.share_N - exact.share_N)[60:].mean() < 0.01
     np.testing.assert_array_equal(disagreement(feature, label, 10).share_N, near.share_N)

@@ -16,10 +16,11 @@ import grasp
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_index
+from grasp.build.model_pass import ModelPass
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
-from grasp.inspect.explain import Explainer, explain
-from grasp.inspect.explanation import Explanation, joined_words
+from grasp.inspect.explain import Explainer, _Question, explain
+from grasp.inspect.explanation import Explanation, join_words
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
 from grasp.models.forward_pass import extract
@@ -124,7 +125,8 @@ def test_positions_that_no_kernel_uses_add_nothing(root, positions):
 def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
     every = explainer.explain("facts", "row-5")
     total = np.nansum(every.contributions)
-    assert sum(every.questions["contribution"].to_pylist()) == pytest.approx(total)
+    # the gradient's part of a question is the stored one, in float16; words use a mean over questions in bfloat16
+    assert sum(every.questions["contribution"].to_pylist()) == pytest.approx(total, rel=2**-8)
     assert every.questions["contribution"].to_pylist() == sorted(every.questions["contribution"].to_pylist())[::-1]
     one = explainer.explain("facts", "row-5", unit=UNIT)
     assert np.nansum(one.received) == pytest.approx(np.nansum(one.contributions))
@@ -175,7 +177,7 @@ def each_position(origin, whitener, ids, first):
 
 
 def test_words_are_tokens_joined():
-    joined, starts = joined_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
+    joined, starts = join_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
     assert joined == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
     assert starts.tolist() == [0, 1, 4, 7, 8, 9, 10]
 
@@ -283,11 +285,11 @@ def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
     with pytest.raises(ModelError, match=r"not on this disk.*--set model\.path=DIR"):
         explain(art, "facts", "row-1")
-    moved = explain(art, "facts", "row-1", own={"model": {"path": place}})
+    moved = explain(art, "facts", "row-1", overrides={"model": {"path": place}})
     np.testing.assert_array_equal(moved.contributions, before.contributions)
     other = write_checkpoint(tmp_path / "other", vocab=301)
     with pytest.raises(ArtifactError, match="model and tokenizer changed since it was built"):
-        explain(art, "facts", "row-1", own={"model": {"path": str(other)}})
+        explain(art, "facts", "row-1", overrides={"model": {"path": str(other)}})
 
 
 # ------------------------------------------------------------------------------------------ the command
@@ -307,7 +309,7 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
     best = succeed("explain", place, "--target", "facts", "--unit", UNIT).out
     assert best.startswith(f"the 5 most helpful and the 5 most harmful of 65 rows for {UNIT} of facts, by effect")
     assert "got neither --row nor --unit" in refused("explain", place, "--target", "facts")
-    assert "no meaning without --row" in refused(
+    assert "requires --row" in refused(
         "explain", place, "--target", "facts", "--unit", UNIT, "--json", tmp_path / "x.json"
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -352,3 +354,15 @@ def test_a_long_run_of_white_space_is_cut():
     assert visible(" " * 24) == SPACE * 6 + "..."
     assert visible("\r\n") == "\u240d" + BREAK + "\n"
     assert [visible(word) for word in ("", " a", "a\n")] == ["", " a", "a\n"]
+
+
+def test_units_do_not_pass_the_model_again_if_the_artifact_has_them(art, explainer, monkeypatch):
+    plain = Explainer(art)
+    monkeypatch.setattr(_Question, "_prepare_from_artifact", lambda self: False)
+    passed = plain.explain("facts", "row-5")
+    monkeypatch.undo()
+    monkeypatch.setattr(ModelPass, "units", lambda *_: pytest.fail("units passed the model"))
+    stored = Explainer(art).explain("facts", "row-5")
+    # coordinates of gradients are rounded to bfloat16 once more: 2^-9 each, of independent sign
+    scale = np.nanmax(np.abs(passed.contributions))
+    np.testing.assert_allclose(stored.contributions, passed.contributions, atol=2**-8 * scale)

@@ -9,17 +9,23 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
-from grasp.errors import EnvironmentDataError, GraspError, SettingsError
+from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.geometry import sketch_checks
 from grasp.geometry import sketch_measures as geometric
 from grasp.geometry.sketched import RANKS, Kernels
 from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
-from grasp.inspect.rescoring import environment_subsets, features_alone, reopened, sample_features, sample_rows
+from grasp.inspect.rescoring import (
+    environment_subsets,
+    features_one_by_one,
+    reopen_source,
+    sample_features,
+    sample_rows,
+)
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
 from tests.build.world import EVERY, SKETCHES, world
 from tests.cli.grasp_command import refused, succeed
@@ -56,7 +62,7 @@ def by_name(found):
 def test_kept_features_are_those_of_the_model(plain, kept):
     index = sample_rows(plain, 20, seed=0)
     ours = sample_features(kept, index, GraspError("unused"))
-    theirs = sample_features(plain, index, reopened(plain))
+    theirs = sample_features(plain, index, reopen_source(plain))
     assert (ours.source, theirs.source) == ("kept features", "the model")
     np.testing.assert_array_equal(ours.batch.row_P, theirs.batch.row_P)
     np.testing.assert_array_equal(ours.batch.input_P, theirs.batch.input_P)
@@ -213,7 +219,7 @@ def test_a_sketch_of_the_stored_width_is_the_one_that_is_stored(plain, kept):
     for art in (plain, kept):
         index = sample_rows(art, 20, seed=0)
         kernels = Kernels.from_artifact(
-            art, sample_features(art, index, GraspError("unused") if art is kept else reopened(art))
+            art, sample_features(art, index, GraspError("unused") if art is kept else reopen_source(art))
         )
         for half in ("hidden", "residual", "product"):
             stored = art.array_rows(f"{half}_sketch", index) / art.manifest.arrays[f"{half}_sketch"].gain
@@ -257,7 +263,7 @@ def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, all_of_plai
 
 def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
     index = sample_rows(plain, 20, seed=0)
-    features = sample_features(plain, index, reopened(plain))
+    features = sample_features(plain, index, reopen_source(plain))
     whitener = Whitener.fit(second_moments(plain.moments, "hidden"), tau=0.01, alpha=1.0, epsilon=0.3)
     at, root = features.batch, np.sqrt(whitener.precondition_V)
     hidden = (at.hidden_PH.numpy() - whitener.mean_H) @ whitener.map_HH
@@ -337,10 +343,10 @@ def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_nei
 
 def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
     def shifted(origin, index):
-        pooled = features_alone(origin, index)
+        pooled = features_one_by_one(origin, index)
         return replace(pooled, hidden_NH=pooled.hidden_NH + 0.01)
 
-    monkeypatch.setattr(checking, "features_alone", shifted)
+    monkeypatch.setattr(checking, "features_one_by_one", shifted)
     finding = by_name(check(plain, rows=16, subsets=5))["batch invariance"]
     assert finding.verdict == "look"
     assert "model.dtype: float32" in finding.advice
@@ -358,10 +364,10 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([block.weights_BN.toarray() for block in Joined.from_environment(env, art).blocks])
+    masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
-    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):
+    with pytest.raises(RunsError, match=r"of its subsets have rows among the 1 of the sample"):
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 
@@ -369,9 +375,9 @@ def test_an_image_classifier_is_checked_alike(tmp_path):
     settings = image_settings(tmp_path / "w", features__kernels=["output_layer", "pooled", *SKETCHES])
     art = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "art"))
     kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
-    assert "code is run only if you ask for it yourself" in kept_out.advice
+    assert "run only at your own request" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
-    named = by_name(check(art, rows=30, subsets=10, own=own, protocol=ALL))
+    named = by_name(check(art, rows=30, subsets=10, overrides=own, protocol=ALL))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
     assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)
@@ -384,7 +390,7 @@ def test_the_command(plain, root):
     assert " checks are healthy, " in out
     assert out.count("    healthy: ") == len(PLAIN)
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
-    assert "--runs: no meaning without --check" in refused("info", plain.path, "--runs", plain.path)
+    assert "--runs: requires --check" in refused("info", plain.path, "--runs", plain.path)
     few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
     assert "checks need at least 8" in refused("info", few, "--check")
     with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):

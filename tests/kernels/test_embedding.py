@@ -87,26 +87,26 @@ def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.nd
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 30))
 def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(seed, vocab):
     head, rows, units, whitener = world(seed, vocab=vocab)
-    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
+    actual = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_settings_have_their_meaning(alpha):
     head, rows, units, whitener = world(4, tau=0.5, alpha=alpha, epsilon=2.0)
-    found = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
+    actual = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units, tau=0.5, alpha=alpha, epsilon=2.0)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_rows_without_a_token_of_any_unit_have_no_relevance():
     head, (residual, token, row), units, whitener = world(5)
     targets = prepared(head, units, whitener)
     strange = torch.where(row == 1, 40, token)
-    found = input_relevance(targets, head, residual, strange, row, N)
-    assert not found[1].any()
-    assert found[[0, 2, 3, 4]].any(dim=1).all()
+    result = input_relevance(targets, head, residual, strange, row, N)
+    assert not result[1].any()
+    assert result[[0, 2, 3, 4]].any(dim=1).all()
     assert not input_relevance(targets, head, residual, torch.full_like(token, 40), row, N).any()
 
 
@@ -133,14 +133,14 @@ def test_what_all_tokens_have_in_common_is_in_no_gradient_whatever_top_k_cut_off
     residual = sparse_residual(head.linear_logits(hidden), label, 6)
     moved = make_head()
     moved.linear.weight = torch.nn.Parameter(head.linear.weight + 10 * torch.randn(H), requires_grad=False)
-    found, expected = hidden_gradient(moved, residual), hidden_gradient(head, residual)
-    torch.testing.assert_close(found, expected, rtol=0, atol=rounding(V + KEPT, moved.linear.weight))
+    actual, expected = hidden_gradient(moved, residual), hidden_gradient(head, residual)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(V + KEPT, moved.linear.weight))
 
 
 def test_a_quantised_head_is_refused():
     head = make_head()
     head.linear.weight = torch.nn.Parameter(head.linear.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ModelError, match=r"Linear: the output head is quantised to torch.int8, expected float; build"):
+    with pytest.raises(ModelError, match=r"Linear: .*quantised.*torch\.int8.*float"):
         hidden_gradient(head, world(0)[1][0])
 
 
@@ -169,14 +169,14 @@ def embedding_as_body(*, tied: bool, cap: float | None) -> ReferenceModel:
 
 def embedding_gradients(model: ReferenceModel, sequences: list[np.ndarray]) -> np.ndarray:
     """Gradient of each sequence's mean loss by the embedding, by autograd, (sequences, V, H)."""
-    found = []
+    results = []
     for ids in map(torch.from_numpy, sequences):
         embedding = model.body.embed_tokens.weight.detach().clone().double().requires_grad_()
         # an untied head, also where the model's is tied: the kernel is of the input embedding's own gradient
         logits = model.head.link(embedding[ids[:-1].long()] @ model.head.matrix().double().T)
         torch.nn.functional.cross_entropy(logits, ids[1:].long()).backward()
-        found.append(embedding.grad.numpy())
-    return np.stack(found)
+        results.append(embedding.grad.numpy())
+    return np.stack(results)
 
 
 @pytest.mark.parametrize(("tied", "cap"), [(False, None), (True, None), (False, 2.0)])
@@ -191,10 +191,10 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
     targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.chosen[0]]), unit.row_P, 2, whitener, 3)
-    found = input_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
+    actual = input_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1
     terms = V + H + H + H + 14 + 7  # logits, through the head, whitened twice, summed over pairs of positions
     size = np.einsum("v,ivh,evh->ie", precondition, np.abs(row_gradient), np.abs(unit_gradient))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(terms, size))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(terms, size))

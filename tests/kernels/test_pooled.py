@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.kernels.pooled import damp, pooled_relevance, prepare_units
-from grasp.predict.predictor import counted
+from grasp.predict.predictor import downweight_negative
 from tests.predict import reference
 from tests.rounding import rounding
 
@@ -83,7 +83,9 @@ def test_damping_never_grows_and_keeps_small_matches(x):
 @given(st.lists(finite, min_size=1), st.floats(0, 1))
 def test_what_is_counted_of_negative_relevance(values, negative):
     relevance = np.array(values)
-    np.testing.assert_allclose(counted(relevance, negative), np.where(relevance < 0, negative * relevance, relevance))
-    assert (counted(relevance, 1.0) == relevance).all()
-    assert (counted(relevance, 0.0) >= 0).all()
-    assert counted(relevance.astype(np.float32), 0.5).dtype == np.float32
+    np.testing.assert_allclose(
+        downweight_negative(relevance, negative), np.where(relevance < 0, negative * relevance, relevance)
+    )
+    assert (downweight_negative(relevance, 1.0) == relevance).all()
+    assert (downweight_negative(relevance, 0.0) >= 0).all()
+    assert downweight_negative(relevance.astype(np.float32), 0.5).dtype == np.float32

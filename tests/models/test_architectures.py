@@ -64,9 +64,9 @@ def gradient(reference: ReferenceModel, row: np.ndarray, labelled: np.ndarray) -
     logits = reference.model(input_ids=ids, use_cache=False).logits[0, :-1]
     chosen = torch.from_numpy(labelled[1:])
     loss = torch.nn.functional.cross_entropy(logits[chosen].double(), ids[0, 1:][chosen])
-    (found,) = torch.autograd.grad(loss, weight)
+    (result,) = torch.autograd.grad(loss, weight)
     weight.requires_grad_(False)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -74,9 +74,9 @@ def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     reference = model_of(name)
     reference.check()
     ids, labelled = pad_rows(ROWS, MASKS)
-    found = extract(reference, ids, labelled, ("all",), V)
+    features = extract(reference, ids, labelled, ("all",), V)
     plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
-    hidden, residual, row = found.take(0)
+    hidden, residual, row = features.take(0)
     targets = prepare_targets(hidden, residual, row, len(ROWS), plain, 8)
     relevance = token_relevance(targets, hidden, residual, row, len(ROWS))
     gradients = [gradient(reference, r, labelled[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]
@@ -105,23 +105,23 @@ def test_an_adapter_directory_is_its_model_with_the_adapter_in_its_weights(check
         base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     )
     adapted.save_pretrained(tmp_path / "adapter")
-    found = ReferenceModel.load(ModelSettings(path=str(tmp_path / "adapter"), device="cpu"))
+    model = ReferenceModel.load(ModelSettings(path=str(tmp_path / "adapter"), device="cpu"))
     ids = torch.arange(9)[None]
     with torch.no_grad():
         expected = adapted.eval()(input_ids=ids).logits[0]
         terms = 2 * (4 * H + 48) + H
-        torch.testing.assert_close(found.logits(found.hidden(ids)[0]), expected, rtol=0, atol=rounding(terms, expected))
+        torch.testing.assert_close(model.logits(model.hidden(ids)[0]), expected, rtol=0, atol=rounding(terms, expected))
     bare = ReferenceModel.load(ModelSettings(path=str(checkpoint), device="cpu"))
-    assert found.fingerprint() != bare.fingerprint()
-    assert found.tokenizer.fingerprint == bare.tokenizer.fingerprint
+    assert model.fingerprint() != bare.fingerprint()
+    assert model.tokenizer.fingerprint == bare.tokenizer.fingerprint
 
 
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("config.json", {"quantization_config": {"quant_method": "bitsandbytes"}}, "weights quantised by bitsandbytes"),
-        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings. expected int, got str"),
-        ("adapter_config.json", {"peft_type": "PROMPT_TUNING"}, "is an adapter of type PROMPT_TUNING"),
+        ("config.json", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised.*bitsandbytes"),
+        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings.*int.*str"),
+        ("adapter_config.json", {"peft_type": "PROMPT_TUNING"}, "adapter.*PROMPT_TUNING"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_path, file, changes, message):
@@ -139,9 +139,9 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_pat
 def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_path, kind, name, size):
     config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES.get(kind, {})})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(told | {name: size}))
-    with pytest.raises(ModelError, match=f"has a config.json with {name} 1,000.* its weights are too few"):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: size}))
+    with pytest.raises(ModelError, match=f"{name} 1,000.*weights"):
         ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))
 
 
@@ -152,12 +152,12 @@ def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(place)
     tokenizer.add_tokens([f"<extra {k}>" for k in range(400)])
     tokenizer.save_pretrained(place)
-    found = ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))
-    assert len(found.tokenizer.tokenizer) > 300
-    assert found.tokenizer.vocab_size == 300
+    model = ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))
+    assert len(model.tokenizer.tokenizer) > 300
+    assert model.tokenizer.vocab_size == 300
     unit = Unit(target="t", unit_id="u", prompt="water is", completion=" <extra 399>")
-    with pytest.raises(TargetError, match=r"token id \d+ lies outside the model's vocabulary of 300"):
-        UnitSet((unit,)).tokenize(found.tokenizer, 32)
+    with pytest.raises(TargetError, match=r"token id \d+.*vocabulary of 300"):
+        UnitSet((unit,)).tokenize(model.tokenizer, 32)
 
 
 def test_sizes_that_do_not_go_together_are_refused(checkpoint, tmp_path):
@@ -165,5 +165,5 @@ def test_sizes_that_do_not_go_together_are_refused(checkpoint, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in checkpoint.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    with pytest.raises(ModelError, match=r"GPTJForCausalLM in float32 fails on rows of token ids alone: .*size"):
+    with pytest.raises(ModelError, match=r"GPTJForCausalLM.*float32.*size"):
         ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))

@@ -48,7 +48,7 @@ def test_a_head_that_does_more_is_refused():
         return output
 
     model.forward = shifted
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM: its logits are not those of its output layer"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: .*logits.*output layer"):
         ReferenceModel(model, tokenizer=None)
 
 
@@ -64,7 +64,7 @@ def test_a_head_whose_logits_depend_on_more_than_its_layer_is_refused():
         return output
 
     model.forward = shifted
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM: head\(hidden\) differs from the model's logits by \d"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: head\(hidden\).*logits.*\d"):
         ReferenceModel(model, tokenizer=None).check()
 
 
@@ -73,12 +73,12 @@ def test_a_model_that_sees_what_comes_is_refused():
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     model = ReferenceModel(BertGenerationDecoder(config), tokenizer=None)
-    with pytest.raises(ModelError, match=r"BertGenerationDecoder: hidden states changed by .*; it is not a causal LM"):
+    with pytest.raises(ModelError, match=r"BertGenerationDecoder: hidden states.*causal LM"):
         model.check()  # its head is linear: only the changed token can tell
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(ModelError, match="LlamaModel: no output embeddings; expected a causal LM"):
+    with pytest.raises(ModelError, match=r"LlamaModel: .*causal LM"):
         ReferenceModel(make_model("llama").model, tokenizer=None)
 
 
@@ -97,8 +97,8 @@ def test_a_row_has_the_same_features_alone_in_a_batch_and_beside_longer_rows(fam
     specs = ("tail:32", "all")
     results = []
     for batch in ([short], [other, short, other], [long, short]):
-        found = extract(model, *pad_rows(batch), specs, VOCAB - 1)
-        results.append(dense(found, 1, [line is short for line in batch].index(True)))
+        features = extract(model, *pad_rows(batch), specs, VOCAB - 1)
+        results.append(dense(features, 1, [line is short for line in batch].index(True)))
     for hidden, residual in results[1:]:
         np.testing.assert_allclose(hidden, results[0][0], rtol=0, atol=rounding(TERMS, hidden))
         np.testing.assert_allclose(residual, results[0][1], rtol=0, atol=rounding(TERMS + VOCAB))
@@ -108,8 +108,8 @@ def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     """The law that carries everything else: d loss / d W = sum_t xi_t (x) h_t, with every coordinate kept."""
     model = reference(family)
     ids, labelled = pad_rows(rows(12))
-    found = extract(model, ids, labelled, ("all",), VOCAB)
-    hidden, residual = dense(found, 0, 0)
+    features = extract(model, ids, labelled, ("all",), VOCAB)
+    hidden, residual = dense(features, 0, 0)
 
     leaf = model.hidden(ids)[0, :-1].clone()
     weight = model.head.linear.weight.detach().clone().requires_grad_(True)
@@ -119,7 +119,7 @@ def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     loss.backward()
     close = rounding(TERMS + VOCAB, weight.grad)
     np.testing.assert_allclose(residual.T @ hidden, weight.grad.numpy(), rtol=0, atol=close)
-    assert found.residual.loss_P.sum().item() == pytest.approx(loss.item(), rel=rounding(TERMS + VOCAB))
+    assert features.residual.loss_P.sum().item() == pytest.approx(loss.item(), rel=rounding(TERMS + VOCAB))
 
 
 def test_batches_cover_every_row_once_within_the_budget():

@@ -33,26 +33,26 @@ def test_the_code_of_a_checkpoint_is_run_only_if_the_user_says_so(of, tmp_path, 
     place, ran = tmp_path / "model", tmp_path / "ran"
     (place / "own.py").write_text(CODE.format(str(ran)) + "class Own:\n    pass\n")
     name = {"model": "config.json", "tokenizer": "tokenizer_config.json"}[of]
-    found = json.loads((place / name).read_text())
+    record = json.loads((place / name).read_text())
     if of == "model":
-        found |= {"model_type": "strange", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+        record |= {"model_type": "strange", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     else:
-        found |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (place / name).write_text(json.dumps(found))
+        record |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (place / name).write_text(json.dumps(record))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
-    with pytest.raises(ModelError, match=r"brings Python code of its own, which is not run; .*trust_remote_code=true"):
+    with pytest.raises(ModelError, match=r"Python code.*trust_remote_code=true"):
         ReferenceModel.load(settings)
     assert not ran.exists()
 
 
 def test_settings_that_lay_beside_data_decide_no_code(tmp_path):
     data = images_settings(tmp_path)
-    with pytest.raises(SettingsError, match=r"^m: model\.classifier\.factory is 'tests.*TinyNet': that is code"):
+    with pytest.raises(SettingsError, match=r"^m: model\.classifier\.factory .*'tests.*TinyNet'.*code"):
         without_foreign_code(data, "m")
     own = {"model": {"classifier": {"factory": "mine.py:Net"}}}
     assert build_settings(without_foreign_code(data, "m", own)).model.classifier.factory == "mine.py:Net"
     text = {"model": {"path": "m", "trust_remote_code": True}, "corpus": {"path": "c"}, "targets": {"names": ["t"]}}
-    with pytest.raises(SettingsError, match=r"^m: model\.trust_remote_code is True: that is code"):
+    with pytest.raises(SettingsError, match=r"^m: model\.trust_remote_code .*True.*code"):
         without_foreign_code(text, "m")
     asked = without_foreign_code(text, "m", {"model": {"trust_remote_code": True}})
     assert build_settings(asked).model.trust_remote_code
@@ -61,18 +61,18 @@ def test_settings_that_lay_beside_data_decide_no_code(tmp_path):
 
 def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
-    asked = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
-    with pytest.raises(SettingsError, match=r"factory is .*repeat it with --set model.classifier.factory=\.\.\."):
+    command = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
+    with pytest.raises(SettingsError, match=r"factory .*--set model\.classifier\.factory="):
         add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
-    assert "art/manifest.json: model.classifier.factory is" in refused(*asked)
-    assert "got corpus as well" in refused(*asked, "--set", "corpus.limit=3")
-    succeed(*asked, "--set", "model.classifier.factory=tests.vision.images_world:TinyNet")
+    assert "art/manifest.json: model.classifier.factory" in refused(*command)
+    assert "corpus" in refused(*command, "--set", "corpus.limit=3")
+    succeed(*command, "--set", "model.classifier.factory=tests.vision.images_world:TinyNet")
     assert ArtifactReader.open(art).targets == ("trusted", "more")
 
 
 def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
-    assert "run.yaml: model.classifier.factory is" in refused("build", "--out", art, "--resume")
+    assert "run.yaml: model.classifier.factory" in refused("build", "--out", art, "--resume")
     config = ("--config", art / "run.yaml")
     for named in (("--set", "model.classifier.factory=tests.vision.images_world:TinyNet"), config):
-        assert "finished already, with these settings" in succeed("build", "--out", art, "--resume", *named).err
+        assert "finished" in succeed("build", "--out", art, "--resume", *named).err

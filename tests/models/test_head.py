@@ -119,15 +119,15 @@ def test_an_adapter_of_the_output_layer_is_part_of_it(options):
 def test_parameters_inside_an_output_layer_are_no_layers_of_their_own():
     reference = ReferenceModel(adapted(target_modules=["q_proj", "lm_head"]), tokenizer=None)
     for name in ("lm_head.base_layer.weight", "lm_head.lora_A.default.weight"):
-        with pytest.raises(UntakenLayerError, match=f"{name} is inside the output layer"):
+        with pytest.raises(UntakenLayerError, match=f"{name} .*output layer"):
             layers_of(reference, [name])
     reference = ReferenceModel(with_head(NormedLinear, bias=False), tokenizer=None)
-    with pytest.raises(UntakenLayerError, match=r"lm_head.weight: the logits are not .*NormedLinear"):
+    with pytest.raises(UntakenLayerError, match=r"lm_head\.weight: .*logits.*NormedLinear"):
         layers_of(reference, ["lm_head.weight"])
 
 
 def test_an_output_layer_that_is_not_linear_is_refused():
-    with pytest.raises(ModelError, match="BentLinear: the output layer is not linear"):
+    with pytest.raises(ModelError, match=r"BentLinear: .*linear"):
         ReferenceModel(with_head(BentLinear, bias=False), tokenizer=None)
 
 
@@ -162,7 +162,7 @@ def test_scale_and_cap_are_what_the_model_does_whatever_its_configuration_says(c
     "done", [lambda z: z + torch.arange(z.shape[-1]), lambda z: 3 * torch.tanh(z / 3), lambda z: z.relu()]
 )
 def test_what_is_neither_a_scale_nor_a_cap_that_is_named_is_refused(done):
-    with pytest.raises(ModelError, match="Changed: its logits are not those of its output layer, times a scale"):
+    with pytest.raises(ModelError, match=r"Changed: .*logits.*scale"):
         output_head(Changed(done))
 
 
@@ -195,9 +195,9 @@ def test_what_top_k_cut_off_is_spread_evenly_where_slopes_differ_by_logit(kind, 
         taken = torch.zeros(VOCAB).double().index_fill(0, kept, 1.0)
         rest = (gradient * (1 - taken)).sum() / VOCAB
         expected.append(weight_VH.T @ (gradient * taken + rest))
-    found = hidden_gradient(head, residual).double()
-    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
-    with pytest.raises(ModelError, match="kept by another version"):
+    actual = hidden_gradient(head, residual).double()
+    torch.testing.assert_close(actual, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
+    with pytest.raises(ModelError, match="version"):
         hidden_gradient(head, replace(residual, rest_P=None))
 
 
@@ -212,9 +212,9 @@ def test_a_factor_of_one_leaves_an_ordinary_head_as_it_is():
     same = Same(WIDTH, VOCAB).requires_grad_(False)
     same.load_state_dict(plain.state_dict())
     hidden, label = torch.randn(9, WIDTH), torch.randint(0, VOCAB, (9,))
-    found = []
+    results = []
     for head in (OutputHead(plain), OutputHead(same)):
         logits = head.linear_logits(hidden)
-        found.append(hidden_gradient(head, sparse_residual(logits, label, 6, head.slope(logits))))
-    np.testing.assert_array_equal(found[0], found[1])
+        results.append(hidden_gradient(head, sparse_residual(logits, label, 6, head.slope(logits))))
+    np.testing.assert_array_equal(results[0], results[1])
     assert replace(OutputHead(same), cap=2.0).slope(logits).shape == logits.shape

@@ -51,5 +51,5 @@ def test_long_texts_are_neither_cut_nor_warned_about(tokenizer):
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(ModelError, match="vocab_size: got 256, expected at least 257"):
+    with pytest.raises(ModelError, match=r"vocab_size:.*\b256\b.*\b257\b"):
         train_tokenizer(iter(TEXTS), vocab_size=256)

@@ -48,5 +48,5 @@ def test_a_model_that_is_not_a_number_is_refused(gpt2):
     with torch.no_grad():
         broken.transformer.wte.weight[31] = torch.nan
     clean = UnitTokens(np.array([1, 2], np.int32), 1)
-    with pytest.raises(ModelError, match="unit 0: the model's loss is nan, expected a number"):
+    with pytest.raises(ModelError, match=r"unit 0: .*loss.*nan"):
         evaluate_units(broken, [clean])

@@ -97,7 +97,7 @@ class FakeSource:
         return iter(self.table.select(columns or self.table.column_names).to_batches())
 
 
-def counted(relevance, protocol):
+def downweight_negative(relevance, protocol):
     """Relevance as a protocol counts it, float64."""
     exact = relevance.astype(float)
     return np.maximum(exact, 0.0) + protocol.negative * np.minimum(exact, 0.0)
@@ -111,7 +111,7 @@ def slow_components(source, protocol, weights, target, match):
     columns = source.unit_columns(target)
     unit = {
         kernel: [
-            sign * reference.dot(effective, counted(source.arrays[f"relevance_{kernel}"][:, e], protocol))
+            sign * reference.dot(effective, downweight_negative(source.arrays[f"relevance_{kernel}"][:, e], protocol))
             for e in columns
         ]
         for kernel in match

@@ -99,23 +99,23 @@ def test_spellings(text, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "n_rows", "labels", "said"),
+    ("family", "n_rows", "labels", "message"),
     [
-        ("uniform:1.5", 3, None, "got '1.5', expected a fraction"),
-        ("uniform", 3, None, "got '', expected a fraction"),
-        ("bernoulli:x", 3, None, "expected a fraction"),
-        ("mixture:", 3, None, "names no label"),
-        ("dirichlet", 3, None, "names no label"),
-        ("halves:0.5", 3, None, "unknown kind 'halves'"),
-        ("mixture:topic", 3, None, "needs the label 'topic'"),
-        ("mixture:topic", 3, ["a", "b"], "got 2 labels for 3 rows"),
+        ("uniform:1.5", 3, None, r"'1\.5'.*fraction"),
+        ("uniform", 3, None, r"''.*fraction"),
+        ("bernoulli:x", 3, None, "fraction"),
+        ("mixture:", 3, None, "label"),
+        ("dirichlet", 3, None, "label"),
+        ("halves:0.5", 3, None, "'halves'"),
+        ("mixture:topic", 3, None, "label 'topic'"),
+        ("mixture:topic", 3, ["a", "b"], r"\b2 labels.*\b3 rows"),
         ("groups:topic", 2, ["a", "a"], "single value 'a'"),
         ("uniform:0.5", 0, None, "0 rows"),
-        ("bernoulli:0.000000001", 2, None, "10000 draws in a row"),
+        ("bernoulli:0.000000001", 2, None, r"\b10000 draws"),
     ],
 )
-def test_what_cannot_be_read_or_drawn_is_refused(family, n_rows, labels, said):
-    with pytest.raises(SubsetError, match=said):
+def test_what_cannot_be_read_or_drawn_is_refused(family, n_rows, labels, message):
+    with pytest.raises(SubsetError, match=message):
         list(parse_family(family).draw(1, n_rows=n_rows, labels=labels, seed=0, purpose="t"))
 
 
@@ -129,8 +129,8 @@ def test_a_mixture_draws_the_subsets_it_always_drew():
     """Environments name their subsets by the draw alone: a change would put other rows behind their results."""
     labels = [i % 7 % 3 for i in range(40)]
     (block,) = parse_family("mixture:topic").draw(3, n_rows=40, labels=labels, seed=5, purpose="pinned")
-    found = [np.flatnonzero(row).tolist() for row in block.weights_BN.toarray()]
-    assert found == PINNED
+    results = [np.flatnonzero(row).tolist() for row in block.weights_BN.toarray()]
+    assert results == PINNED
 
 
 def test_a_mixture_over_thousands_of_values_is_drawn_at_once():

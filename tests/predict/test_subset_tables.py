@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks, one_subset
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks, single_subset
 
 IDS = [f"doc-{i:03d}" for i in range(30)]
 INDEX = RowIndex.from_ids(IDS)
@@ -91,23 +91,23 @@ def test_weights_are_written_when_asked(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ([["a", "b", "b"], [IDS[0], "nowhere", "gone"]], r"'b' names 2 rows .* e.g. \['nowhere', 'gone'\]"),
-        ([["a", "b"], [IDS[0], None]], r"subsets \['b'\] name no rows"),
-        ([pa.array([], pa.string()), pa.array([], pa.string())], "has no lines"),
-        ([["a", "a"], [IDS[3], IDS[3]]], r"named twice in one subset: \['a: doc-003'\]"),
+        ([["a", "b", "b"], [IDS[0], "nowhere", "gone"]], r"'b'.*\b2 rows.*\['nowhere', 'gone'\]"),
+        ([["a", "b"], [IDS[0], None]], r"\['b'\].*no rows"),
+        ([pa.array([], pa.string()), pa.array([], pa.string())], "lines"),
+        ([["a", "a"], [IDS[3], IDS[3]]], r"twice.*\['a: doc-003'\]"),
         ([["a"], [IDS[0]], [-1.0]], r"weights \['a: doc-000: -1.0'\]"),
         ([["a"], [IDS[0]], [float("nan")]], r"weights \['a: doc-000: nan'\]"),
         ([["a"], [IDS[0]], [float("inf")]], r"weights \['a: doc-000: inf'\]"),
         ([["a"], [IDS[0]], [1e308]], r"weights \['a: doc-000: 1e\+308'\]"),
         ([["a"], [IDS[0]], [1e-320]], r"weights \['a: doc-000: 1e-320'\]"),
-        ([["a"], [IDS[0]], [0.0]], r"subsets \['a'\] have weights that sum to 0"),
-        ([["a", "a"], [IDS[0], None]], "1 lines have no row_id"),
-        ([pa.array([None], pa.string()), [IDS[0]]], "1 lines have no subset_id"),
-        ([["a"], [[1, 2]]], "cannot be read: "),
-        ([["a", "b"], ["gone", IDS[0]], [1.0, -2.0]], r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"),
-        ({"subset": ["a"], "row_id": [IDS[0]]}, "'subset' looks like names of subsets"),
+        ([["a"], [IDS[0]], [0.0]], r"\['a'\].*weights.*\b0\b"),
+        ([["a", "a"], [IDS[0], None]], r"\b1 .*row_id"),
+        ([pa.array([None], pa.string()), [IDS[0]]], r"\b1 .*subset_id"),
+        ([["a"], [[1, 2]]], "read"),
+        ([["a", "b"], ["gone", IDS[0]], [1.0, -2.0]], r"'a'.*\b1 rows.*\['b: doc-000: -2\.0'\]"),
+        ({"subset": ["a"], "row_id": [IDS[0]]}, "'subset'"),
         ({"subset_id": ["a"], "name": [IDS[0]]}, r"lacks \['row_id'\]"),
-        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "'weights' looks like weights"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "'weights'"),
     ],
 )
 def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
@@ -118,10 +118,10 @@ def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
 
 
 def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
-    path, block = tmp_path / "s.parquet", one_subset("kept", np.arange(len(IDS)) < 3)
+    path, block = tmp_path / "s.parquet", single_subset("kept", np.arange(len(IDS)) < 3)
     write_subsets(path, [block], INDEX, corpus="theirs")
     for source in (path, pq.read_table(path)):
-        with pytest.raises(SubsetError, match="was made from another artifact: corpus 'theirs', here 'ours'"):
+        with pytest.raises(SubsetError, match=r"corpus 'theirs'.*'ours'"):
             read_subsets(source, INDEX, corpus="ours")
         (read,) = read_subsets(source, INDEX, corpus="theirs")
         assert read.sizes_B.tolist() == [3]
@@ -130,30 +130,30 @@ def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
 
 
 def test_files_that_are_not_tables(tmp_path):
-    with pytest.raises(SubsetError, match="no such file"):
+    with pytest.raises(SubsetError, match="no such"):
         list(read_subsets(tmp_path / "none.parquet", INDEX))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 half a file")
-    with pytest.raises(SubsetError, match=r"cannot be read: .*; expected Parquet"):
+    with pytest.raises(SubsetError, match=r"read.*Parquet"):
         list(read_subsets(tmp_path / "broken.parquet", INDEX))
     path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
-    with pytest.raises(SubsetError, match="names omitted rows with a column 'weight'"):
+    with pytest.raises(SubsetError, match=r"omitted.*'weight'"):
         list(read_subsets(path, INDEX, side="omitted"))
 
 
 @pytest.mark.parametrize(
-    ("rows", "weights", "error", "said"),
+    ("rows", "weights", "error", "message"),
     [
-        ([], [], SubsetError, "subset 's': names no rows"),
-        ([1, 2], [1.0, np.nan], SubsetError, r"row 2 has weight nan \(1 such\)"),
-        ([1], [0.0], SubsetError, "its weights sum to 0"),
-        ([1, 2], [1.0], ShapeError, r"\(1,\) weights for \(2,\) rows"),
+        ([], [], SubsetError, "'s'.*no rows"),
+        ([1, 2], [1.0, np.nan], SubsetError, r"row 2 .*nan.*\b1\b"),
+        ([1], [0.0], SubsetError, r"weights.*\b0\b"),
+        ([1, 2], [1.0], ShapeError, r"\(1,\).*\(2,\)"),
     ],
 )
-def test_blocks_refuse_what_is_not_a_subset(rows, weights, error, said):
-    with pytest.raises(error, match=said):
+def test_blocks_refuse_what_is_not_a_subset(rows, weights, error, message):
+    with pytest.raises(error, match=message):
         list(in_blocks([WeightedRows("s", np.array(rows, dtype=np.int64), np.array(weights))], 3))
 
 
 def test_a_block_has_a_name_for_every_subset():
-    with pytest.raises(ShapeError, match="2 subset_ids for weights of shape"):
+    with pytest.raises(ShapeError, match="2 subset_ids"):
         SubsetBlock(("a", "b"), Weights(csr_array((1, 3))))

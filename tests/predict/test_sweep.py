@@ -57,7 +57,7 @@ def test_large_jobs_are_gathered_by_torch(monkeypatch):
 
 
 def test_shapes_that_do_not_fit_are_named():
-    with pytest.raises(ShapeError, match=r"weights of shape \(2, 4\) for values of 5 rows"):
+    with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
         RowSums.over(np.ones((5, 3), dtype=np.float32)).sums(Weights(csr_array((2, 4))))
 
 
@@ -82,13 +82,13 @@ def test_every_form_sums_to_the_float64_reference(seed, cut):
         if weights.base:  # what is taken off the total is rounded as the total is
             size = abs(values_NC.astype(float)).sum(axis=0) + 0 * want
         bound = rounding(n, dtype=np.float32 if isinstance(weights.rows, PackedMasks) else np.float64) * size
-        found = [
+        results = [
             *sums_over(blocks, [weights, weights], 6),
             RowSums.over(values_NC).sums(weights),
             streamed.sums(weights),
             streamed.sums(weights),  # slices: what the first call kept
         ]
-        for got in found:
+        for got in results:
             assert got.dtype == np.float64
             assert (abs(got - want) <= bound).all()
 

@@ -14,6 +14,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock, Weights
 from grasp.targets import Unit
+from tests.mentions import assert_mentions
 from tests.predict.source import FakeSource
 from tests.rules import rule
 from tests.runs.environments import write_arrays
@@ -48,21 +49,21 @@ def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are():
     predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, components=True)
     plain = prediction_table(predictor, FakeSource(), subsets(3)).read_all()
     assert (plain.column_names, len(plain)) == (["subset_id", "target", "change"], 6)
-    said = plain.schema.metadata[b"grasp.provenance"]
-    assert b"in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus" in said
+    provenance = plain.schema.metadata[b"grasp.provenance"]
+    assert_mentions(provenance.decode(), "standard deviations", "uniform:0.5", "256 subsets", "seed 0")
     table = prediction_table(predictor, FakeSource(), subsets(3), components=True).read_all()
     parts = ["part_output_layer", "part_pooled", "part_joint.pair", "part_hidden.cent"]
     assert table.column_names[3:] == ["level", *parts, "value_joint.pair", "value_hidden.cent"]
     added = sum(table[name].to_numpy() for name in parts)
     np.testing.assert_allclose(added, table["change"], atol=1e-5)
     np.testing.assert_allclose(
-        table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.whole_C, 3), atol=1e-9
+        table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.corpus_C, 3), atol=1e-9
     )
 
 
 def test_subsets_of_another_corpus_are_refused():
     three = SubsetBlock(("s",), Weights(csr_array(np.ones((1, 3)))))
-    with pytest.raises(ShapeError, match="subsets over 3 rows for an artifact of 40"):
+    with pytest.raises(ShapeError, match=r"\b3 rows.*\b40\b"):
         prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read_all()
 
 

@@ -50,7 +50,7 @@ def test_all_forms_mean_their_matrix(seed, n_rows):
         np.testing.assert_allclose(weights.sums, matrix.sum(axis=1), atol=1e-12)
         changed = weights.total(lambda weight: np.abs(1.0 - weight))
         np.testing.assert_allclose(changed, abs(1.0 - matrix).sum(axis=1), atol=1e-12)
-        if weights.is_plain:
+        if weights.is_binary:
             np.testing.assert_array_equal(matrix, matrix**2)
         powers = np.arange(1.0, len(matrix) + 1)
         raised = weights.mapped(lambda weight, power: weight**power, powers)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -104,9 +105,9 @@ def test_the_verbs_answer_what_python_answers(art, port):
     here = grasp.open(art)
     status, answer = api(port, "predict", drop="topic = 'life'")
     assert status == 200
-    found = here.predict(drop="topic = 'life'")
-    assert answer["headline"] == found.headline
-    assert answer["rows"][0][-1] == pytest.approx(found.to_pandas()["change"][0])
+    prediction = here.predict(drop="topic = 'life'")
+    assert answer["headline"] == prediction.headline
+    assert answer["rows"][0][-1] == pytest.approx(prediction.to_pandas()["change"][0])
     _, answer = api(port, "predict", weight=["topic = 'life': 0.5", "row_id = 'r1': 2"])
     assert answer["rows"][0][-1] == pytest.approx(
         here.predict(weight={"topic = 'life'": 0.5, "row_id = 'r1'": 2.0}).to_pandas()["change"][0]
@@ -124,20 +125,20 @@ def test_the_verbs_answer_what_python_answers(art, port):
 
 
 def test_a_mistake_is_one_line_of_json(port):
-    for verb, arguments, said in [
-        ("score", {"target": "nope"}, "target: got ['nope'], the artifact has ['facts']"),
-        ("score", {"top": "many"}, "score: top: Input should be a valid integer"),
-        ("score", {"top": "1001"}, "less than or equal to 1000"),
-        ("score", {"colour": "red"}, "score: got colour, expected target, unit, where, top, bottom"),
-        ("explain", {}, "explain: row: Missing required argument"),
-        ("explain", {"row": "nope"}, "row: got 'nope'"),
-        ("predict", {}, "predict: got nothing to predict"),
-        ("predict", {"weight": "topic"}, "weight: got 'topic', expected EXPR:NUMBER"),
+    for verb, arguments, pattern in [
+        ("score", {"target": "nope"}, r"target: .*\['nope'\].*\['facts'\]"),
+        ("score", {"top": "many"}, "score: top: .*integer"),
+        ("score", {"top": "1001"}, r"\b1000\b"),
+        ("score", {"colour": "red"}, "score: .*colour.*target, unit, where, top, bottom"),
+        ("explain", {}, "explain: row: "),
+        ("explain", {"row": "nope"}, r"row:.*'nope'"),
+        ("predict", {}, "predict: "),
+        ("predict", {"weight": "topic"}, "weight: .*'topic'.*EXPR:NUMBER"),
         ("select", {"budget": "much"}, "budget"),
     ]:
         status, answer = api(port, verb, **arguments)
         assert (status, list(answer)) == (400, ["error"])
-        assert said in answer["error"]
+        assert re.search(pattern, answer["error"])
         assert "\n" not in answer["error"]
 
 
@@ -262,13 +263,13 @@ def test_an_agent_asks_by_mcp(art):
         async with mcp.stdio_client(server) as (read, write), mcp.ClientSession(read, write) as session:
             hello = await session.initialize()
             tools = (await session.list_tools()).tools
-            asked = {
+            calls = {
                 "predict": {"drop": "topic = 'life'"},
                 "score": {"top": 2},
                 "explain": {"row": "r3", "unit": "facts-2"},
                 "select": {"budget": "25%"},
             }
-            answers = {name: await session.call_tool(name, arguments) for name, arguments in asked.items()}
+            answers = {name: await session.call_tool(name, arguments) for name, arguments in calls.items()}
             wrong = [
                 await session.call_tool("predict", {"drop": "getenv('HOME') = 'x'"}),
                 await session.call_tool("explain", {"row": "nope"}),
@@ -278,10 +279,10 @@ def test_an_agent_asks_by_mcp(art):
             return hello, tools, answers, wrong
 
     hello, tools, answers, wrong = anyio.run(talk)
-    assert "targets: facts (6 units); labels: topic" in hello.instructions
+    assert re.search(r"facts \(6 units\).*labels: topic", hello.instructions)
     assert [tool.name for tool in tools] == ["predict", "score", "explain", "select"]
     assert all(tool.annotations.read_only_hint for tool in tools)
-    assert "condition on labels" in tools[0].description
+    assert "condition" in tools[0].description
     here = grasp.open(art)
     told = {name: json.loads(answer.content[0].text) for name, answer in answers.items()}
     assert not any(answer.is_error for answer in answers.values())
@@ -294,7 +295,7 @@ def test_an_agent_asks_by_mcp(art):
     assert all("\x1b" not in str(answer) for answer in told.values())
     assert all(answer.is_error for answer in wrong)
     assert "expression" in wrong[0].content[0].text
-    assert "row: got 'nope'" in wrong[1].content[0].text
+    assert re.search(r"row:.*'nope'", wrong[1].content[0].text)
 
 
 def test_the_artifact_stays_as_it_is(art, port):

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.targets import Unit
 from tests.runs.environments import begin_environment, write_arrays
 
@@ -101,7 +101,7 @@ def write_environment(
     seeds: tuple[int, ...] = (0, 1),
     done: int | None = None,
     **info,
-) -> Environment:
+) -> RetrainedRuns:
     """Utilities that follow the first target's best topic, with noise; `done` runs of them."""
     given = units(artifact.targets)
     environment, blocks = begin_environment(path, artifact, given, "mixture:topic", n_subsets, seeds=seeds, **info)

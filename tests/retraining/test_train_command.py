@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import grasp
-from grasp.errors import EnvironmentDataError, ModelError, SettingsError
+from grasp.errors import ModelError, RunsError, SettingsError
 from grasp.models.tokenizer import train_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/finetune.py"
@@ -137,7 +138,7 @@ def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world,
     env = retrain(world, out, trained)
     assert [run.subset_id for run in env.pending()] == ["twenty"]
     assert env.utilities(partial=True).subset_ids == ("ten", "twelve")
-    assert "1 of 4 runs failed, e.g. twenty-0: exit status 1: no memory for this one" in str(env.summary())
+    assert re.search(r"1 of 4 runs.*twenty-0: .*exit status 1: no memory for this one", str(env.summary()))
     assert (out / "logs/twenty-0.stderr.txt").read_text() == "first line\nno memory for this one\n"
     (seen / "fail").unlink()
     again = retrain(world, out, trained)
@@ -176,9 +177,9 @@ def test_a_job_that_left_something_else_is_named_and_given_again(world, tmp_path
     (out / "jobs/ten-0/checkpoint").mkdir()
     env = retrain(world, out, trained, jobs=again.append)
     assert again == lines
-    assert "1 of 4 runs failed, e.g. ten-0: the command left no checkpoint" in str(env.summary())
+    assert re.search(r"1 of 4 runs.*ten-0: .*checkpoint", str(env.summary()))
     assert not (seen / "calls").exists()
-    with pytest.raises(SettingsError, match="print_jobs: only a train command has jobs"):
+    with pytest.raises(SettingsError, match=r"print_jobs: .*train command"):
         retrain(world, tmp_path / "other", None, jobs=again.append)
 
 
@@ -192,28 +193,28 @@ def test_where_every_run_fails_that_is_an_error(world, tmp_path):
     seen = tmp_path / "seen"
     trained = command(world, seen)
     (seen / "nothing").touch()
-    with pytest.raises(ModelError, match=r"4 of 4 runs failed, e.g. full-0: the command left no checkpoint in"):
+    with pytest.raises(ModelError, match=r"4 of 4 runs.*full-0: .*checkpoint"):
         retrain(world, tmp_path / "env", trained)
-    with pytest.raises(ModelError, match=r"e.g. full-0: '/nowhere/train' cannot be started: No such file"):
+    with pytest.raises(ModelError, match=r"full-0: '/nowhere/train'.*No such file"):
         retrain(world, tmp_path / "absent", "/nowhere/train {corpus} {checkpoint}")
 
 
 def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
-    with pytest.raises(ModelError, match="full-0: the checkpoint has another tokenizer"):
+    with pytest.raises(ModelError, match=r"full-0: .*tokenizer"):
         retrain(world, tmp_path / "env", command(world, tmp_path / "seen", base="other"))
 
 
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ("train {corpus} {checkpoint} {sed}", {}, r"unknown placeholders \['sed'\]"),
-        ("train {corpus}", {}, r"placeholders \['checkpoint'\] are missing"),
-        ("train '{corpus} {checkpoint}", {}, "No closing quotation"),
-        ("train {corpus} {checkpoint}", {"tokenizer": None}, "needs the tokenizer of your model"),
+        ("train {corpus} {checkpoint} {sed}", {}, r"unknown.*\['sed'\]"),
+        ("train {corpus}", {}, r"\['checkpoint'\].*missing"),
+        ("train '{corpus} {checkpoint}", {}, "quotation"),
+        ("train {corpus} {checkpoint}", {"tokenizer": None}, "tokenizer"),
         (
             "train {corpus} {checkpoint}",
             {"recipe": "small", "overrides": {"steps": 3}},
-            r"recipe, overrides.steps: no meaning with train_command",
+            r"recipe, overrides\.steps: .*train_command",
         ),
     ],
 )
@@ -229,10 +230,10 @@ def test_a_stored_command_is_not_run_unless_it_is_given_again(world, tmp_path):
     (seen / "fail").write_text("20-0")
     retrain(world, out, trained)
     before = (seen / "calls").read_text()
-    with pytest.raises(SettingsError, match=r"run.yaml: train_command is .* that is code"):
+    with pytest.raises(SettingsError, match=r"run\.yaml: train_command .*code"):
         grasp.retrain(out=out, resume=True)
     assert (seen / "calls").read_text() == before
     (seen / "fail").unlink()
     assert grasp.retrain(out=out, resume=True, train_command=trained).pending() == ()
-    with pytest.raises(EnvironmentDataError, match="recipe_settings"):
+    with pytest.raises(RunsError, match="recipe_settings"):
         retrain(world, out, trained + " --more")

@@ -12,7 +12,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.retrained import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.retrained import FamilyInfo, RetrainedRuns, RetrainedRunsInfo, TargetInfo
 from grasp.targets import Unit
 from grasp.targets.units import UnitSet
 
@@ -73,7 +73,7 @@ def write_arrays(
 
 def begin_environment(
     path: Path, artifact: ArtifactReader, units: Sequence[Unit], family: str, n_subsets: int, **info
-) -> tuple[Environment, list[SubsetBlock]]:
+) -> tuple[RetrainedRuns, list[SubsetBlock]]:
     """Subsets of the family without a result, and their weights."""
     rows, parsed = RowIndex.from_parquet(artifact.rows_path), parse_family(family)
     labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
@@ -90,8 +90,8 @@ def begin_environment(
     }
     fingerprint = artifact.manifest.fingerprints["corpus"]
     fields = {"role": "dev", "recipe": "tiny", "family": spec, "targets": targets, "corpus_fingerprint": fingerprint}
-    made = EnvironmentInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
-    return Environment.create(path, made, blocks, rows), blocks
+    made = RetrainedRunsInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
+    return RetrainedRuns.create(path, made, blocks, rows), blocks
 
 
 def write_environment(
@@ -103,7 +103,7 @@ def write_environment(
     n_subsets: int = 40,
     seeds: tuple[int, ...] = (0, 1),
     **info,
-) -> Environment:
+) -> RetrainedRuns:
     """`utility(subset, seed, target)` is what retraining gave; all units of a target alike."""
     environment, _ = begin_environment(path, artifact, units(), family, n_subsets, seeds=seeds, **info)
     for run in environment.pending():

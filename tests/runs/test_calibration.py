@@ -11,13 +11,13 @@ from scipy.sparse import csr_array
 import grasp
 from grasp.api.predict import predict
 from grasp.artifact.where import LabelTable
-from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
+from grasp.errors import ProtocolLeakError, RunsError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
-from grasp.runs.alignment import Joined, row_weights, runs_beside
+from grasp.runs.alignment import Alignment, bind_runs, row_weights
 from grasp.runs.calibration import SubsetFeaturizer, learn, learning_curve
 from grasp.runs.gaussian_process import WITHIN
 from grasp.runs.table import RunTable
@@ -192,7 +192,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
 def test_what_is_evaluated_is_what_predict_says(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
-    joined = Joined.from_environment(runs_beside(artifact, imported(weights="times")[0]), artifact)
+    joined = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
     (found,) = joined.additive({"p": protocol}, joined.environment.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
     (block,) = joined.blocks
@@ -204,7 +204,7 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
     again = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
     results = pa.concat_tables([runs.results, again.set_column(6, "value", pa.array([0.3]))])
-    found = runs_beside(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
+    found = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
     assert found.utilities().values_BSE.shape == (30, 1, 1)
     assert np.isnan(found.task_utilities(["sciq"])).sum() == 29
     assert (
@@ -247,7 +247,7 @@ def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
         (strange, "1 rows or documents are not in the artifact: nowhere"),
     ):
-        with pytest.raises(EnvironmentDataError, match=said):
+        with pytest.raises(RunsError, match=said):
             learn(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
 
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-from grasp.errors import EnvironmentDataError
-from grasp.runs.alignment import artifact_targets
+from grasp.errors import RunsError
+from grasp.runs.alignment import match_targets
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.targets.units import Unit, UnitSet
 from tests.runs.worlds import ROWS, create, filled, result
 
@@ -133,12 +133,12 @@ def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
     scores = np.ones((30, 5))
     scores[7, 3] = np.nan
     opened = RowScores("m", UNITS, 30, [(0, scores[:5]), (5, scores[5:])])
-    with pytest.raises(EnvironmentDataError, match="row 7 for sciq@all unit 'u0' is nan"):
+    with pytest.raises(RunsError, match="row 7 for sciq@all unit 'u0' is nan"):
         opened.sum_over(env.subset_blocks(ROWS))
-    with pytest.raises(EnvironmentDataError, match="scores 29 rows, the subsets are drawn from 30"):
+    with pytest.raises(RunsError, match="scores 29 rows, the subsets are drawn from 30"):
         RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
-    with pytest.raises(EnvironmentDataError, match="'row-0' occurs twice"):
+    with pytest.raises(RunsError, match="'row-0' occurs twice"):
         read_row_scores(tmp_path / "x.parquet", ROWS)
 
 
@@ -166,7 +166,7 @@ MADE = pa.Table.from_pylist
 def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path, table, said):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(table(pq.read_table(path).to_pylist()), path)
-    with pytest.raises(EnvironmentDataError, match=said):
+    with pytest.raises(RunsError, match=said):
         evaluation_of(env, [read(env, path)], resamples=9)
 
 
@@ -184,7 +184,7 @@ def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names,
     np.save(tmp_path / "m.npy", array)
     if names is not None:
         (tmp_path / "m.ids.json").write_text(json.dumps(names))
-    with pytest.raises(EnvironmentDataError, match=said):
+    with pytest.raises(RunsError, match=said):
         read(env, tmp_path / "m.npy")
 
 
@@ -243,12 +243,12 @@ def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_nev
         (env, [wrong], {"targets": ["sciq"]}, "m: predicts nothing for 'sciq', only"),
         (env, [], {}, "got no predictions"),
     ):
-        with pytest.raises(EnvironmentDataError, match=message):
+        with pytest.raises(RunsError, match=message):
             evaluation_of(runs, predictions, **options)
 
 
 class FakeArtifact:
-    """What `artifact_targets` reads of an artifact."""
+    """What `match_targets` reads of an artifact."""
 
     path = "art"
 
@@ -272,12 +272,12 @@ def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
         ),
     }
     env = create(tmp_path / "env", targets=targets)
-    assert artifact_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
-    assert artifact_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
-    with pytest.raises(EnvironmentDataError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
-        artifact_targets(env, FakeArtifact(units, corpus="beef"))
-    with pytest.raises(EnvironmentDataError, match="art: units of sciq have fingerprint"):
-        artifact_targets(env, FakeArtifact(units[::-1]))
-    with pytest.raises(EnvironmentDataError, match="none is common to both"):
-        artifact_targets(env, FakeArtifact(units[2:]))
-    assert Environment.open(tmp_path / "env").role_of("sciq@all") == "dev"
+    assert match_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
+    assert match_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
+    with pytest.raises(RunsError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
+        match_targets(env, FakeArtifact(units, corpus="beef"))
+    with pytest.raises(RunsError, match="art: units of sciq have fingerprint"):
+        match_targets(env, FakeArtifact(units[::-1]))
+    with pytest.raises(RunsError, match="none is common to both"):
+        match_targets(env, FakeArtifact(units[2:]))
+    assert RetrainedRuns.open(tmp_path / "env").role_of("sciq@all") == "dev"

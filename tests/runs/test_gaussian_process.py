@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.runs.gaussian_process import WITHIN_SD, FeatureScales, Learned, SubsetFeatures, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
@@ -212,5 +212,5 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
 
 def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
-    with pytest.raises(EnvironmentDataError, match="came out the same"):
+    with pytest.raises(RunsError, match="came out the same"):
         Learned.fit(features, np.ones_like(utility_BT)[:, None])

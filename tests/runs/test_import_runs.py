@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.runs.table import RunTable
 
@@ -55,7 +55,7 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
         ["b", 0, "60M", 1e9, 1, 0, 1.0],
     ]
     runs = grasp.import_runs(write(tmp_path / "w.csv", lines), label="topic", metrics=["loss"], columns=["w_*"])
-    with pytest.raises(EnvironmentDataError, match="has runs of sizes"):
+    with pytest.raises(RunsError, match="has runs of sizes"):
         runs.utility_RST()
     small = runs.select_size("1M")
     np.testing.assert_allclose(small.utility_RST()[:, :, 0], [[-2.0, -3.0]])
@@ -151,7 +151,7 @@ def with_column(name, value):
     ],
 )
 def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, message):
-    with pytest.raises(EnvironmentDataError, match=re.escape(message)):
+    with pytest.raises(RunsError, match=re.escape(message)):
         read(tmp_path, shares=shares, losses=losses)
 
 
@@ -169,7 +169,7 @@ def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, mes
 )
 def test_columns_of_another_type_are_refused(tmp_path, columns):
     pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
-    with pytest.raises(EnvironmentDataError, match=r"(column|cells) .*(expected names|is not what it must be)"):
+    with pytest.raises(RunsError, match=r"(column|cells) .*(expected names|is not what it must be)"):
         grasp.import_runs(tmp_path / "trained.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
 
 
@@ -177,7 +177,7 @@ def test_columns_of_another_type_are_refused(tmp_path, columns):
 def test_what_no_harness_writes_is_refused(tmp_path, text):
     (tmp_path / "harness" / "a").mkdir(parents=True)
     (tmp_path / "harness" / "a" / "results.json").write_text(text)
-    with pytest.raises(EnvironmentDataError, match=r"results\.json: is no results file of lm-evaluation-harness"):
+    with pytest.raises(RunsError, match=r"results\.json: is no results file of lm-evaluation-harness"):
         grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
 
 
@@ -204,7 +204,7 @@ def test_runs_of_a_stranger_are_checked(tmp_path, changes, message):
     if not changes:
         pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "results.parquet")
     signed_again(tmp_path / "runs", **changes)
-    with pytest.raises(EnvironmentDataError, match=re.escape(message)):
+    with pytest.raises(RunsError, match=re.escape(message)):
         grasp.open_runs(tmp_path / "runs")
 
 
@@ -214,7 +214,7 @@ def test_a_flipped_bit_in_kept_runs_is_found(tmp_path, name):
     whole = (tmp_path / "runs" / name).read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 40)):
         (tmp_path / "runs" / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(EnvironmentDataError):
+        with pytest.raises(RunsError):
             grasp.open_runs(tmp_path / "runs")
 
 
@@ -222,18 +222,18 @@ def test_directions_and_patterns_may_be_said(tmp_path):
     odd = changed(LOSSES, 0, 2, "wobble")
     assert read(tmp_path, losses=odd, lower=["wob*"]).info.metrics["wobble"] == "lower"
     assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
-    with pytest.raises(EnvironmentDataError, match=r"no column of numbers is like 'eval/"):
+    with pytest.raises(RunsError, match=r"no column of numbers is like 'eval/"):
         read(tmp_path, metrics=["eval/*"])
-    with pytest.raises(EnvironmentDataError, match="say which label its columns are values of"):
+    with pytest.raises(RunsError, match="say which label its columns are values of"):
         read(tmp_path, label=None)
 
 
 def test_what_is_no_table_and_no_runs_is_refused(tmp_path):
-    with pytest.raises(EnvironmentDataError, match="no such file"):
+    with pytest.raises(RunsError, match="no such file"):
         grasp.import_runs(tmp_path / "none.csv", label="x")
     (tmp_path / "wide.csv").write_bytes("run,gr\xf6\xdfe\nfirst,2.5\n".encode("latin-1"))  # as a spreadsheet may
-    with pytest.raises(EnvironmentDataError, match="names of columns are no text in UTF-8"):
+    with pytest.raises(RunsError, match="names of columns are no text in UTF-8"):
         grasp.import_runs(tmp_path / "wide.csv", label="x")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    with pytest.raises(EnvironmentDataError, match="cannot be read as a table"):
+    with pytest.raises(RunsError, match="cannot be read as a table"):
         grasp.import_runs(tmp_path / "bad.parquet", label="x")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grasp
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.runs.results_files import direction_by_name
 
 RUNS = ("a", "b", "c")
@@ -87,7 +87,7 @@ def test_equal_values_and_results_without_a_date(tmp_path):
         place(tmp_path, f"{run}/y", "results.json", harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}))
     assert read(tmp_path).notes == ()
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
-    with pytest.raises(EnvironmentDataError, match=r"run 'b': sciq has acc 0\.25 and 0\.5 .*no date"):
+    with pytest.raises(RunsError, match=r"run 'b': sciq has acc 0\.25 and 0\.5 .*no date"):
         read(tmp_path)
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
     assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
@@ -120,9 +120,7 @@ def test_runs_under_different_conditions_are_refused(tmp_path, field, one, other
     for run, value in zip(RUNS, (one, one, other), strict=True):
         found = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
         place(tmp_path, run, f"results_{NEW}.json", found | {field: {"sciq": value}})
-    with pytest.raises(
-        EnvironmentDataError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"
-    ):
+    with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"):
         read(tmp_path)
     assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)
 
@@ -133,7 +131,7 @@ def test_conditions_that_are_not_known_differ_from_none(tmp_path, unknown):
         place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | {"versions": versions})
     assert len(read(tmp_path)) == 3
     place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
-    with pytest.raises(EnvironmentDataError, match=r"runs 'b' and 'c' .* version 1\.0 and 2\.0"):
+    with pytest.raises(RunsError, match=r"runs 'b' and 'c' .* version 1\.0 and 2\.0"):
         read(tmp_path)
 
 
@@ -169,7 +167,7 @@ def test_plain_names_of_version_0_3_are_the_same_metrics(tmp_path):
         place(tmp_path, run, "results.json", old | {"config": {"num_fewshot": 5}})
     assert read(tmp_path).metrics == ("sciq/acc", "sciq/acc_norm")
     place(tmp_path, "b", "results.json", old | {"config": {"num_fewshot": 0}})
-    with pytest.raises(EnvironmentDataError, match="n-shot 5 and 0"):
+    with pytest.raises(RunsError, match="n-shot 5 and 0"):
         read(tmp_path)
 
 
@@ -203,7 +201,7 @@ def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
         }
         place(tmp_path, run, "results.json", found)
     assert read(tmp_path, metrics=["g/acc"]).info.metrics == {"g/acc": "higher"}
-    with pytest.raises(EnvironmentDataError, match=r"'g/odd'.*better or worse"):
+    with pytest.raises(RunsError, match=r"'g/odd'.*better or worse"):
         read(tmp_path)
 
 
@@ -227,7 +225,7 @@ def test_directions_by_name(metric, direction):
 def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
     for run in RUNS:
         place(tmp_path, run, "results.json", {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
-    with pytest.raises(EnvironmentDataError, match=r"'t/one'.*t/two"):
+    with pytest.raises(RunsError, match=r"'t/one'.*t/two"):
         read(tmp_path)
 
 
@@ -273,10 +271,10 @@ def test_variants_of_a_task_are_told_apart_by_their_aliases(tmp_path):
 def test_damaged_files_are_named(tmp_path, name, text):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text(text)
-    with pytest.raises(EnvironmentDataError, match=f"{name}: is no results file of (lm-evaluation-harness|olmes)"):
+    with pytest.raises(RunsError, match=f"{name}: is no results file of (lm-evaluation-harness|olmes)"):
         read(tmp_path)
 
 
 def test_a_directory_without_results_says_what_it_looks_for(tmp_path):
-    with pytest.raises(EnvironmentDataError, match=r"holds no results\*.json"):
+    with pytest.raises(RunsError, match=r"holds no results\*.json"):
         read(tmp_path)

@@ -13,11 +13,11 @@ import pytest
 
 from experiments.keep import keep
 from grasp.artifact.where import LabelColumn
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.retrained import Environment, Run
+from grasp.runs.retrained import RetrainedRuns, Run
 from tests.faults import Killed, raising
 from tests.runs.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 
@@ -37,7 +37,7 @@ def masks(env, rows=ROWS, **given):
 def test_what_was_written_is_read_in_order_whatever_the_order_of_lines(tmp_path):
     env = filled(tmp_path / "env")
     rewrite(tmp_path / "env" / "utilities.parquet", lambda rows: rows[::-1])
-    got = Environment.open(tmp_path / "env").utilities()
+    got = RetrainedRuns.open(tmp_path / "env").utilities()
     assert (got.subset_ids, got.seeds) == (env.subset_ids, (0, 1))
     assert got.targets == ("sciq",) * 3 + ("sciq@all",) * 2
     assert got.unit_ids == ("u0", "u1", "u2", "u0", "u1")
@@ -64,15 +64,15 @@ def test_masks_are_those_that_were_drawn_and_are_drawn_again(tmp_path):
     env = create(tmp_path / "env")
     expected = np.concatenate([block.weights_BN.toarray() for block in blocks()])
     np.testing.assert_array_equal(masks(env), expected)
-    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
+    with pytest.raises(RunsError, match="not the subsets trained on"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))]))
-    with pytest.raises(EnvironmentDataError, match="drawn from 30 rows, got a corpus of 31"):
+    with pytest.raises(RunsError, match="drawn from 30 rows, got a corpus of 31"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in range(31)]))
     (tmp_path / "env" / "subsets.parquet").unlink()
     np.testing.assert_array_equal(masks(env, block=2), expected)
     given = create(tmp_path / "given", family=None)  # a table of subsets cannot be drawn again
     (tmp_path / "given" / "subsets.parquet").unlink()
-    with pytest.raises(EnvironmentDataError, match=r"subsets\.parquet: no such file"):
+    with pytest.raises(RunsError, match=r"subsets\.parquet: no such file"):
         masks(given)
 
 
@@ -80,18 +80,18 @@ def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
     labels = ["a", "b", "c"] * 10
     family = FAMILY.model_copy(update={"spec": "mixture:topic"})
     drawn = parse_family(family.spec).draw(4, n_rows=30, labels=labels, seed=3, purpose="evaluation")
-    env = Environment.create(tmp_path, info(family=family), drawn, ROWS)
+    env = RetrainedRuns.create(tmp_path, info(family=family), drawn, ROWS)
     (tmp_path / "subsets.parquet").unlink()
     assert masks(env, labels=LabelColumn.from_values(labels)).shape == (4, 30)
-    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
+    with pytest.raises(RunsError, match="not the subsets trained on"):
         masks(env, labels=LabelColumn.from_values(sorted(labels)))
 
 
 def test_an_unfinished_environment_says_what_is_missing(tmp_path):
     env = fill(create(tmp_path), 4)
-    with pytest.raises(EnvironmentDataError, match=r"5 runs are missing, e.g. \['evaluation-000003-0'"):
+    with pytest.raises(RunsError, match=r"5 runs are missing, e.g. \['evaluation-000003-0'"):
         env.utilities()
-    with pytest.raises(EnvironmentDataError, match="6 of 10 runs are missing"):
+    with pytest.raises(RunsError, match="6 of 10 runs are missing"):
         env.compact()
     assert env.utilities(seeds=[0], partial=True).subset_ids == env.subset_ids[:3]
     assert env.utilities(partial=True).values_BSE.shape == (0, 2, 5)
@@ -172,9 +172,9 @@ def test_seeds_and_subsets_can_be_added(tmp_path):
 )
 def test_another_environment_in_the_same_place_is_refused(tmp_path, changes, message):
     create(tmp_path)
-    with pytest.raises(EnvironmentDataError, match=message):
+    with pytest.raises(RunsError, match=message):
         create(tmp_path, **changes)
-    assert Environment.open(tmp_path).info == create(tmp_path).info
+    assert RetrainedRuns.open(tmp_path).info == create(tmp_path).info
 
 
 def test_other_versions_of_the_program_may_go_on(tmp_path):
@@ -189,19 +189,19 @@ def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
         ([one, one], r"'evaluation-000000'.*name every subset once"),
         ([dataclasses.replace(one, subset_ids=("long " * 50,))], r"'long long .* bytes in the name of a file"),
     ):
-        with pytest.raises(EnvironmentDataError, match=message):
-            Environment.create(tmp_path, info(), given, ROWS)
+        with pytest.raises(RunsError, match=message):
+            RetrainedRuns.create(tmp_path, info(), given, ROWS)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
     weighted = next(blocks(1))
     weighted.weights_BN.data[0] = 2.0
-    env = Environment.create(tmp_path, info(), [weighted], ROWS)
+    env = RetrainedRuns.create(tmp_path, info(), [weighted], ROWS)
     (back,) = env.subset_blocks(ROWS)
     np.testing.assert_array_equal(back.weights_BN.toarray(), weighted.weights_BN.toarray())
-    with pytest.raises(EnvironmentDataError, match="another environment was begun here: subsets: was 1 with checksum"):
-        Environment.create(tmp_path, info(), [next(blocks(1))], ROWS)
+    with pytest.raises(RunsError, match="another environment was begun here: subsets: was 1 with checksum"):
+        RetrainedRuns.create(tmp_path, info(), [next(blocks(1))], ROWS)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
 def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
     env = filled(tmp_path)
     rewrite(tmp_path / "utilities.parquet", change)
-    with pytest.raises(EnvironmentDataError, match=message):
+    with pytest.raises(RunsError, match=message):
         env.utilities()
 
 
@@ -238,7 +238,7 @@ def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
 def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
     env = create(tmp_path)
     env.check_corpus("c0ffee", "artifact")
-    with pytest.raises(EnvironmentDataError, match=message):
+    with pytest.raises(RunsError, match=message):
         ask(env)
 
 
@@ -255,8 +255,8 @@ def test_open_refuses_what_is_no_environment(tmp_path, change, message):
     path = tmp_path / "environment.json"
     changed = change(path.read_text())
     path.unlink() if changed is None else path.write_text(changed)
-    with pytest.raises(EnvironmentDataError, match=message):
-        Environment.open(tmp_path)
+    with pytest.raises(RunsError, match=message):
+        RetrainedRuns.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["environment.json", "utilities.parquet", "subsets.parquet"])
@@ -264,8 +264,8 @@ def test_a_file_without_an_end_is_not_opened(tmp_path, name):
     filled(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(EnvironmentDataError, match=f"{name}: is a pipe, expected a regular file"):
-        Environment.open(tmp_path)
+    with pytest.raises(RunsError, match=f"{name}: is a pipe, expected a regular file"):
+        RetrainedRuns.open(tmp_path)
 
 
 def test_a_dev_environment_may_hold_out_targets(tmp_path):
@@ -283,7 +283,7 @@ def test_a_copy_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
     assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "kept").iterdir()}
     lean = keep(env, tmp_path / "lean", max_subsets_bytes=10)
     assert "subsets.parquet" not in lean
-    kept = Environment.open(tmp_path / "lean")
+    kept = RetrainedRuns.open(tmp_path / "lean")
     np.testing.assert_array_equal(kept.utilities().values_BSE, env.utilities().values_BSE)
     np.testing.assert_array_equal(masks(kept), masks(env))
 
@@ -316,12 +316,12 @@ def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path,
         assert fingerprint(create(tmp_path / f"changed-{i}", **{"family": family, **change})) != known
     draw = parse_family(FAMILY.spec).draw(4, n_rows=30, seed=4, purpose=FAMILY.purpose, block=3)
     drawn = info(family=family and FAMILY.model_copy(update={"seed": 4}))
-    assert fingerprint(Environment.create(tmp_path / "drawn", drawn, draw, ROWS)) != known
+    assert fingerprint(RetrainedRuns.create(tmp_path / "drawn", drawn, draw, ROWS)) != known
 
 
 def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     experiments = Path(__file__).parents[2] / "experiments"
-    env = Environment.open(experiments / "environments" / "cc-topic")
+    env = RetrainedRuns.open(experiments / "environments" / "cc-topic")
     protocol = DEFAULT_PROTOCOL
     runs = env.fingerprint(next(blocks()))
     assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
@@ -329,7 +329,7 @@ def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     other = {name for name, known in protocol.selected_runs.items() if known != runs}
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     evidence = record["defaults"]["further"]["selection"]["environments"]  # those of `fine-tuned` among them
-    tuned = {one["name"]: Environment.open(experiments / "finetune" / one["name"]).info for one in evidence}
+    tuned = {one["name"]: RetrainedRuns.open(experiments / "finetune" / one["name"]).info for one in evidence}
     assert other == {f"{name}/{target}" for name, info in tuned.items() for target in info.targets}
     for one in evidence:
         info = tuned[one["name"]]
@@ -343,10 +343,10 @@ def test_a_repr_reads_no_run(tmp_path):
     assert f"{len(env.subset_ids)} subsets x 2 seeds" in shown
     assert [line.split() for line in shown.splitlines()[2:4]] == [["sciq", "3"], ["sciq@all", "2"]]
     (tmp_path / "env" / "utilities.parquet").write_bytes(b"damaged")
-    again = Environment.open(tmp_path / "env")
+    again = RetrainedRuns.open(tmp_path / "env")
     assert repr(again) == shown
     assert "<td>sciq@all</td><td>2</td>" in again._repr_html_()
-    with pytest.raises(EnvironmentDataError, match="cannot be read as Parquet"):
+    with pytest.raises(RunsError, match="cannot be read as Parquet"):
         again.summary()
 
 
@@ -368,11 +368,11 @@ def test_any_flipped_bit_of_the_results_is_one_line_or_nothing(tmp_path):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        again = Environment.open(tmp_path / "env")
+        again = RetrainedRuns.open(tmp_path / "env")
         for ask in (again.pending, again.utilities, again.summary):
             try:
                 ask()
-            except EnvironmentDataError:
+            except RunsError:
                 refused += 1
                 continue
             if ask == again.utilities:
@@ -386,5 +386,5 @@ def test_names_that_are_no_text_are_refused(tmp_path):
     table = pq.read_table(path)
     broken = pa.array([b"evaluation-00000\xff"] * len(table), pa.binary()).view(pa.string())
     pq.write_table(table.set_column(0, "subset_id", broken), path)
-    with pytest.raises(EnvironmentDataError, match=r"utilities\.parquet: cannot be read as Parquet: .*UTF8"):
+    with pytest.raises(RunsError, match=r"utilities\.parquet: cannot be read as Parquet: .*UTF8"):
         env.pending()

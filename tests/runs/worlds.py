@@ -4,7 +4,7 @@ import numpy as np
 
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.retrained import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.retrained import FamilyInfo, RetrainedRuns, RetrainedRunsInfo, TargetInfo
 
 ROWS = RowIndex.from_ids([f"row-{i}" for i in range(30)])
 FAMILY = FamilyInfo(spec="uniform:0.5", seed=3, purpose="evaluation")
@@ -15,7 +15,7 @@ def blocks(n_subsets=4, n_rows=30):
 
 
 def info(**changes):
-    plain = EnvironmentInfo(
+    plain = RetrainedRunsInfo(
         role="dev",
         recipe="tiny",
         recipe_settings={"steps": 3},
@@ -34,7 +34,7 @@ def info(**changes):
 
 
 def create(path, n_subsets=4, **changes):
-    return Environment.create(path, info(**changes), blocks(n_subsets), ROWS)
+    return RetrainedRuns.create(path, info(**changes), blocks(n_subsets), ROWS)
 
 
 def result(env, run):

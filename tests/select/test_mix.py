@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry import mixture_search as quadratic
-from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH, Exposure
+from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, RepetitionLaw
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
@@ -93,7 +93,10 @@ def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
     mean_G = parts.effect_BT[:, 0] / slices.rows_G
 
     def value(p_G):
-        return float(((mean_G + ANY_TEXT) * slices.rows_G / 200) @ Exposure(3.0)(p_G * 200 / slices.rows_G)) - ANY_TEXT
+        return (
+            float(((mean_G + NEW_ROW_VALUE) * slices.rows_G / 200) @ RepetitionLaw(3.0)(p_G * 200 / slices.rows_G))
+            - NEW_ROW_VALUE
+        )
 
     assert got.value == pytest.approx(value(proposed(got)), abs=0.01 * abs(got.value))
     assert got.value < got.targets["change"][0].as_py()  # which is that of predict, for no budget
@@ -228,10 +231,10 @@ def test_without_geometry_and_bounds_the_last_row_of_every_slice_that_helps_is_w
     effect_N = predictor_of(source, protocol(), ["sciq"]).effect_NT[:, 0]
     mean_G = np.array([effect_N[slices.codes_N == g].mean() for g in range(4)])
     times_G = got.table["times_as_often"].to_numpy()
-    slope_G = (mean_G + ANY_TEXT) * np.exp(-30 * times_G / REPEAT_WORTH)
+    slope_G = (mean_G + NEW_ROW_VALUE) * np.exp(-30 * times_G / REPEAT_WORTH)
     inside_G = times_G > 0
     assert inside_G.sum() > 1
-    assert (times_G[mean_G < -ANY_TEXT] == 0).all()
+    assert (times_G[mean_G < -NEW_ROW_VALUE] == 0).all()
     np.testing.assert_allclose(slope_G[inside_G], slope_G[inside_G].mean(), rtol=0.3)  # straight pieces
     assert got.optimum == "the best mixture"
 

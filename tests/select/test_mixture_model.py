@@ -8,7 +8,7 @@ import pyarrow.csv as pacsv
 import pytest
 
 import grasp
-from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.errors import RunsError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.select.mixture_model import Taught, most_telling
@@ -151,21 +151,21 @@ def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by
     ],
 )
 def test_mixtures_that_do_not_fit_are_refused(runs, table, message):
-    with pytest.raises(EnvironmentDataError, match=message):
+    with pytest.raises(RunsError, match=message):
         grasp.predict_runs(runs, table)
 
 
 def test_questions_that_runs_cannot_answer_are_refused(runs):
-    with pytest.raises(EnvironmentDataError, match=r"got the metrics .*'boolq'"):
+    with pytest.raises(RunsError, match=r"got the metrics .*'boolq'"):
         grasp.mix_runs(runs, "boolq")
     results = pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]})
     rows = grasp.import_runs(pa.table({"run": ["a", "b"], "row_id": ["1", "2"]}), results)
-    with pytest.raises(EnvironmentDataError, match="learned from runs by shares of a label"):
+    with pytest.raises(RunsError, match="learned from runs by shares of a label"):
         grasp.mix_runs(rows)
     for question in ({"decide": "all"}, {"count": 100_000_000}):
         with pytest.raises(SettingsError, match="expected best or values, and 1 to 125 runs"):
             grasp.propose_runs(runs, **question)
-    with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture"):
+    with pytest.raises(RunsError, match="its 4 runs were all trained on one mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
-    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
+    with pytest.raises(RunsError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
         Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])

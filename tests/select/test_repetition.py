@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.predict.predictor import REPEAT_WORTH, Exposure, SubsetSums
+from grasp.predict.predictor import REPEAT_WORTH, RepetitionLaw, SubsetSums
 from grasp.predict.weights import PackedMasks, Weights
 from grasp.select.objective import exposure_of
 
 
 @given(times=st.floats(1e-6, 1e3), epochs=st.floats(0.01, 100))
 def test_more_of_the_same_is_worth_less_and_never_nothing(times, epochs):
-    exposure = Exposure(epochs)
+    exposure = RepetitionLaw(epochs)
     assert float(exposure(0.0)) == 0.0
     assert float(exposure(1.0)) == pytest.approx(1.0)
     once, twice = float(exposure(times)), float(exposure(2 * times))
@@ -27,12 +27,12 @@ def test_more_of_the_same_is_worth_less_and_never_nothing(times, epochs):
 def test_the_published_numbers(times, want):
     """1 + R* (1 - exp(-(x - 1) / R*)) with R* = 15.4, by hand."""
     assert REPEAT_WORTH == 15.4
-    assert float(Exposure()(times)) == pytest.approx(want, abs=2e-3)
+    assert float(RepetitionLaw()(times)) == pytest.approx(want, abs=2e-3)
 
 
 def test_a_corpus_that_is_read_often_anyway_gains_less_by_more():
     tokens_N = np.array([40, 60])
-    assert exposure_of(None, tokens_N) == Exposure()
+    assert exposure_of(None, tokens_N) == RepetitionLaw()
     gains = [float(exposure_of(tokens, tokens_N)(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
     assert gains[0] == 2.0
     assert gains == sorted(gains, reverse=True)
@@ -45,7 +45,7 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
     share_BG = np.array([[0.5, 0.0, 2.0], [3.0, 1.0, 1.0]])
     dense_BN = share_BG[:, codes_N]
     kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
-    for exposure, rows_B1 in ((Exposure(), kept_B1), (Exposure(3.0), 12)):
+    for exposure, rows_B1 in ((RepetitionLaw(), kept_B1), (RepetitionLaw(3.0), 12)):
         times_B1 = rows_B1 / dense_BN.sum(axis=1, keepdims=True)
         check_forms(exposure, dense_BN, share_BG, codes_N, exposure(dense_BN * times_B1) / exposure(times_B1))
     plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
@@ -55,7 +55,7 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
         Weights.from_slices(codes_N, 3),
     )
     for weights in plain:
-        assert Exposure(3.0).weigh(weights) is weights
+        assert RepetitionLaw(3.0).weigh(weights) is weights
 
 
 def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
@@ -74,17 +74,17 @@ def test_what_is_left_of_rows_that_are_repeated():
     """Under a budget a fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
     kept_B = np.array([20.0, 100.0])
     sums = SubsetSums(100, kept_B, kept_B, kept_B, np.zeros((2, 1)), {})
-    np.testing.assert_allclose(sums.worth(Exposure(1.0)), [float(Exposure(1.0)(5.0)) / 5, 1.0])
-    for law in (Exposure(), Exposure(0.2)):  # no budget, or nothing is seen twice
-        np.testing.assert_allclose(sums.worth(law), 1.0)
+    np.testing.assert_allclose(sums.repetition_factor(RepetitionLaw(1.0)), [float(RepetitionLaw(1.0)(5.0)) / 5, 1.0])
+    for law in (RepetitionLaw(), RepetitionLaw(0.2)):  # no budget, or nothing is seen twice
+        np.testing.assert_allclose(sums.repetition_factor(law), 1.0)
 
 
 def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
     weights = Weights(csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]])))
-    exposure, kept_B = Exposure(), np.array([2.0, 4.0, 3.0])
+    exposure, kept_B = RepetitionLaw(), np.array([2.0, 4.0, 3.0])
     counted_B = exposure.weigh(weights).sums
-    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
+    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).repetition_factor(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])
     assert 0.98 < want < 1

@@ -16,7 +16,8 @@ from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry.greedy import choose
 from grasp.geometry.set_objective import Objective, is_aligned, upper_bound
-from grasp.predict.predictor import ANY_TEXT, Exposure
+from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
+from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
 from grasp.select.objective import weighted_targets, with_diversity
 from grasp.select.select import _few_rows, select, token_guarantee
@@ -31,8 +32,8 @@ def selected(source, chosen, budget="20%", target="sciq", **options):
 
 def repeated(change, share, epochs):
     """A change of plain rows, less what repetition takes where so much is kept and read so often."""
-    left = share * Exposure(epochs)(1 / share)
-    return left * (change + ANY_TEXT) - ANY_TEXT
+    left = share * RepetitionLaw(epochs)(1 / share)
+    return left * (change + NEW_ROW_VALUE) - NEW_ROW_VALUE
 
 
 @pytest.mark.parametrize("side", ["retained", "omitted"])
@@ -190,8 +191,8 @@ def test_what_is_proven_depends_on_the_pool():
     assert ": no selection of as many rows exceeds the bound" in selected(crossed, penalty, "3").guarantee
     reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
     assert reward.bound is None
-    assert reward.guarantee == "no upper bound: a part of the geometry is rewarded: V is not concave"
-    assert any("rewards a part of the geometry" in note for note in reward.notes)
+    assert reward.guarantee == "no upper bound: a geometry weight is positive: V is not concave"
+    assert any("positive geometry weight" in note for note in reward.notes)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -244,7 +245,7 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
     chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
     assert dict(chosen.components) == {component: -0.5}
     assert chosen.selected_on is None
-    assert not with_diversity(chosen, 0.0, names).interacts
+    assert with_diversity(chosen, 0.0, names).interaction is Interaction.NONE
 
 
 @pytest.mark.parametrize(

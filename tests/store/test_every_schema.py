@@ -27,7 +27,7 @@ from grasp.distil.scorer import SIGNED_CARD, Scorer
 from grasp.errors import GraspError
 from grasp.methods.contract import Account, NoSettings
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import SIGNED_INFO as SIGNED_RUNS
 from grasp.runs.table import RunsInfo, RunTable
 from grasp.store.remote import publish
@@ -129,7 +129,7 @@ def environment(path: Path, **changes: Any) -> None:
 
 
 def read_environment(path: Path) -> Any:
-    found = Environment.open(path)
+    found = RetrainedRuns.open(path)
     index = RowIndex.from_parquet(path.with_name("art") / "rows.parquet")
     masks = [block.weights_BN.toarray().tolist() for block in found.subset_blocks(index)]
     return found.info, found.utilities().values_BSE.tolist(), masks

@@ -58,7 +58,7 @@ def test_runs_whose_names_begin_alike_are_apart(tmp_path):
 
 def test_held_renews_while_the_block_runs_and_gives_back(tmp_path):
     lease = leases.acquire_lease(tmp_path, "a-0")
-    with leases.held([lease], ttl=0.5):
+    with leases.keep_renewed([lease], ttl=0.5):
         time.sleep(0.8)
         assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is None
     assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is not None
@@ -74,7 +74,7 @@ def test_a_share_that_fails_for_a_moment_ends_no_renewal(tmp_path, monkeypatch):
         touch(path, times)
 
     monkeypatch.setattr(os, "utime", fails_at_first)
-    with leases.held([lease], ttl=0.5):
+    with leases.keep_renewed([lease], ttl=0.5):
         time.sleep(0.9)
         assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is None
     assert failed == [lease.path] * 2

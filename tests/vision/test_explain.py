@@ -32,23 +32,23 @@ def art(tmp_path_factory):
 def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art):
     ordered = score(art, "trusted").to_pandas().set_index("row_id")["effect"]
     for row in ("train-0", "train-29"):
-        result = grasp.open(art.path).explain("trusted", row)
-        frame = result.to_pandas()
+        explanation = grasp.open(art.path).explain("trusted", row)
+        frame = explanation.to_pandas()
         assert len(frame) == 9
-        assert result.effect == pytest.approx(ordered[row])
-        assert frame["contribution"].sum() + result.average == pytest.approx(result.effect, abs=1e-6)
+        assert explanation.effect == pytest.approx(ordered[row])
+        assert frame["contribution"].sum() + explanation.average == pytest.approx(explanation.effect, abs=1e-6)
         assert (np.diff(frame["contribution"].abs()) <= 0).all()
 
 
 def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
-    result = grasp.open(art.path).explain("trusted", "train-4")
-    assert len(result.pictures) == 9  # its own, and the eight nearest
-    row_picture, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
-    assert decode_image(result.pictures["train-4"]).tobytes() == decode_image(row_picture).tobytes()
-    name = result.to_pandas()["unit_id"][0]
-    trusted_file = trusted[int(name.rpartition("-")[2])]
-    assert decode_image(result.pictures[name]).tobytes() == decode_image(trusted_file).tobytes()
-    assert result._repr_html_().count('<img src="data:image/png;base64,') == 9
+    explanation = grasp.open(art.path).explain("trusted", "train-4")
+    assert len(explanation.pictures) == 9  # its own, and the eight nearest
+    own, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
+    assert decode_image(explanation.pictures["train-4"]).tobytes() == decode_image(own).tobytes()
+    name = explanation.to_pandas()["unit_id"][0]
+    given = trusted[int(name.rpartition("-")[2])]
+    assert decode_image(explanation.pictures[name]).tobytes() == decode_image(given).tobytes()
+    assert explanation._repr_html_().count('<img src="data:image/png;base64,') == 9
 
 
 @pytest.mark.parametrize("change", ["gone", "device", "url", "column", "name", "kind"])
@@ -68,11 +68,11 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     if change == "column":
         raw["settings"]["corpus"]["image_column"] = 3
     (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
-    result = grasp.open(path).explain("trusted", "train-4")
-    assert list(result.pictures) == ["train-4"]
-    why = "the artifact does not record their files" if change == "kind" else "the build read them from "
-    assert f"8 of these trusted images are not available: {why}" in repr(result)
-    assert result.to_pandas()["unit_id"][0] in repr(result)
+    explanation = grasp.open(path).explain("trusted", "train-4")
+    assert list(explanation.pictures) == ["train-4"]
+    (note,) = [note for note in explanation.notes if note.startswith("8 of ")]
+    assert (str(image) in note) is (change not in ("name", "kind"))
+    assert explanation.to_pandas()["unit_id"][0] in repr(explanation)
 
 
 def test_the_command_and_what_is_not_there(art, tmp_path):
@@ -84,9 +84,9 @@ def test_the_command_and_what_is_not_there(art, tmp_path):
     assert "<img src=" in (tmp_path / "why.html").read_text()
     assert len(json.loads((tmp_path / "w.json").read_text())["trusted"]) == 9
     assert "train-4 " not in refused("explain", art.path, "--row", "nope")
-    with pytest.raises(SettingsError, match=r"row: got 'nope', which .* does not have; a row_id is e\.g\. train-0"):
+    with pytest.raises(SettingsError, match=r"row: .*'nope'.*train-0"):
         grasp.open(art.path).explain("trusted", "nope")
-    with pytest.raises(ProtocolError, match="unit: trusted has no unit 'x'"):
+    with pytest.raises(ProtocolError, match=r"unit: trusted .*'x'"):
         grasp.open(art.path).explain("trusted", "train-4", unit="x")
 
 
@@ -96,7 +96,7 @@ def test_a_report_and_a_server_show_them(art, tmp_path):
         data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
         with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
         assert len(with_pictures) == shown
-    assert all(len(item) == 5 for item in with_pictures)
+    assert all(len(with_picture) == 5 for with_picture in with_pictures)
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)
     assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)

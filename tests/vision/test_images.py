@@ -66,27 +66,27 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
     assert result.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
     assert result.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
     trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
-    with pytest.raises(TargetError, match=r"4 of 9 trusted images cannot be used: p1 \(broken image\), p4"):
+    with pytest.raises(TargetError, match=r"4 of 9 trusted images.*p1 \(broken image\), p4"):
         load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
 
 
 IMAGES = pictures(3)[0]
 REFUSED = [
-    ({"image": IMAGES, "label": [0, 1, 3]}, (), "row 2: class 3, expected a number from 0 to 2"),
-    ({"image": IMAGES, "label": [0, -1, 1]}, COLOURS, "row 1: class -1, expected a number from 0 to 2"),
-    ({"image": IMAGES, "label": ["red", "rde", "blue"]}, COLOURS, "row 1: class 'rde', expected"),
-    ({"image": IMAGES, "label": [0.0, 0.5, 1.0]}, COLOURS, "row 1: class 0.5, expected"),
-    ({"image": IMAGES, "label": [True, False, True]}, COLOURS, "row 0: class True, expected"),
-    ({"picture": [1], "label": [1]}, COLOURS, "no column 'image' of images; columns found: picture, label"),
-    ({"image": [1], "kind": [1]}, COLOURS, "no column 'label' of classes; columns found: image, kind"),
-    ({"image": [1], "label": [1]}, COLOURS, "image column 'image' has type int64"),
-    ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, "none of its 2 records gives a row (2 broken images)"),
-    (None, COLOURS, "not in a folder of a class"),
+    ({"image": IMAGES, "label": [0, 1, 3]}, (), r"row 2: class 3.*\b0\b.*\b2\b"),
+    ({"image": IMAGES, "label": [0, -1, 1]}, COLOURS, r"row 1: class -1.*\b0\b.*\b2\b"),
+    ({"image": IMAGES, "label": ["red", "rde", "blue"]}, COLOURS, "row 1: class 'rde'"),
+    ({"image": IMAGES, "label": [0.0, 0.5, 1.0]}, COLOURS, r"row 1: class 0\.5"),
+    ({"image": IMAGES, "label": [True, False, True]}, COLOURS, "row 0: .*True"),
+    ({"picture": [1], "label": [1]}, COLOURS, "'image'.*picture, label"),
+    ({"image": [1], "kind": [1]}, COLOURS, "'label'.*image, kind"),
+    ({"image": [1], "label": [1]}, COLOURS, r"column 'image'.*int64"),
+    ({"image": [b"x", b"y"], "label": [0, 1]}, COLOURS, r"\b2 records.*\(2 broken images\)"),
+    (None, COLOURS, "folder"),
 ]
 
 
-@pytest.mark.parametrize(("columns", "classes", "message"), REFUSED)
-def test_corpora_without_rows_are_refused(tmp_path, columns, classes, message):
+@pytest.mark.parametrize(("columns", "classes", "pattern"), REFUSED)
+def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, pattern):
     path = tmp_path / "corpus"
     if columns is None:
         path.mkdir()
@@ -94,9 +94,8 @@ def test_corpora_without_rows_are_refused(tmp_path, columns, classes, message):
     else:
         path = path.with_suffix(".parquet")
         pq.write_table(pa.table(columns), path)
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(CorpusError, match=pattern):
         store(tmp_path, path, classes=classes)
-    assert message in str(caught.value)
 
 
 def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
-"""What people call: a module a verb, each one page of steps, and the `Artifact` that they hold.
+"""The public Python API: one module per function, and the `Artifact` class whose methods are these functions.
 
-In: an artifact, runs, a question. Out: results that print themselves. Read `artifact` first; `makers` are the verbs
-that make or open one, `retrain` makes runs, `evaluate` says how well predictions agree with them.
+Input: an artifact, runs, and options. Output: a `Result` that prints itself and converts to pandas or Arrow. Start with
+`artifact`; `makers` builds, merges and opens artifacts, `retrain` trains models on subsets, `evaluate` compares
+predictions with retrained models.
 """

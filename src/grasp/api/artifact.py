@@ -1,6 +1,6 @@
-"""An artifact in the hand: what it holds, and the verbs that ask it.
+"""The class `Artifact`, an opened artifact with the analysis functions as methods.
 
-Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported inside verbs.
+Each method is a function of another module, which is imported when the method is first accessed.
 """
 
 from collections.abc import Callable
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 
 class _Verb:
-    """A function of a room as a method with its documentation; the room is loaded when the method is looked at."""
+    """Descriptor that exposes a function of a lazily imported module as a method, with its documentation."""
 
-    def __init__(self, room: str) -> None:
-        self._room = room
+    def __init__(self, module: str) -> None:
+        self._module = module
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, artifact: "Artifact | None", owner: type) -> Any:
-        function = getattr(import_module(self._room), self._name)
+        function = getattr(import_module(self._module), self._name)
         return function if artifact is None else MethodType(function, artifact.files)
 
 
 class Artifact:
-    """What one forward pass over a corpus gave: its rows, and what each should teach of every target.
+    """The rows of a corpus with their relevance to every target.
 
-    Made by `grasp.build` or `grasp.open`. All verbs but `verify` leave it as it is.
+    Create it with `grasp.build` or `grasp.open`.
     """
 
     def __init__(self, files: "ArtifactReader") -> None:
@@ -58,10 +58,10 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open a directory, or a URL whose files are fetched as they are needed.
+        """Open an artifact in a directory, or at a URL, whose files are downloaded on demand.
 
         Raises:
-            ArtifactError: nothing there, not finished, or damaged.
+            ArtifactError: not found, unfinished, or damaged.
         """
         from grasp.artifact.reader import ArtifactReader
 
@@ -79,12 +79,12 @@ class Artifact:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Columns of the corpus that rows can be chosen and grouped by."""
+        """Label columns of the corpus, by which rows can be filtered and grouped."""
         return tuple(self.files.manifest.details.get("labels", ()))
 
     @property
     def rows(self) -> "Result":
-        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of their text."""
+        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of the text."""
         import pyarrow.parquet as pq
 
         from grasp.results import Result
@@ -113,7 +113,7 @@ class Artifact:
     def _target_lines(self) -> list[tuple[str, str]]:
         return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
 
-    # -------------------- what is it worth, what to take, what should not be there, how far to trust it, on one page
+    # ----------------------------------------------------------------------------------------- analysis functions
 
     if TYPE_CHECKING:
         score = _typed(_score)
@@ -139,13 +139,13 @@ class Artifact:
         serve = _Verb("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
-        """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
+        """Return arrays and their sizes, settings, fingerprints, and counts of skipped documents."""
         from grasp.artifact.inspection import info
 
         return info(self.path)
 
     def verify(self) -> "VerifyReport":
-        """Compare every file with its checksum; `.ok`, or `.problems`."""
+        """Compare every file with its checksum; see `.ok` and `.problems` of the result."""
         from grasp.artifact.inspection import verify
 
         return verify(self.path)

@@ -1,4 +1,4 @@
-"""The verbs that make or open an artifact; those that ask it are methods of `grasp.Artifact`.
+"""Functions that build, merge and open artifacts; analysis functions are methods of `grasp.Artifact`.
 
     import grasp
     art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")    # or objects in memory
@@ -7,8 +7,7 @@
     runs = grasp.open_runs("env")
     grasp.evaluate(art, runs), grasp.calibrate(art, runs).save("protocol.yaml")
 
-A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printing it shows the answer. Rows are named
-by their row_id. The verbs of runs (retrain, evaluate) live in `grasp.api`.
+Results have `.to_pandas()`, `.to_arrow()` and `.write(path)`, and print as tables. Rows are identified by row_id.
 """
 
 from collections.abc import Callable
@@ -21,17 +20,17 @@ from grasp.api.artifact import Artifact
 P = ParamSpec("P")
 MAKERS = ("build", "merge")  # `grasp.build.build.build` and `grasp.build.merge.merge`
 
-open = Artifact.open  # noqa: A001 - the word that everybody looks for
+open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
 
 
 def _opened(verb: Callable[P, Any]) -> Callable[P, Artifact]:
-    """A verb that writes an artifact, which gives it into the hand."""
+    """Wrap a function that writes an artifact so that it returns the opened `Artifact`."""
 
     @wraps(verb)
-    def made(*args: P.args, **kwargs: P.kwargs) -> Artifact:
+    def build_and_open(*args: P.args, **kwargs: P.kwargs) -> Artifact:
         return Artifact(verb(*args, **kwargs))
 
-    return made
+    return build_and_open
 
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ else:
 
     @cache
     def __getattr__(name: str) -> Any:
-        """Load what makes an artifact, and torch with it, when it is asked for."""
+        """Import the build functions, and with them torch, on first access."""
         if name not in MAKERS:
             raise AttributeError(f"module 'grasp.api.makers' has no attribute {name!r}")
         return _opened(getattr(import_module(f"grasp.build.{name}"), name))

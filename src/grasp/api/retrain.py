@@ -1,4 +1,4 @@
-"""Runs, made by training a model on each of many subsets: the verb `retrain`."""
+"""Train a model on each of many subsets of the corpus: the function `retrain` behind `grasp.retrain`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns, TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 Place = Path | str
-Runs = Environment | RunTable | Place
+Runs = TrainingRuns | RunTable | Place
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 
 
 class Opened(Protocol):
-    """An artifact in the hand, a `grasp.Artifact`."""
+    """An opened artifact, such as `grasp.Artifact`."""
 
     @property
     def files(self) -> ArtifactReader: ...
@@ -51,36 +51,38 @@ def retrain(
     stack: int | None = None,
     cluster: ClusterSpec | None = None,
     progress: "Callable[[RetrainStatus], None] | None" = None,
-) -> Environment:
-    """Train a model on each of many subsets, and score it.
+) -> RetrainedRuns:
+    """Train a model on each of many subsets of the corpus, and evaluate it on the targets.
 
-    Says after the first steps what it will cost. What is finished is never trained again: the same command, or
-    `resume`, goes on after a kill, and adds subsets or seeds.
+    The estimated cost is reported after the first steps. Finished runs are never trained again: the same command, or
+    `resume`, continues after an interruption, and adds subsets or seeds.
 
     Args:
         corpus: Parquet, JSONL(.gz/.zst), a directory, or a URL.
-        targets: tasks or JSONL files, separated by commas. In Python a list, or one.
+        targets: tasks or JSONL files, separated by commas. In Python a list or a single name.
         out: directory of the runs; several processes may share it.
-        like: corpus, targets and tokenizer of this artifact: runs to judge it by.
-        recipe: model and training: tiny, small or paper-50m. Default: tiny.
-        family: how subsets are drawn. Default: mixture:topic.
-        count: subsets. Default: 24. More may be added to the same `out` later.
-        seeds: trainings of each subset; two or more show the noise. Default: 2.
-        role: what the runs are for. dev: protocols may be chosen on them; held-out: only judged. Default: dev.
-        resume: go on with the settings of the run.yaml that is there.
-        settings: any other settings, nested, or the YAML file of them; arguments win.
+        like: artifact whose corpus, targets and tokenizer are used, so that the runs can evaluate it.
+        recipe: model and training settings: tiny, small or paper-50m. Default: tiny.
+        family: distribution of the subsets. Default: mixture:topic.
+        count: number of subsets. Default: 24. More can be added to the same `out` later.
+        seeds: training runs of each subset; two or more are required to estimate the noise. Default: 2.
+        role: purpose of the runs. dev: protocols may be selected on them; held-out: evaluation only. Default: dev.
+        resume: continue with the settings of run.yaml in `out`.
+        settings: other settings, nested, or a YAML file with them; arguments take precedence.
         text_column: column with the text. Default: text.
-        id_column: column that names rows. Default: row_id or id.
-        workers: processes that train. Default: one; on a cluster, one for each GPU or core.
-        train_command: your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}. A run of
-            which it fails is tried again by the next call.
-        jobs: told a shell line for each run instead of training it, for a scheduler; the next call scores what the
-            lines have left.
-        stack: models that a worker trains as one program.
-        cluster: Ray workers that train; all must reach `out`.
-        progress: told of every stage and step.
+        id_column: column with row names. Default: row_id or id.
+        workers: number of training processes. Default: one; on a cluster, one per GPU or core.
+        train_command: your own training command: reads {corpus} (JSON lines), uses {seed}, writes {checkpoint}. Failed
+            runs are retried by the next call.
+        jobs: callback that receives one shell line per run, for a scheduler, instead of training; the next call
+            evaluates the checkpoints that these lines wrote.
+        stack: number of models that a worker trains as one program.
+        cluster: Ray workers for training; all must have access to `out`.
+        progress: callback that receives every stage and step.
+    Returns:
+        The retrained runs.
     Raises:
-        GraspError: bad input, named, before anything is trained. No finished run is lost.
+        GraspError: invalid input, before any training. Finished runs are never lost.
     """
     from grasp.retraining.worker import retrain  # noqa: PLC0415 - brings torch
 
@@ -111,11 +113,11 @@ def retrain(
 
 
 def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under which retrained models read the same rows and units as the artifact's model did."""
+    """Return settings with which retrained models use the same rows and units as the artifact."""
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     origin = BuildSource(files)
     if origin.has_images:
-        raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
+        raise SettingsError(f"like: {files.where} was built from images; only language models can be retrained")
     if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
         label, labels = parse_family(leaf(data, "family") or default).label, files.manifest.details.get("labels", [])
@@ -123,7 +125,7 @@ def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
             raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
     if leaf(data, "corpus.path") is None:
         origin.require_corpus_here("--corpus")
-    _ = origin.tokenizer  # still there, and its own
+    _ = origin.tokenizer  # raises if it is missing or has changed
     model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
     shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
     return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

@@ -225,11 +225,11 @@ def _unfinished(path: Path) -> Manifest:
 def _other_settings(path: Path, manifest: Manifest) -> bool:
     """Whether the run.yaml is not what was built: lengths that it leaves open, or to the model, follow from both."""
     try:
-        asked = read_yaml(path)
+        settings = read_yaml(path)
     except SettingsError:
         return True
     built = manifest.settings
-    units, reads = asked.get("targets"), built.get("targets")
+    units, reads = settings.get("targets"), built.get("targets")
     if isinstance(units, dict) and isinstance(reads, dict) and isinstance(units.get("max_length"), int):
         units["max_length"] = min(units["max_length"], reads["max_length"])
-    return not all(line.endswith("now null") for line in differences(built, asked))
+    return not all(line.endswith("now null") for line in differences(built, settings))

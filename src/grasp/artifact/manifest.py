@@ -32,6 +32,7 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
+UNITS = "units."  # of moments: by target what the model computed for its units; `explain` reads it
 LEAKS = "leaks."  # of moments: by target the rows with its questions, and how many of these were looked for
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
@@ -103,22 +104,22 @@ class ArrayEntry(JsonModel):
 
 
 # What the caller of a writer tells is a mapping, of which readers use some fields: where there, these have a type.
-_told = with_config(ConfigDict(extra="allow"))
+_with_extra = with_config(ConfigDict(extra="allow"))
 
 
-@_told
+@_with_extra
 class _SkippedRows(TypedDict, total=False):
     counts: dict[str, int]
     ids: dict[str, list[str]]
 
 
-@_told
+@_with_extra
 class _Skipped(TypedDict, total=False):
     rows: _SkippedRows
     columns: list[str]
 
 
-@_told
+@_with_extra
 class _Details(TypedDict, total=False):
     labels: list[str]
     n_tokens: int
@@ -129,13 +130,13 @@ class _Details(TypedDict, total=False):
     parts: list[dict[str, Any]]
 
 
-@_told
+@_with_extra
 class _CorpusSettings(TypedDict, total=False):
     snippet_chars: int
     max_rows_per_document: int | None
 
 
-@_told
+@_with_extra
 class _Settings(TypedDict, total=False):
     corpus: _CorpusSettings | None
     model: dict[str, Any]
@@ -143,7 +144,7 @@ class _Settings(TypedDict, total=False):
     targets: dict[str, Any]
 
 
-class _Like:
+class _ValidatedAs:
     """Checks a mapping as if it had this type; it stays a mapping."""
 
     def __init__(self, shape: type) -> None:
@@ -167,9 +168,9 @@ class Manifest(JsonModel):
     moments: tuple[FileName, ...] = Field(description="Moments of the build, then of each extension.")
     made_by: dict[str, Any] = Field({}, description="Program, version, machine: what wrote it.")
     fingerprints: dict[str, str] = Field({}, description="Of model, tokenizer, corpus and targets.")
-    settings: Annotated[dict[str, Any], _Like(_Settings)] = Field({}, description="The settings of the build.")
-    skipped: Annotated[dict[str, Any], _Like(_Skipped)] = Field({}, description="What was left out, by reason.")
-    details: Annotated[dict[str, Any], _Like(_Details)] = Field({}, description="What else the build reports.")
+    settings: Annotated[dict[str, Any], _ValidatedAs(_Settings)] = Field({}, description="The settings of the build.")
+    skipped: Annotated[dict[str, Any], _ValidatedAs(_Skipped)] = Field({}, description="What was left out, by reason.")
+    details: Annotated[dict[str, Any], _ValidatedAs(_Details)] = Field({}, description="What else the build reports.")
     files: dict[FileName, FileEntry]
     rows_kept: dict[FileName, FileEntry] = Field({}, description="Files of tokens/, which stay where they were built.")
 
@@ -219,7 +220,7 @@ class BuiltShards(Store[ShardMark]):
     def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
         under = part_dir(part)
         plan, marks = (under / BUILD).as_posix(), (under / "shards" / "[0-9]*.json").as_posix()
-        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, again="build the artifact again"))
+        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="build the artifact again"))
         self.grid = grid
 
     def mark(self, part: str) -> ShardMark:
@@ -258,7 +259,7 @@ class FeatureSpool(Store[Mark]):
         Raises:
             ArtifactError: shard k is not here, or damaged.
         """
-        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.again)
+        return read_tensors(self.file(f"shard-{k:05d}"), self.schema.recovery_hint)
 
     def has(self, k: int) -> bool:
         """Whether shard k is whole."""

@@ -116,8 +116,8 @@ class Leaks:
         n_rows, short = len(self.row_index), self.n_questions - self.n_compared
         if not self.n_compared:
             return "its questions are too short to be looked for in the rows"
-        found = few.get(n_rows, f"{n_rows:,} rows contain questions")
-        return found + f" ({short:,} of {self.n_questions:,} are too short to be looked for)" * bool(short)
+        summary = few.get(n_rows, f"{n_rows:,} rows contain questions")
+        return summary + f" ({short:,} of {self.n_questions:,} are too short to be looked for)" * bool(short)
 
 
 class ArtifactReader:
@@ -134,8 +134,8 @@ class ArtifactReader:
         self.n_rows = manifest.n_rows
         self.targets = tuple(manifest.targets)
         self.array_names = tuple(self.manifest.arrays)
-        found = self.manifest.settings.get("features", {})  # empty: not recorded
-        self.feature_settings: Mapping[str, Any] = dict(found)
+        features = self.manifest.settings.get("features", {})  # empty: not recorded
+        self.feature_settings: Mapping[str, Any] = dict(features)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -152,21 +152,21 @@ class ArtifactReader:
     @property
     def reads(self) -> dict[str, Reads]:
         """What no output may replace, for `check_outputs`: the artifact, and what it says that it was built from."""
-        settings, found = self.manifest.settings, {"is the artifact": [str(self.path)]}
+        settings, inputs = self.manifest.settings, {"is the artifact": [str(self.path)]}
         for phrase, *steps in _BUILT_FROM:
             value: Any = settings
             for step in steps:
                 value = value.get(step) if isinstance(value, dict) else None
-            found[f"is {phrase} of the artifact"] = [
-                self.place(one) for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
+            inputs[f"is {phrase} of the artifact"] = [
+                self.place(path) for path in (value if isinstance(value, list) else [value]) if isinstance(path, str)
             ]
-        return dict(found)
+        return dict(inputs)
 
     def place(self, path: str) -> str:
         """Where a path of the build's settings is now: a relative one is meant from the directory of the build."""
         base = self.manifest.details.get("built_in")
-        meant = self.path / str(base) / path
-        return str(meant) if base is not None and "://" not in path and meant.exists() else path
+        resolved = self.path / str(base) / path
+        return str(resolved) if base is not None and "://" not in path and resolved.exists() else path
 
     def require_one_corpus(self) -> None:
         """See that the rows come from one corpus, which can be read again.
@@ -214,9 +214,9 @@ class ArtifactReader:
         """Units in the order of the columns of the relevance arrays."""
         tables = [read_table(self._files.file(name), VERIFY) for name in self.manifest.units]
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
-        if (found := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
+        if (counts := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
             raise ArtifactError(
-                f"{self.where}: its manifest has units {self.manifest.targets}, the tables {found}; build it again"
+                f"{self.where}: its manifest has units {self.manifest.targets}, the tables {counts}; build it again"
             )
         return units
 
@@ -322,8 +322,8 @@ class ArtifactReader:
         for k, rows, where in self._by_shard(row_index):
             tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
             places.append(where)
-        found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
-        return found.take(np.argsort(np.concatenate(places))).combine_chunks()
+        table = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
+        return table.take(np.argsort(np.concatenate(places))).combine_chunks()
 
     def _by_shard(self, row_index: Integers) -> Iterator[tuple[int, I64, I64]]:
         """The shards of some rows: which shard, which rows of it, and where in `row_index` these are."""
@@ -349,13 +349,13 @@ class ArtifactReader:
             raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {entry.width - 1}")
         picks = []
         for group in entry.groups:
-            here = np.flatnonzero((chosen >= group.start) & (chosen < group.stop))
-            if len(here):
+            places = np.flatnonzero((chosen >= group.start) & (chosen < group.stop))
+            if len(places):
                 source, goal = (  # a run of neighbours as a slice, which NumPy reads without a copy
                     slice(int(index[0]), int(index[-1]) + 1) if np.all(np.diff(index) == 1) else index
-                    for index in (chosen[here] - group.start, here)
+                    for index in (chosen[places] - group.start, places)
                 )
-                picks.append(_Pick(group, scale_E[chosen[here]] * np.float32(entry.gain), source, goal))
+                picks.append(_Pick(group, scale_E[chosen[places]] * np.float32(entry.gain), source, goal))
         return picks, len(chosen)
 
     def _read(
@@ -405,11 +405,11 @@ def _with_present_names(manifest: Manifest) -> Manifest:
     if not isinstance(features, dict) or "match" not in features:
         return manifest
     arrays = {_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
-    kept = {RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
+    renamed = {RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
     kernels = [name.removeprefix(RELEVANCE) for name in arrays]
-    if not kept.get("product_width"):  # 0: no such sketch
-        kept.pop("product_width", None)
-    settings = {**manifest.settings, "features": kept | {"kernels": kernels}}
+    if not renamed.get("product_width"):  # 0: no such sketch
+        renamed.pop("product_width", None)
+    settings = {**manifest.settings, "features": renamed | {"kernels": kernels}}
     return manifest.model_copy(update={"arrays": arrays, "settings": settings})
 
 
@@ -421,28 +421,28 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
         self._prefix = SUM if sums else ""
-        self._found: dict[str, list[tuple[Path, str]]] = {}  # where each is, and what it is called there
+        self._places: dict[str, list[tuple[Path, str]]] = {}  # where each is, and what it is called there
         for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
                         name = key.removeprefix(self._prefix)
-                        first, dot, rest = name.partition(".")
-                        here = "loss" if name == "token.loss" else f"{_MOMENTS.get(first, first)}{dot}{rest}"
-                        self._found.setdefault(here, []).append((path, key))
+                        first, dot, suffix = name.partition(".")
+                        present_name = "loss" if name == "token.loss" else f"{_MOMENTS.get(first, first)}{dot}{suffix}"
+                        self._places.setdefault(present_name, []).append((path, key))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         parts = []
-        for path, key in self._found[name]:
+        for path, key in self._places[name]:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 parts.append(file.get_tensor(key))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._places)
 
 
 def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

@@ -41,17 +41,17 @@ def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable
     with _lock:
         values = _cached.setdefault(artifact, {})
         if key in values:
-            known: T = values[key][0]
-            return known
+            stored: T = values[key][0]
+            return stored
         while values and sum(size for _, size in values.values()) + n_bytes > CACHED_BYTES:
             values.pop(next(iter(values)))
-    made = make()
-    if isinstance(made, np.ndarray):
-        made.flags.writeable = False
+    value = make()
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
     with _lock:
         if n_bytes <= CACHED_BYTES:
-            values[key] = made, n_bytes
-    return made
+            values[key] = value, n_bytes
+    return value
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
     chosen = tuple(artifact.targets) if target is None else listed(target, artifact.targets)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
-        meant = did_you_mean(unknown[0], artifact.targets) if unknown else ""
-        raise ProtocolError(f"target: got {list(chosen)}{meant}, the artifact has {list(artifact.targets)}")
+        suggestion = did_you_mean(unknown[0], artifact.targets) if unknown else ""
+        raise ProtocolError(f"target: got {list(chosen)}{suggestion}, the artifact has {list(artifact.targets)}")
     if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
         raise ProtocolError(f"target: got {', '.join(twice)} more than once; name each once")
     return chosen
@@ -85,9 +85,9 @@ def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
     """Return how many rows contain questions of some targets, a line each; nothing of targets without such rows."""
     leaks = {target: artifact.leaks(target) for target in targets}
     return [
-        f"{target}: {found}, and relevance there is too high; grasp select --drop-leaks leaves them out"
-        for target, found in leaks.items()
-        if found is not None and len(found.row_index)
+        f"{target}: {target_leaks}, and relevance there is too high; grasp select --drop-leaks leaves them out"
+        for target, target_leaks in leaks.items()
+        if target_leaks is not None and len(target_leaks.row_index)
     ]
 
 
@@ -98,12 +98,14 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
         SettingsError: nobody looked for them.
     """
     leaks = {target: artifact.leaks(target) for target in targets}
-    if unknown := [target for target, found in leaks.items() if found is None]:
+    if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
             f"drop_leaks: {artifact.where}: its rows were not compared with questions of {', '.join(unknown)}, since "
             "an earlier version built it or its rows are images; build it again"
         )
-    return np.unique(np.concatenate([found.row_index for found in leaks.values() if found is not None]))
+    return np.unique(
+        np.concatenate([target_leaks.row_index for target_leaks in leaks.values() if target_leaks is not None])
+    )
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:
@@ -140,8 +142,8 @@ def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
     wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
     for batch in artifact.row_batches(["row_id"]):
         names = batch.column(0)
-        here = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
-        places |= {names[int(i)].as_py(): start + int(i) for i in here}
+        matches = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
+        places |= {names[int(i)].as_py(): start + int(i) for i in matches}
         start += batch.num_rows
     return places
 
@@ -153,9 +155,11 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
         SettingsError: there is none of a row_id.
     """
     places = row_places(artifact, rows)
-    if strange := [row for row in rows if row not in places]:
-        some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
-        raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
+    if unknown := [row for row in rows if row not in places]:
+        examples = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
+        raise SettingsError(
+            f"row: got {unknown[0]!r}, which {artifact.where} does not have; a row_id is e.g. {examples}"
+        )
     return np.array([places[row] for row in rows], dtype=np.int64)
 
 
@@ -205,6 +209,6 @@ def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: P
 def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:
     """Chosen rows of the row table, in the order given, with what they are ordered by."""
     table = artifact.rows(row_index)
-    kept = [name for name in table.column_names if name not in ("row_index", by)]
+    columns = [name for name in table.column_names if name not in ("row_index", by)]
     values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))
-    return table.select(kept).append_column(by, values)
+    return table.select(columns).append_column(by, values)

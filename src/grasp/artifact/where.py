@@ -97,8 +97,8 @@ class LabelColumn:
         A value goes by its own text: where one is spelled `(no label)`, what has none is `(no label) #2`.
         """
         spelled = [NO_LABEL if value is None else str(value) for value in self.values]
-        made = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
-        order = sorted(range(len(spelled)), key=made.__getitem__)
+        is_placeholder = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
+        order = sorted(range(len(spelled)), key=is_placeholder.__getitem__)
         names = different([spelled[code] if spelled[code].strip() else EMPTY for code in order])
         of_code = dict(zip(order, names, strict=True))
         return tuple(of_code[code] for code in range(len(spelled)))
@@ -130,10 +130,13 @@ def none_of(column: str, values: Sequence[Label]) -> str:
     name, listed = identifier(column), [value for value in values if value is not None]
     if not listed:
         return f"{name} IS NOT NULL"
-    spelled, head = [equals(column, value) for value in listed], f"{name} = "
-    if all(one.startswith(head) and not isinstance(value, float) for one, value in zip(spelled, listed, strict=True)):
-        return f"{name} NOT IN ({', '.join(one.removeprefix(head) for one in spelled)})"
-    return f"{name} IS NOT NULL AND NOT ({' OR '.join(spelled)})"
+    conditions, prefix = [equals(column, value) for value in listed], f"{name} = "
+    if all(
+        condition.startswith(prefix) and not isinstance(value, float)
+        for condition, value in zip(conditions, listed, strict=True)
+    ):
+        return f"{name} NOT IN ({', '.join(condition.removeprefix(prefix) for condition in conditions)})"
+    return f"{name} IS NOT NULL AND NOT ({' OR '.join(conditions)})"
 
 
 def identifier(column: str) -> str:
@@ -147,8 +150,8 @@ def identifier(column: str) -> str:
 def _keywords() -> frozenset[str]:
     """Words that DuckDB does not take for the name of a column."""
     with duckdb.connect(":memory:") as db:
-        found = db.execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
-        return frozenset(name for (name,) in found.fetchall())
+        result = db.execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
+        return frozenset(name for (name,) in result.fetchall())
 
 
 # --------------------------------------------------------------------------------------------------------- expressions
@@ -183,7 +186,7 @@ class LabelTable:
         where, query = f"expression {expression!r}", f"{OPENING}{expression}\n) AS selected FROM row_batch"
         with duckdb.connect(":memory:") as db:
             db.execute(LOCKED)
-            tree = _checked(db, expression, self.columns)
+            tree = _parse_condition(db, expression, self.columns)
             paths = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
             if dotted := [".".join(path) for path in paths if len(path) != 1]:
                 raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
@@ -220,12 +223,12 @@ class LabelTable:
         matched = int(selection.mask_N.sum())
         if 0 < matched < self.n_rows:
             return selection
-        asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
+        literals = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
         hints = []
         for name in selection.columns:  # the most frequent values, and those spelled almost as what was asked for
             column = self.column(name)
             spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
-            meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
+            suggestions = "".join(did_you_mean(text, spelled) for text in literals if text not in spelled)
             first = []
             for code in np.argsort(-column.counts, kind="stable")[:SHOWN]:
                 value = column.values[code]
@@ -233,7 +236,7 @@ class LabelTable:
                 text = f"'{plain(value)[:LONGEST]}'" if isinstance(value, str) else text
                 first.append(f"{text} ({column.counts[code]:,} rows)")
             more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
-            hints.append(f"{identifier(name)} has {', '.join(first)}{more}{meant}")
+            hints.append(f"{identifier(name)} has {', '.join(first)}{more}{suggestions}")
         if not hints:
             known = ", ".join(identifier(name) for name in self.columns)
             hints = [
@@ -271,7 +274,7 @@ class LabelTable:
         )
 
 
-def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
+def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
     """The parse tree of `expression`, if it is one condition and nothing else."""
     where = f"expression {expression!r}"
     if not expression.strip():
@@ -300,9 +303,9 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
                 problem = f"{problem} (character {at + 1}: ...{around})"
             else:
                 problem = f"{problem.split(' at or near')[0]} at its end"
-        bare = [name for name in columns if identifier(name) != name]
-        bare = [name for name in bare if name in expression.replace(identifier(name), "")]
-        quoting = f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
+        unquoted = [name for name in columns if identifier(name) != name]
+        unquoted = [name for name in unquoted if name in expression.replace(identifier(name), "")]
+        quoting = f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
         raise SubsetError(f"{where}: {problem}{quoting}")
     statements = parsed["statements"]
     node = statements[0]["node"]
@@ -325,7 +328,7 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
         if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
             raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
         if name.lower() == "replace":  # what a NULL, a number or a column is replaced by may be anything
-            literals = [one["expression"].get("literal", {}) for one in item["arguments"][1:]]
+            literals = [argument["expression"].get("literal", {}) for argument in item["arguments"][1:]]
             texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
             if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
                 raise SubsetError(

@@ -365,13 +365,13 @@ class ArtifactWriter(BuiltShards):
         self._require_incomplete()
         gains = gains or {}
         unknown = sorted(set(manifest) - set(PROVENANCE))
-        wrong = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
-        if unknown or wrong:
+        not_mappings = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
+        if unknown or not_mappings:
             raise ArtifactError(
-                f"manifest: unknown fields {unknown}, fields that are not mappings {wrong}; "
+                f"manifest: unknown fields {unknown}, fields that are not mappings {not_mappings}; "
                 f"expected mappings among {list(PROVENANCE)}"
             )
-        given = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
+        provenance = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
         no_arrays = sorted(gains.keys() - self._arrays)
         no_gains = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
         if no_arrays or no_gains:
@@ -409,8 +409,8 @@ class ArtifactWriter(BuiltShards):
             if self._artifact is None:
                 features = FeatureSpool(self.root / FEATURES).entries()
                 files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
-            kept = (self.root / TOKENS).iterdir() if rows_kept else ()
-            tokens = {f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(kept) if not is_part(file)}
+            token_files = (self.root / TOKENS).iterdir() if rows_kept else ()
+            tokens = {f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(token_files) if not is_part(file)}
             entries = {}
             for name, spec in self._arrays.items():
                 old = before.arrays.get(name)
@@ -429,8 +429,8 @@ class ArtifactWriter(BuiltShards):
                 "files": before.files | files,
                 "rows_kept": before.rows_kept | tokens,
             }
-            told = {name: getattr(before, name) | entries for name, entries in given.items()}
-            SIGNED_MANIFEST.write(self.root, before.model_copy(update=added | told))
+            updated_provenance = {name: getattr(before, name) | entries for name, entries in provenance.items()}
+            SIGNED_MANIFEST.write(self.root, before.model_copy(update=added | updated_provenance))
         self.complete = True
 
     def _require_incomplete(self) -> None:

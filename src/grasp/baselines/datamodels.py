@@ -18,7 +18,7 @@ from grasp.baselines.oracles import (
     mask_features,
     ridge_oracle,
 )
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, SubsetMethod
 from grasp.predict.weights import SubsetBlock
@@ -66,7 +66,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         retrained = inputs.environment
         unknown = {name for block in subsets for name in block.subset_ids} - set(retrained.environment.subset_ids)
         if unknown:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"datamodels: {len(unknown)} subsets are not in {retrained.environment.path}, e.g. "
                 f"{sorted(unknown)[0]!r}; only retrained subsets can be predicted, out of fold"
             )

@@ -19,7 +19,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.where import LabelColumn
-from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.errors import RunsError, ShapeError
 from grasp.extras import require
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
@@ -86,7 +86,7 @@ def ridge_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int =
         utilities: measured utilities; the mean over seeds is regressed.
         folds: number of folds; subsets are assigned at random, from a named stream.
     Raises:
-        EnvironmentDataError: a subset has no features, or there are too few subsets for the folds.
+        RunsError: a subset has no features, or there are too few subsets for the folds.
     """
     return _oracle("ridge", ridge_out, features, utilities, folds, seed)
 
@@ -96,7 +96,7 @@ def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int =
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
-        EnvironmentDataError: as for `ridge_oracle`.
+        RunsError: as for `ridge_oracle`.
     """
     require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
     return _oracle("lasso", _lasso_out, features, utilities, folds, seed)
@@ -191,14 +191,14 @@ def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F6
 
     Raises:
         ShapeError: features and outputs have different numbers of subsets.
-        EnvironmentDataError: fewer than two subsets per training fold.
+        RunsError: fewer than two subsets per training fold.
     """
     n_subsets = len(x_BF)
     if len(y_BE) != n_subsets:
         raise ShapeError(f"oracle: features {x_BF.shape} and utilities {y_BE.shape} differ in their subsets")
     folds = min(folds, n_subsets)
     if folds < 2 or n_subsets < 4:
-        raise EnvironmentDataError(f"oracle: got {n_subsets} subsets and {folds} folds, expected 4 and 2 or more")
+        raise RunsError(f"oracle: got {n_subsets} subsets and {folds} folds, expected 4 and 2 or more")
     order = stream(seed, "fidelity", "folds", n_subsets).permutation(n_subsets)
     fold_B = np.empty(n_subsets, dtype=np.int64)
     fold_B[order] = np.arange(n_subsets) % folds
@@ -213,5 +213,5 @@ def _in_order(features: OracleFeatures, subset_ids: Sequence[str]) -> F64:
     position = {name: b for b, name in enumerate(features.subset_ids)}
     missing = [name for name in subset_ids if name not in position]
     if missing:
-        raise EnvironmentDataError(f"oracle: {len(missing)} subsets have no features, e.g. {missing[:3]}")
+        raise RunsError(f"oracle: {len(missing)} subsets have no features, e.g. {missing[:3]}")
     return features.values_BF[[position[name] for name in subset_ids]]

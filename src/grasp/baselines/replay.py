@@ -33,7 +33,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.baselines.gradients.gradient_sums import (
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.errors import ModelError
+from grasp.files import temporary_path
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradient_sums import (
     BlockParameters,
     EachGradient,
     InnerProducts,
@@ -43,10 +47,6 @@ from grasp.baselines.gradients.gradient_sums import (
     run_over,
     total_norm,
 )
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.errors import ModelError
-from grasp.files import temporary_path
-from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample
 
 DIRECTION_ELEMENTS = 1 << 28  # elements of the row gradients in memory at once: 1 GB of float32

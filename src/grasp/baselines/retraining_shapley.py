@@ -21,7 +21,7 @@ from grasp.artifact.rows import label_column
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
@@ -170,13 +170,13 @@ class RetrainingGame:
             player_N: player of each row.
             seed: seed of the training runs.
         Raises:
-            EnvironmentDataError: the runs do not record their recipe.
+            RunsError: the runs do not record their recipe.
         """
         runs = inputs.environment.environment
         try:
             recipe = TrainingRecipe.model_validate(runs.info.recipe_settings)
         except ValidationError as err:
-            raise EnvironmentDataError(
+            raise RunsError(
                 describe(err, f"{runs.path}: recipe_settings", TrainingRecipe) + "; repeat the retraining"
             ) from err
         units = [inputs.units.fingerprint, inputs.settings.targets.max_length]

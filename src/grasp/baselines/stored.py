@@ -68,9 +68,9 @@ class ScoreRecord(JsonModel):
 
 
 REMADE = "delete its directory to recompute it"
-BLOCKS = Schema(mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), again=REMADE)
+BLOCKS = Schema(mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), recovery_hint=REMADE)
 RECORD = Signed(
-    "method.json", ScoreRecord, "a record of scores", "grasp-scores", FORMAT_VERSION, REMADE, mistake=SettingsError
+    "method.json", ScoreRecord, "a record of scores", "grasp-scores", FORMAT_VERSION, REMADE, error_type=SettingsError
 )
 
 S = TypeVar("S", bound=Settings)

@@ -1,4 +1,4 @@
-"""Adding targets to a finished artifact: from its kept features, or by a pass for relevance only."""
+"""Add targets to a finished artifact, from its stored features or by another pass. Start with `add_target`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.inputs import leak_arrays, prepare, unit_table
+from grasp.build.inputs import leak_arrays, prepare, unit_arrays, unit_table
 from grasp.build.model_pass import Workers
 from grasp.build.pipeline import column_sums, scored_shards
 from grasp.build.provenance import BuildSource
@@ -20,29 +20,29 @@ Source = Literal["kept features", "pass", "there already"]
 
 
 def add_target(
-    out: Path, targets: TargetSettings, *, own: Mapping[str, Any] | None = None, progress: Progress | None = None
+    out: Path, targets: TargetSettings, *, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
 ) -> Source:
-    """Add targets to the artifact `out`; returns where their relevance came from.
+    """Add targets to the artifact `out`, and return the source of their relevance.
 
-    The old units stay as they are. Killed at any moment, the same call goes on where it was. A pass gives what a
-    joint build gives; relevance from kept features, which are float16, is within 2e-3 of its largest value.
+    Old units are unchanged. An interrupted call is resumed by the same call. A pass gives the same numbers as a joint
+    build; relevance from stored features, which are float16, is within 2e-3 of its largest value.
 
     Args:
-        own: settings of the user, of which those are taken that decide which code is run, and where things are.
+        overrides: settings of the user: custom code that may run, and the current places of model and corpus.
     Raises:
-        ArtifactError: model or corpus are no longer those of the artifact; a target is there already.
-        SettingsError: the artifact was built by code that `own` does not name as well.
+        ArtifactError: model or corpus differ from those of the build, or the artifact has a target already.
+        SettingsError: the artifact was built with custom code that `overrides` does not name.
     """
     progress = progress or Silent()
-    ArtifactReader.open(out)  # before the lock, which would make the directory
+    ArtifactReader.open(out)  # before the lock, which would create the directory
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)
-        origin = BuildSource(artifact, own)
+        origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
         inputs = prepare(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
-        kernels = loaded_kernels(artifact, inputs.model, inputs.settings.features)
+        kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
             kernel.prepare(inputs.units)
         extension = ArtifactWriter.extend(
@@ -54,24 +54,26 @@ def add_target(
         )
         if extension.complete:
             return "there already"
-        kept = artifact.keeps_features
-        if not kept:
+        from_features = artifact.keeps_features
+        if not from_features:
             progress.note(
-                f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features spares "
-                "targets that are added this pass"
+                f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features avoids this "
+                "pass"
             )
-        passed = (lambda k: [artifact.features(k)]) if kept else None
+        passed = (lambda k: [artifact.features(k)]) if from_features else None
         workers = Workers(inputs.ready)
         for k, shard in scored_shards(inputs, workers, kernels, extension.left, passed, progress):
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
         added = "targets+" + "+".join(inputs.unit_set.targets)
         fingerprint = inputs.identity.fingerprints["targets"]
-        extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs))
-        return "kept features" if kept else "pass"
+        extension.finish(
+            manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs) | unit_arrays(inputs, kernels)
+        )
+        return "kept features" if from_features else "pass"
 
 
-def loaded_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
-    """Return the kernels of an artifact without its sketches, with the moments that it keeps."""
+def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
+    """Return the kernels of an artifact without its sketches, with the stored moments."""
     corpus = CorpusMoments(model)
     names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
     kernels = make_kernels(names, model, features, corpus)

@@ -1,7 +1,7 @@
-"""`grasp build` and `grasp.build`: settings out of whatever the user has, the build, the artifact opened.
+"""`grasp build` and `grasp.build`: resolve the settings, run the build, open the artifact.
 
-Model, corpus and targets are named, or given as objects. An object is told by a fingerprint of its content, which
-stands in the settings where a path would: a build goes on, or is finished, if the same objects are given again.
+Model, corpus and targets are paths or objects. In the settings an object is represented by a fingerprint of its content
+instead of a path, so that a build is resumed if it is called with equal objects. Start with `build`.
 """
 
 import hashlib
@@ -41,8 +41,7 @@ REQUIRED = {
 
 
 PLACES = ("model.path", "model.tokenizer", "corpus.path")
-# Arguments of `build`, and options of `grasp build`, that are settings; `model`, `tokenizer`, `dtype`, `corpus` and
-# `targets` may be objects, and are named after these.
+# Arguments of `build` and options of `grasp build`, and their settings. Those in NAMED may also be objects.
 SETTINGS = {
     "split": "corpus.split",
     "text_column": "corpus.text_column",
@@ -82,62 +81,65 @@ def build(
 ) -> ArtifactReader:
     """Run a model once over a corpus and write an artifact.
 
-    The same command goes on where it was cut off.
+    An interrupted build is resumed by the same command.
 
     The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
 
-    In Python what is there already is not done again either: one that is finished is opened.
+    In Python a finished artifact is opened.
 
     Args:
         model: checkpoint that reads the corpus: a directory or a hub name. In Python also a transformers model, with
             `tokenizer` or as a pair with it.
         corpus: texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub
-            name or a URL. In Python also a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
-        targets: what the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl; a line is
+            name, or a URL. In Python also a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
+        targets: tasks to improve (sciq, ...) or files of questions (exam.jsonl with lines
             {"question": ..., "answer": ...}, or prompt and completion), separated by commas. In Python also a list of
-            them; or units: a list of dicts with prompt and completion (or question and answer), or a DataFrame of them.
+            them, or units: a list of dicts with prompt and completion (or question and answer), or a DataFrame.
         out: directory for the artifact, or a URL such as s3://bucket/art.
-        tokenizer: the model's tokenizer. Default: the one in its directory. In Python a transformers tokenizer where
-            the model is an object.
+        tokenizer: the model's tokenizer. Default: the one in its directory. In Python a transformers tokenizer if the
+            model is an object.
         split: split of a corpus that has several.
-        text_column: column of the text, or of turns. Default: text or messages.
-        id_column: column of the names. Default: row_id or id; "" for none.
-        max_length: tokens of the longest row; longer documents become several. Default: what the model reads, at most
-            2048.
+        text_column: column of the text, or of conversation turns. Default: text or messages.
+        id_column: column of row names. Default: row_id or id; "" for none.
+        max_length: maximum tokens of a row; longer documents are split. Default: the model's context, at most 2048.
         limit: read only the first N documents, for a quick look.
         train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
-            Default: what the checkpoint says, as the references of grasp retrain do.
-        rule: which kernels compare rows with answers: default, forward (none that takes a backward pass) or paper.
-        dtype: numbers of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
-        keep_features: keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.
-        like: take the moments of this artifact, so that grasp merge can join the two.
-        settings: any other settings, nested, or the YAML file of them; arguments win.
-        resume: go on with a build that was cut off, with its settings.
-        untrained: go on although the model predicts no better than chance.
+            Default: as the checkpoint records, e.g. references of grasp retrain.
+        rule: set of kernels: default, forward (without backward passes) or paper.
+        dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
+        keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
+        like: use the moments of this artifact, so that grasp merge can merge the two.
+        settings: further settings, nested, or a YAML file; arguments override them.
+        resume: resume an interrupted build, with its settings.
+        untrained: accept a model that predicts no better than chance.
         cluster: Ray workers that run the model.
     Raises:
-        GraspError: bad input, named; nothing that was finished is lost.
+        GraspError: invalid input; finished work is kept.
     """
-    given = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
-    arguments: dict[str, Any] = dict(zip(SETTINGS.values(), (*given, None if like is None else str(like)), strict=True))
-    arguments["features.kernels"] = [] if rule else None  # settings may name those of another rule
+    values = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
+    arguments: dict[str, Any] = dict(
+        zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
+    )
+    arguments["features.kernels"] = [] if rule else None  # the rule replaces kernels of `settings`
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
-        # what is an object is named by its fingerprint, and handed on beside the settings
+        # Objects are named by their fingerprints in the settings, and passed on separately.
         reference, source = None, None
         units: tuple[Unit, ...] = ()
         if isinstance(model, tuple | list):
             if len(model) != 2 or tokenizer is not None:
-                raise SettingsError(f"model: got {len(model)} things, expected a model and its tokenizer")
+                raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
             model, tokenizer = model
         if isinstance(model, nn.Module):
             if tokenizer is None or isinstance(tokenizer, str | Path):
                 raise SettingsError(
-                    f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too"
+                    f"tokenizer: got {tokenizer}, but the model is an object; pass its tokenizer as an object too"
                 )
-            asked = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
-            reference = ReferenceModel.from_model(model, tokenizer, asked)  # proven as one from a disk is
+            model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+            reference = ReferenceModel.from_model(
+                model, tokenizer, model_settings
+            )  # validated as a checkpoint on disk is
             tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
             put(data, "model.device", str(reference.device))
             dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
@@ -148,7 +150,7 @@ def build(
             corpus = IN_MEMORY + digest
         for setting, value, expected in (
             ("model.path", model, "a path or a transformers model"),
-            ("model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer"),
+            ("model.tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
             ("model.dtype", dtype, "float32, bfloat16 or float16"),
             ("corpus.path", corpus, "a path or a table"),
         ):
@@ -166,11 +168,11 @@ def build(
         require_flags(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
         checked, progress = build_settings(data), progress or Silent()
         if cluster is not None and in_memory.model is not None:
-            raise SettingsError("model: got an object, but workers load it from a disk; save it and name its directory")
+            raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if url is not None and remote.is_published(url, SIGNED_MANIFEST):
             if not resume:
-                raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
-            progress.note(f"{url}: finished already; nothing was read again")
+                raise SettingsError(f"--out: a complete artifact exists at {url}; choose another place, or delete it")
+            progress.note(f"{url}: already finished")
             return ArtifactReader.open(url)
         build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
@@ -183,13 +185,15 @@ def build(
 
 
 def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
-    """The path or URL of the artifact, and where it is built on this machine."""
+    """Return the path of the artifact, its URL if it has one, and the local directory in which it is built."""
     if not str(out):
-        raise SettingsError("--out: got nothing, expected a directory of its own for the artifact")
+        raise SettingsError("--out: missing; pass a directory for the artifact")
     place = remote.local_path(out)
     url = remote.remote_url(place)
     if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
-        raise SettingsError(f"--out: got {url}, which ends with this process; choose a directory or an object store")
+        raise SettingsError(
+            f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
+        )
     return place, url, place if url is None else remote.staging_directory(url)
 
 
@@ -200,36 +204,36 @@ def add_targets(
     settings: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Added:
-    """Add targets to a finished artifact on this machine; returns where their relevance came from.
+    """Add targets to a finished artifact on this machine, and return the source of their relevance.
 
     Args:
-        settings: of targets, e.g. `{"targets": {"seed": 3}}`, those that name code that may be run, and where model
-            and corpus are now: `model.path`, `model.tokenizer`, `corpus.path`.
+        settings: settings of targets, e.g. `{"targets": {"seed": 3}}`; custom code that may run; and the current places
+            of model and corpus: `model.path`, `model.tokenizer`, `corpus.path`.
     Raises:
-        SettingsError: others are given: the artifact has its own.
-        ArtifactError: it is none, or has a target already; model or corpus are no longer its own.
+        SettingsError: other settings are given; they are fixed by the artifact.
+        ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
-    data, own = deepcopy(dict(settings or {})), dict[str, Any]()
-    for name in (*CODE, *PLACES):  # the user's own word for what is run, and for where things are
+    data, overrides = deepcopy(dict(settings or {})), dict[str, Any]()
+    for name in (*CODE, *PLACES):  # custom code and current places
         if value := pop_leaf(data, name):
-            put(own, name, value)
-    given = data.pop("targets", {})
-    if data or not isinstance(given, dict) or "names" in given:
+            put(overrides, name, value)
+    target_changes = data.pop("targets", {})
+    if data or not isinstance(target_changes, dict) or "names" in target_changes:
         raise SettingsError(
-            f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the artifact's "
-            "own settings, of which targets.max_length and the like can be changed with --set, and no other"
+            f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the settings "
+            "of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
         )
     place, url, _ = staging_place(out)
     if url is not None:
         raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
     old = ArtifactReader.open(place).manifest.settings["targets"]
     names, _ = _targets(targets, "completion")
-    asked = validated(TargetSettings, {**old, "datasets": [], **given, "names": names}, "targets")
-    return add_target(place, asked, own=own, progress=progress)
+    target_settings = validated(TargetSettings, {**old, "datasets": [], **target_changes, "names": names}, "targets")
+    return add_target(place, target_settings, overrides=overrides, progress=progress)
 
 
 def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
-    """Names of targets, and the units behind them that are in memory."""
+    """Return names of targets, and the units of those that are given in memory."""
     if isinstance(targets, str | Path):
         targets = split_names(str(targets))
     if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):
@@ -240,7 +244,7 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
         try:
             source: Source = table_source(targets, what="targets")
         except CorpusError as err:
-            raise TargetError(f"{err}; or names, or a list of dicts with prompt and completion") from err
+            raise TargetError(f"{err}; or pass names, or a list of dicts with prompt and completion") from err
         records = records_of(source)
     units = tuple(units_of(records, "units", loss_on))
     digest = hashlib.blake2b(json.dumps([asdict(unit) for unit in units], default=str).encode(), digest_size=16)
@@ -248,7 +252,7 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
 
 
 def split_names(text: str) -> list[str]:
-    """Names separated by commas; a file that is there keeps the commas of its name."""
+    """Split names separated by commas; an existing file may have commas in its name."""
     if Path(text).is_file():
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -256,7 +260,7 @@ def split_names(text: str) -> list[str]:
 
 @contextmanager
 def _as_it_was(model: Any) -> Iterator[None]:
-    """Give a model that is an object back in the mode and with the gradients that it came with."""
+    """Restore training modes and `requires_grad` of a model that was passed as an object."""
     owned = model if isinstance(model, nn.Module) else nn.Module()
     modes = [(module, module.training) for module in owned.modules()]
     grads = [(parameter, parameter.requires_grad) for parameter in owned.parameters()]

@@ -1,13 +1,13 @@
-"""`--engine ray`: workers on a Ray cluster run the reference model over rows, in the place of the calling process.
+"""`--engine ray`: workers on a Ray cluster run the reference model over rows, instead of the calling process.
 
-They get rows and give back features; the caller alone reads and writes files. It reads the corpus into its row store,
-which is resumable, fingerprinted, and cut into the shards that are built; what is spread is the forward pass. Ray Data
-would read the corpus in an order and in blocks of its own, to which the shards of a resumed build would have to be
-matched again; reading costs a hundredth of the pass. Shards and features travel through Ray's object store, so nodes
-need no common disk: only the model has to be where the settings say, on every node.
+Workers receive rows and return features; only the caller reads and writes files. It reads the corpus into its row
+store, whose shards are the jobs, so that only the forward pass is distributed; reading costs a hundredth of the pass.
+(Ray Data would read the corpus in its own order and blocks, which do not match the shards of a resumed build.) Shards
+and features are transferred through Ray's object store, so nodes need no common disk: only the model must exist at the
+path of the settings on every node.
 
-Results are those of one process, bit for bit on the same device with the same number of threads: shards are the same,
-batches within a shard are the same, and moments are merged in the order of the rows.
+Results are equal to those of one process, bit for bit on the same device with the same number of threads: shards and
+batches within a shard are the same, and moments are merged in the order of the rows. Start with `ray_workers`.
 """
 
 import os
@@ -27,7 +27,7 @@ from grasp.settings import BuildSettings, FeatureSettings, ModelSettings
 
 
 class ModelActor:
-    """A worker: the model, loaded when the first job comes, and the kernels of the moments it was given."""
+    """A Ray actor with the model, loaded at the first job, and the prepared kernels."""
 
     def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
         enter(directory)
@@ -36,14 +36,14 @@ class ModelActor:
         self._kernels: list[Kernel] | None = None
 
     def run(self, job: Callable[..., Any], rows: Rows, how: dict[str, Any]) -> Any:
-        """See `RayWorkers.run`; kernels are what they are made of, the same in every call that has them."""
+        """Run a job; `how["kernels"]`, if any, are units and moments, from which the kernels are prepared once."""
         if how.get("kernels") is not None:
             if self._kernels is None:
-                self._kernels = self._made(*how["kernels"])
+                self._kernels = self._prepare_kernels(*how["kernels"])
             how = how | {"kernels": self._kernels}
         return job(self._ready, rows, **how)
 
-    def _made(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
+    def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
         model, corpus = self._ready.model, CorpusMoments(self._ready.model)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
@@ -63,7 +63,7 @@ class RayWorkers(Workers):
     def __init__(self, cluster: Cluster, settings: BuildSettings, units: Batch) -> None:
         self._cluster = cluster
         self._actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
-        # before the kernels prepare, which write over the coordinates
+        # copied before the kernels prepare, which overwrites the coordinates
         self._units = replace(units.to("cpu", copy=True), head=None, sampled=None)
 
     def run(
@@ -75,13 +75,13 @@ class RayWorkers(Workers):
         in_order: bool = False,
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """See Workers. In order, parts are numbered from 0; those that are done early wait, a few at most."""
+        """See `Workers.run`. With `in_order`, parts are numbered from 0, and a few early results are buffered."""
         if how.get("kernels") is not None:
             how["kernels"] = self._units, how["kernels"][0].corpus.arrays()
         material = self._cluster.put(how)
-        size: dict[int, tuple[int, int]] = {}  # rows and tokens of parts that are under way
+        size: dict[int, tuple[int, int]] = {}  # rows and tokens of parts in flight
 
-        def counted() -> Iterator[tuple[int, Rows]]:
+        def sized_parts() -> Iterator[tuple[int, Rows]]:
             for k, rows in parts:
                 size[k] = len(rows), rows.n_tokens
                 yield k, rows
@@ -90,7 +90,7 @@ class RayWorkers(Workers):
         due, most = 0, JOBS_A_WORKER * len(self._actors)
         for k, result in self._cluster.spread(
             self._actors,
-            counted(),
+            sized_parts(),
             lambda actor, rows: actor.run.remote(job, rows, material),
             wait=lambda: len(early) >= most,
         ):
@@ -106,6 +106,6 @@ class RayWorkers(Workers):
 
 @contextmanager
 def ray_workers(spec: ClusterSpec, settings: BuildSettings, units: Batch) -> Iterator[RayWorkers]:
-    """Workers on the cluster of `spec`, for as long as the `with` block lasts."""
+    """Yield workers on the cluster of `spec`; they are released at the end of the `with` block."""
     with connected(spec) as cluster:
         yield RayWorkers(cluster, settings, units)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch
 from grasp.artifact.manifest import MANIFEST
 from grasp.build.build import REQUIRED, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
-from grasp.build.model_pass import Arrays, ModelPass, joined, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, alike, decided, kept_bytes, refuse_untrained
+from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
+from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
-from grasp.kernels.gradient import room
+from grasp.kernels.gradient import allocate_unit_gradients
 from grasp.kernels.kernel import Batch, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -38,7 +37,8 @@ from grasp.text import duration_text, size_text
 from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
-PROBE_DOCUMENTS = 4_096  # at most; of images, which have no text, exactly
+PROBE_DOCUMENTS = 4_096  # at most
+CHARS_A_TOKEN = 4  # of a corpus that is tokenised
 PROBE_TOKENS = 32  # of the first pass; the next has four times as many
 PROBE_SECONDS = 0.5  # that a timed pass takes at least, unless all rows passed
 PROBE_UNITS = 64  # units that the probe is scored against
@@ -72,27 +72,26 @@ def forecast(
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
         inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
-            alike(inputs, inputs.settings.like)
+            open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
         return _report(inputs, probe, n_documents / n_read, tokens_bytes)
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
-    """Return how many documents are read, and about how many the corpus has."""
+    """Return how many documents are read, and about how many the corpus has; the share of images is 1 of 1."""
+    if settings.model.classifier is not None:
+        return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
-    n_read = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS)
-    if settings.model.classifier is None:
-        documents = documents_of(source, settings.corpus)
-        sizes = (len(document.text or "") + 4 * len(document.input_ids or ()) for document in documents)
-        for n_documents, chars in enumerate(accumulate(sizes), start=1):
-            if chars >= PROBE_CHARS or n_documents >= n_read:
-                break
-        else:
-            return n_documents, n_documents
-        n_read = n_documents
-    total = source.approximate_length(n_read)
-    return min(n_read, total), total if limit is None else min(limit, total)
+    n_most, chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
+    for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
+        chars += len(document.text or "") + CHARS_A_TOKEN * (
+            0 if document.input_ids is None else len(document.input_ids)
+        )
+        if chars >= PROBE_CHARS or n_read >= n_most:
+            total = source.approximate_length(n_read)
+            return n_read, total if limit is None else min(limit, total)
+    return 1, 1  # all of them
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,9 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     batches = [pair for arrays in passed for pair in read_batches(arrays, ready, ready.model.vocab_size)]
     n_rows = sum(len(index) for index, _ in batches)
     copies = -(-n_units // n_rows)
-    rows = joined([(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows)
+    rows = merge_batches(
+        [(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows
+    )
     rows = rows.rows(0, n_units)
     first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
     chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
@@ -195,7 +196,7 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     if ready.sampled is None:
         return units
     gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
-    gradient_EK = room(n_units, ready.sampled, ready.settings.gradient_memory_mb)
+    gradient_EK = allocate_unit_gradients(n_units, ready.sampled, ready.settings.gradient_memory_mb)
     for e in range(n_units):
         gradient_EK[e] = gradient_NK[e % n_rows].to(gradient_EK.device, gradient_EK.dtype)
     return replace(units, gradient_BK=gradient_EK, sampled=ready.sampled)
@@ -214,7 +215,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
         rows_needed = features.sample_rows if counts_rows(features) else 1
         sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
     coordinates = 0 if inputs.ready.sampled is None else inputs.ready.sampled.sample.size
-    passed_bytes = round(ratio * kept_bytes(model, store, features, coordinates))
+    passed_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
     is_measured = settings.like is not None
     once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE
     passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)

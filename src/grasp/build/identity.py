@@ -1,7 +1,7 @@
-"""What an artifact is made of, in one record: whoever reads corpus, targets or model puts its fingerprint there.
+"""The identity of an artifact: fingerprints of model, tokenizer, corpus and targets, and the settings of the kernels.
 
-The manifest takes its fingerprints from the record. `build.json`, by which a build is resumed, holds it, and its hash
-names the work directory. Whether two artifacts mean the same (`like`, `merge`) is a comparison of two records.
+The manifest takes its fingerprints from this record, and `build.json` holds it, so that a build is resumed only with
+the same inputs; its hash names the work directory. `like` and `merge` compare the identities of two artifacts.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from grasp.files import differences
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All that decides the numbers of an artifact.
+    """Everything that determines the numbers of an artifact.
 
     Attributes:
-        fingerprints: of the model, of what turns rows into its input (`tokenizer`, say), of corpus and targets.
-        dtype: of the model.
+        fingerprints: hashes of the model, its input encoding (e.g. `tokenizer`), the corpus and the targets.
+        dtype: dtype of the model.
         features: settings of the kernels.
-        rounding: what else decides the last digits: device, batches, threads.
+        rounding: what determines the last digits: device, batch sizes, threads.
     """
 
     fingerprints: dict[str, str]
@@ -32,33 +32,33 @@ class Identity:
 
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader) -> Self:
-        """Return the identity that a manifest records; it says nothing of roundings."""
+        """Return the identity that a manifest records; `rounding` is empty."""
         manifest = artifact.manifest
         return cls(manifest.fingerprints, manifest.made_by.get("dtype"), dict(artifact.feature_settings), {})
 
     @property
     def record(self) -> dict[str, Any]:
-        """The identity as JSON."""
+        """Return the identity as JSON values."""
         return asdict(self)
 
     @property
     def key(self) -> str:
-        """A hash of the identity."""
+        """Return a hash of the identity."""
         return hashlib.blake2b(json.dumps(self.record, sort_keys=True).encode(), digest_size=8).hexdigest()
 
-    def changes(self, then: "Identity", fingerprints: Iterable[str]) -> list[str]:
-        """Return in what the meaning of numbers differs: dtype, features, and those of the fingerprints.
+    def changes(self, earlier: "Identity", fingerprints: Iterable[str]) -> list[str]:
+        """Return differences that change the meaning of numbers: dtype, features, and the named fingerprints.
 
         Returns:
-            Lines `field: was X, now Y`, where X is what `then` has.
+            Lines `field: was X, now Y`, with X from `earlier`.
         """
         names = list(fingerprints)
         before, now = (
             {
-                "fingerprints": {name: one.fingerprints.get(name) for name in names},
-                "model.dtype": one.dtype,
-                "features": dict(one.features),
+                "fingerprints": {name: identity.fingerprints.get(name) for name in names},
+                "model.dtype": identity.dtype,
+                "features": dict(identity.features),
             }
-            for one in (then, self)
+            for identity in (earlier, self)
         )
         return list(differences(before, now))

@@ -1,4 +1,7 @@
-"""Everything a build reads, ready: rows on disk, units through the model; and what the artifact says of it all."""
+"""Inputs of a build: rows on disk, units, the loaded model, and the provenance that the manifest records.
+
+Start with `prepare`, which returns `Inputs`.
+"""
 
 import platform
 import shlex
@@ -9,23 +12,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 import grasp
 from grasp.arrays import I64
+from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import Leaks
 from grasp.build.identity import Identity
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
-from grasp.build.model_pass import ModelPass
+from grasp.build.model_pass import ModelPass, batch_arrays
 from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError
-from grasp.kernels.kernel import Batch
+from grasp.kernels.kernel import Batch, Kernel
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
@@ -41,7 +47,7 @@ Store = RowStore | ShardStore[Any, Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a build reads. `units` pass the model when they are first asked for."""
+    """All inputs of a build. `units` pass through the model at the first access."""
 
     settings: BuildSettings
     ready: ModelPass
@@ -49,7 +55,7 @@ class Inputs:
     unit_set: UnitSet
     unit_inputs: Units
     identity: Identity
-    leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; of pictures there are none
+    leaks: Mapping[str, Leaks] = field(default_factory=dict)  # by target; empty for images
 
     @property
     def model(self) -> Reference:
@@ -69,7 +75,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Objects handed in (model, corpus, targets) in the place of paths; settings name them by fingerprint."""
+    """Model, corpus and targets passed as objects; the settings name them by fingerprint instead of a path."""
 
     model: ReferenceModel | None = None
     source: Source | None = None
@@ -77,7 +83,8 @@ class InMemory:
 
 
 ON_DISK = InMemory()
-SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # by which a column is taken for names of documents
+UNIT_BYTES = 64 << 20  # of a target, see `unit_arrays`
+SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # that a column must distinguish to be suggested as --id-column
 
 
 def prepare(
@@ -89,14 +96,13 @@ def prepare(
     in_memory: InMemory = ON_DISK,
     replace: bool = False,
 ) -> Inputs:
-    """Write the rows to disk and pass the units through the model; settings get what follows from model and corpus.
+    """Write the rows to disk and pass the units through the model; complete the settings from model and corpus.
 
-    Rows and units of texts are tokenised before the weights of the model are loaded, so that what is wrong with them is
-    said at once.
+    Texts are tokenised before the weights of the model are loaded, so that errors in them are reported early.
 
     Args:
-        model: loaded already; None: it is loaded.
-        replace: rows of another corpus that lie in `tokens` are thrown away.
+        model: the loaded model. Default: load it.
+        replace: delete rows of another corpus in `tokens`.
     """
     model = model or in_memory.model
     store: Store
@@ -108,9 +114,9 @@ def prepare(
         unit_set = load_units(settings.targets, in_memory.units)
         corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
-            config, made = text_config_of(settings.model), tokenizer_of(settings.model)
-            vocab_size = getattr(config, "vocab_size", None) or len(made)
-            tokenizer, context = HfTokenizer.from_settings(made, settings.model, vocab_size), context_of(config)
+            config, hf_tokenizer = text_config_of(settings.model), tokenizer_of(settings.model)
+            vocab_size = getattr(config, "vocab_size", None) or len(hf_tokenizer)
+            tokenizer, context = HfTokenizer.from_settings(hf_tokenizer, settings.model, vocab_size), context_of(config)
         else:
             tokenizer, context = model.tokenizer, model.context
         progress.stage("rows", rows=None, tokens=None)
@@ -120,26 +126,28 @@ def prepare(
                 f"set {context} or less"
             )
         longest = min(settings.targets.max_length, context or settings.targets.max_length)
-        as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
-        if as_text and tokenizer.writes_chats:
+        plain_text_targets = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+        if plain_text_targets and tokenizer.writes_chats:
             progress.note(
-                f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions "
-                "that are conversations (messages) are asked with it"
+                f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is "
+                "applied "
+                "only to questions given as conversations (messages)"
             )
         unit_set = unit_set.written_out(tokenizer)
         for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
-            progress.note(f"left out of questions: {line}")
+            progress.note(f"questions skipped: {line}")
         units = unit_set.tokenize(tokenizer, longest)
-        ends = [[int(one.input_ids[one.first - 1])] for one in units]
-        spaced = [
+        last_prompt_ids = [[int(example.input_ids[example.first - 1])] for example in units]
+        trailing_space_units = [
             unit.unit_id
-            for unit, end in zip(unit_set.units, tokenizer.decode(ends), strict=True)
+            for unit, end in zip(unit_set.units, tokenizer.decode(last_prompt_ids), strict=True)
             if unit.conversation is None and unit.prompt != unit.prompt.rstrip() and not end.strip()
         ]
-        if spaced:
+        if trailing_space_units:
             progress.note(
-                f"{len(spaced):,} prompts, {spaced[0]!r} for one, end in white space that is not scored; "
-                "lm-evaluation-harness scores it with the answer: to do so too, write it before the answer"
+                f"{len(trailing_space_units):,} prompts (e.g. {trailing_space_units[0]!r}) end in white space, which "
+                "is not "
+                "scored; lm-evaluation-harness scores it with the answer. To do the same, move it before the answer"
             )
         store = RowStore.write(
             tokens,
@@ -158,10 +166,10 @@ def prepare(
         if tokenizer.writes_chats and tokenizer.writes_date:
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
-        tell_rows(store, unit_set, tokenizer, context, progress)
+        note_corpus(store, unit_set, tokenizer, context, progress)
         leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
-        for target, found in leaks.items():
-            progress.note(f"{target}: {found}")
+        for target, target_leaks in leaks.items():
+            progress.note(f"{target}: {target_leaks}")
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
@@ -207,21 +215,23 @@ def prepare(
     )
 
 
-def tell_rows(
+def note_corpus(
     store: RowStore, unit_set: UnitSet, tokenizer: HfTokenizer, context: int | None, progress: Progress
 ) -> None:
-    """Note which column became what, how texts were tokenised, what was left out, and how many questions are scored."""
+    """Log the role of each column, the tokenisation, skipped documents, and the number of questions."""
     roles = store.details["columns"]
-    names = {"input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
+    names = {"input_ids": "token ids", "row_id": "row names", "doc_id": "document names"}
     columns = "columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items())
     if not {"row_id", "doc_id"} & roles.keys():
-        columns += "; names of rows are made from content and position"
+        columns += "; row names are generated from content and position"
         if label := next((name for name in store.label_columns if _names_documents(store, name)), None):
-            columns += f"; {label!r} differs in every document: --id-column {shlex.quote(label)} takes it"
+            columns += (
+                f"; {label!r} has a different value in every document: use it with --id-column {shlex.quote(label)}"
+            )
     progress.note(columns)
-    labels = "labels: " + (", ".join(store.label_columns) or "none, so no question can be asked by slice")
+    labels = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
     if store.ignored_columns:
-        labels += f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}"
+        labels += f"; ignored columns (nested or binary): {', '.join(store.ignored_columns)}"
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
     known = [*roles.values(), *store.label_columns, *store.ignored_columns]
@@ -230,25 +240,27 @@ def tell_rows(
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
         rows += f", {store.n_supervised:,} with loss"
-    reads = f"the model reads {context:,}" if context else "the model names no limit"
+    reads = f"the model's context is {context:,}" if context else "the model has no context limit"
     rows += f", at most {store.details['max_length']:,} in a row ({reads})"
     if store.n_rows > store.n_documents:
-        rows += "; longer documents are cut into several rows"
+        rows += "; longer documents are split into several rows"
     progress.note(rows)
     for line in skipped_lines(store.skipped.counts, store.skipped.examples):
-        progress.note(f"left out: {line}")
+        progress.note(f"skipped: {line}")
     progress.note(tokenizer.describe())
     if tokenizer.writes_chats and tokenizer.writes_date:
         progress.note(
-            f"the chat template writes today's date: {tokenizer.chat_date} on every day (model.chat_date sets another)"
+            f"the chat template writes the date: fixed at {tokenizer.chat_date} (model.chat_date sets another)"
         )
-    counts, there = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
-    parts = [f"all {n:,} of {t}" if n == there[t] else f"{n:,} of the {there[t]:,} of {t}" for t, n in counts.items()]
+    counts, available = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
+    parts = [
+        f"all {n:,} of {t}" if n == available[t] else f"{n:,} of the {available[t]:,} of {t}" for t, n in counts.items()
+    ]
     progress.note(f"questions: {', '.join(parts)}")
 
 
 def _names_documents(store: RowStore, label: str) -> bool:
-    """Whether a label could name the documents: another one in each of the first `SEEN_SHARDS` shards."""
+    """Return whether a label has a different value for each document of the first `SEEN_SHARDS` shards."""
     shards = range(min(store.n_shards, SEEN_SHARDS))
     table = pa.concat_tables([store.table(k).select(["doc_id", label]) for k in shards])
     if not (pa.types.is_string(table[label].type) or pa.types.is_integer(table[label].type)) or table[label].null_count:
@@ -260,7 +272,7 @@ def _names_documents(store: RowStore, label: str) -> bool:
 
 
 def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) -> dict[str, Any]:
-    """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
+    """Return the provenance fields of the manifest; `build_seconds` is None if the build was interrupted."""
     store, model = inputs.store, inputs.model
     return {
         "made_by": {
@@ -289,12 +301,32 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
 
 
 def leak_arrays(inputs: Inputs) -> dict[str, I64]:
-    """Return the rows that contain questions, as arrays that stand among the moments of an artifact."""
-    return {name: array for target, found in inputs.leaks.items() for name, array in found.arrays(target).items()}
+    """Return the rows that contain questions, as arrays that are stored with the moments."""
+    return {name: array for target, leaks in inputs.leaks.items() for name, array in leaks.arrays(target).items()}
+
+
+def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:
+    """Return what the model computed for the units of each target, as arrays that are stored with the moments.
+
+    `explain` needs no pass of the units then. Of gradients only the mean over a target is stored. A target with more
+    than `UNIT_BYTES` is left out.
+    """
+    if not inputs.unit_tokens:
+        return {}
+    arrays: dict[str, NDArray[Any]] = {}
+    target_E = np.array([unit.target for unit in inputs.unit_set.units])
+    for target in inputs.unit_set.targets:
+        columns_E = np.flatnonzero(target_E == target)
+        part = batch_arrays(0, np.arange(len(columns_E)), inputs.units.only(columns_E))
+        for kernel in kernels:
+            part |= kernel.unit_means(columns_E)
+        if sum(array.nbytes for array in part.values()) <= UNIT_BYTES:
+            arrays |= {f"{UNITS}{target}.{name}": array for name, array in part.items()}
+    return arrays
 
 
 def unit_table(inputs: Inputs) -> pa.Table:
-    """One row a unit, in the order of the columns of the relevance arrays."""
+    """Return the unit table: one row per unit, in the order of the columns of the relevance arrays."""
     units, examples = inputs.unit_set.units, inputs.unit_tokens
     hashes = [unit.image_hash for unit in units]
     return pa.table(

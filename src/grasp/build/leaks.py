@@ -1,10 +1,11 @@
-"""Find rows that contain questions of the targets, in linear time: contamination of the corpus by the evaluation.
+"""Detect contamination: find rows that contain questions of the targets, in linear time.
 
-A question is compared by its words; case, punctuation and white space do not count. Runs of `GRAM` words are hashed,
-and a stretch of text with the rare runs of a question is looked at closely: it contains the question if all of its
-words but one in ten lie in common runs, close to one another. A long prompt is looked for as a whole, without what all
-prompts of a target begin or end with (`Question:`, few-shot examples), and its question alone: its last paragraph, and
-its last line that ends in a question mark. A short question is looked for with its answer, to the letter.
+Questions are compared by words, ignoring case, punctuation and white space. N-grams of `GRAM` words are hashed,
+and a passage with the rare n-grams of a question is compared in detail: it contains the question if at least nine in
+ten of its words are in common n-grams that are close together. A long prompt is searched for as a whole, without the
+common beginning and end of all prompts of a target (`Question:`, few-shot examples), and by its question alone: its
+last
+paragraph, and its last line that ends in a question mark. A short question must occur verbatim, with its answer.
 Start with `find_leaks`.
 """
 
@@ -28,13 +29,13 @@ Hashes = NDArray[np.uint64]
 # Scripts without spaces between words: each of their characters counts as one.
 _UNSPACED: Final = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uac00-\ud7af"
 WORD: Final = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-GRAM: Final = 4  # words of a run
-LONG_WORDS: Final = 8  # a question of so many is looked for without its answer; shorter ones are found everywhere
-FEWEST_WORDS: Final = 5  # of a question with its answer
-CHANGED: Final = 10  # one word in so many may differ: a question of fewer must be there to the letter
-STRETCH: Final = 2  # a question may be spread over so many times its own length
-RARE: Final = 32  # questions that share a run at most for it to be looked for: others cost time and say little
-CHUNK_CHARS: Final = 200_000  # of rows that are searched together
+GRAM: Final = 4  # words of an n-gram
+LONG_WORDS: Final = 8  # questions of at least so many words are searched for without the answer
+FEWEST_WORDS: Final = 5  # words of a question with its answer; shorter ones are not searched for
+CHANGED: Final = 10  # one word in ten may differ; a question of fewer words must occur verbatim
+STRETCH: Final = 2  # a question may be spread over twice its length
+RARE: Final = 32  # an n-gram of more questions is not indexed: it costs time and is not specific
+CHUNK_CHARS: Final = 200_000  # characters of rows that are searched together
 ROWS_AT_ONCE: Final = 512
 
 
@@ -43,19 +44,20 @@ def find_leaks(
 ) -> dict[str, Leaks]:
     """Return the rows that contain a question, by target.
 
-    A question that lies across the cut between rows is in all of them. Cost: the rows are decoded and hashed once, some
-    millions of tokens a second; memory is a chunk of rows and what is found.
+    A question that crosses the boundary between rows counts in each of them. Cost: the rows are decoded and hashed
+    once,
+    at some millions of tokens a second; memory: a chunk of rows and the matches.
 
     Args:
-        units: all questions of the targets, also those that are not scored.
+        units: all questions of the targets, including those that are not scored.
     """
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
-    found: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
+    rows_of: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
     for first_row, starts, text in _chunks(store, decode, index.reach) if index.n_entries else ():
         for e, begin, end in index.questions_in(text):
             rows = range(bisect_right(starts, begin) - 1, bisect_right(starts, end - 1))
-            found[units[e].target].update(first_row + i for i in rows)
+            rows_of[units[e].target].update(first_row + i for i in rows)
     compared = index.compared
     return {
         target: Leaks(
@@ -63,16 +65,16 @@ def find_leaks(
             sum(e in compared for e, unit in enumerate(units) if unit.target == target),
             sum(unit.target == target for unit in units),
         )
-        for target, rows in found.items()
+        for target, rows in rows_of.items()
     }
 
 
 def _chunks(
     store: RowStore, decode: Callable[[Sequence[Sequence[int]]], list[str]], reach: int
 ) -> Iterator[tuple[int, list[int], str]]:
-    """Yield texts of rows in a row: the first row, the character at which each row begins, and the text.
+    """Yield texts of consecutive rows: the first row, the offset of each row, and the text.
 
-    A chunk begins with the last rows of the one before it, as far as a question of `reach` characters may lie across.
+    Chunks overlap by the last rows of the previous one, so that a question of `reach` characters can cross them.
     """
     held: list[str] = []
     first_row, fresh, document = 0, 0, None
@@ -82,7 +84,7 @@ def _chunks(
         for begin in range(0, len(shard), ROWS_AT_ONCE):
             rows = range(begin, min(begin + ROWS_AT_ONCE, len(shard)))
             for i, text in zip(rows, decode([shard.ids(i).tolist() for i in rows]), strict=True):
-                # the pieces of a document join without a space; what begins another one stands apart
+                # pieces of a document are joined without a space, documents with a line break
                 held.append(_plain(text) if documents[i] == document else f"\n{_plain(text)}")
                 document = documents[i]
                 fresh += len(held[-1])
@@ -102,10 +104,10 @@ def _starts(texts: Sequence[str]) -> list[int]:
 
 
 class QuestionIndex:
-    """Hashed runs of words of all questions, ready to be looked for in texts."""
+    """An index of hashed n-grams of all questions, to search for in texts."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        units_of: dict[tuple[str, ...], dict[int, None]] = {}  # by the words of an entry: a question, or a part of one
+        units_of: dict[tuple[str, ...], dict[int, None]] = {}  # by the words of an entry: a question, or its last part
         for e, entries in enumerate(question_words(units)):
             for words in entries:
                 units_of.setdefault(words, {})[e] = None
@@ -113,37 +115,37 @@ class QuestionIndex:
         self._units = [list(of) for of in units_of.values()]
         grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
-        every = np.concatenate([*grams, np.zeros(0, np.uint64)])
-        order = np.argsort(every, kind="stable")
-        gram_G, start_G, count_G = np.unique(every[order], return_index=True, return_counts=True)
-        # of each entry the runs that few others have; of one that has none, its rarest run
-        shared = count_G[np.searchsorted(gram_G, every)]
+        all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
+        order = np.argsort(all_hashes, kind="stable")
+        gram_G, start_G, count_G = np.unique(all_hashes[order], return_index=True, return_counts=True)
+        # Index the rare n-grams of each entry, or its rarest one if none is rare.
+        shared = count_G[np.searchsorted(gram_G, all_hashes)]
         least = np.full(len(grams), np.iinfo(np.int64).max)
         np.minimum.at(least, owner, shared)
-        rare = shared <= np.maximum(RARE, least[owner]) if len(every) else np.zeros(0, dtype=bool)
+        rare = shared <= np.maximum(RARE, least[owner]) if len(all_hashes) else np.zeros(0, dtype=bool)
         self._n_grams = np.bincount(owner[rare], minlength=len(grams))
-        kept = order[rare[order]]
-        self._gram_G, start_G = np.unique(every[kept], return_index=True)
-        self._owners = np.split(owner[kept], start_G[1:])  # of each run, the entries that are found by it
+        rare_order = order[rare[order]]
+        self._gram_G, start_G = np.unique(all_hashes[rare_order], return_index=True)
+        self._owners = np.split(owner[rare_order], start_G[1:])  # entries of each indexed n-gram
 
     @property
     def n_entries(self) -> int:
-        """Return how many different questions, or parts of them, are looked for."""
+        """Return the number of distinct questions, or parts of them, in the index."""
         return len(self._entries)
 
     @property
     def compared(self) -> set[int]:
-        """Return the units whose question is long enough to be looked for."""
+        """Return the units whose question is long enough to be searched for."""
         return {e for units in self._units for e in units}
 
     @property
     def reach(self) -> int:
-        """Return the characters over which a question may be spread, at most, about."""
+        """Return about how many characters an occurrence can span."""
         longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
         return STRETCH * longest
 
     def questions_in(self, text: str) -> list[tuple[int, int, int]]:
-        """Return units whose question a text contains, and the characters from and up to which: one entry a place."""
+        """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
         matches = list(WORD.finditer(_plain(text)))
         words = [match[0] for match in matches]
         gram_T = _grams(_hashes(words))
@@ -154,29 +156,31 @@ class QuestionIndex:
         for t in np.flatnonzero(self._gram_G[place_T] == gram_T).tolist():
             for entry in self._owners[place_T[t]].tolist():
                 places.setdefault(entry, []).append(t)
-        found = []
+        occurrences = []
         for entry in sorted(entry for entry, where in places.items() if 2 * len(where) >= self._n_grams[entry]):
             for begin, end in self._places(self._entries[entry], words, places[entry]):
                 spot = matches[begin].start(), matches[end - 1].end()
-                found += [(e, *spot) for e in self._units[entry]]
-        return found
+                occurrences += [(e, *spot) for e in self._units[entry]]
+        return occurrences
 
     def _places(self, question: Sequence[str], words: Sequence[str], where: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the words from and up to which a text holds a question in common runs that are close together.
+        """Yield the words from and up to which a text contains a question, by common n-grams that are close together.
 
-        A window slides over the runs of the question near those by which it was found: each word is looked at once.
+        A window slides over the n-grams near the indexed ones, so that each word is visited once.
 
         Args:
-            where: places of runs by which it was found, ascending; its other runs stand around them.
+            where: positions of indexed n-grams of the question, ascending; its other n-grams are around them.
         """
         length, reach = len(question) - len(question) // CHANGED, STRETCH * len(question)
-        run_of: dict[tuple[str, ...], range] = {}  # the words of the question that a run covers, where it is first
+        run_of: dict[
+            tuple[str, ...], range
+        ] = {}  # words of the question that an n-gram covers, at its first occurrence
         for k in range(len(question) - GRAM + 1):
             run_of.setdefault(tuple(question[k : k + GRAM]), range(k, k + GRAM))
         n_covered = len(set().union(*run_of.values()))
         least = n_covered - n_covered // CHANGED
         window, times = deque[tuple[int, range]](), Counter[int]()
-        done = passed = 0  # words looked at, and those up to which a place that was found reaches
+        done = passed = 0  # words visited, and the end of the last occurrence
         for first in where:
             for t in range(max(done, first - reach), min(first + reach, len(words) - GRAM + 1)):
                 done = t + 1
@@ -185,7 +189,7 @@ class QuestionIndex:
                 window.append((t, covers))
                 times.update(covers)
                 while t - window[0][0] >= reach or (
-                    # enough without the first run, and what it covers is covered again
+                    # long enough without the first n-gram, whose words are covered by others
                     len(window) > 1 and t + GRAM - window[1][0] >= length and all(times[w] > 1 for w in window[0][1])
                 ):
                     for w in window.popleft()[1]:
@@ -200,17 +204,17 @@ class QuestionIndex:
 
 
 def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
-    """Return what is looked for of each unit: words of its question as a whole and alone, or with its answer."""
-    asked, answers = [], []
+    """Return the entries of each unit: words of its prompt, of its last parts, or of prompt and answer."""
+    questions, answers = [], []
     for unit in units:
         if unit.conversation is None:
-            asked.append(unit.prompt)
+            questions.append(unit.prompt)
             answers.append(unit.completion)
         else:
             users = [str(turn["content"]) for turn in unit.conversation.turns if turn["role"] == "user"]
-            asked.append(users[-1] if users else "")
+            questions.append(users[-1] if users else "")
             answers.append(unit.conversation.turns[-1]["content"])
-    whole = [_words(text) for text in asked]
+    whole = [_words(text) for text in questions]
     by_target: dict[str, list[int]] = {}
     for e, unit in enumerate(units):
         by_target.setdefault(unit.target, []).append(e)
@@ -221,23 +225,23 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
         end = _common(whole[e][begin:][::-1] for e in members) if several else 0
         for e in members:
             stripped[e] = whole[e][begin : len(whole[e]) - end]
-    found = []
-    for text, answer, words, every in zip(asked, answers, stripped, whole, strict=True):
+    entries_of_units = []
+    for text, answer, words, all_words in zip(questions, answers, stripped, whole, strict=True):
         paragraphs = [part for part in text.split("\n\n") if part.strip()]
         lines = [line for line in text.splitlines() if line.rstrip().endswith(("?", "\uff1f"))]
         parts = [words, *(_words(part) for part in (*paragraphs[-1:], *lines[-1:]))]
         bare = [part[part[:1] == ("question",) : len(part) - (part[-1:] == ("answer",))] for part in parts]
         entries = dict.fromkeys(part for part in bare if len(part) >= LONG_WORDS)
         if not entries:
-            entries = dict.fromkeys(part for part in [(*every, *_words(answer))] if len(part) >= FEWEST_WORDS)
-        found.append(list(entries))
-    # a part that several questions have, `what is the passage about` say, is none of them
-    shared = Counter(part for entries in found for part in entries[1:])
-    return [[*entries[:1], *(part for part in entries[1:] if shared[part] == 1)] for entries in found]
+            entries = dict.fromkeys(part for part in [(*all_words, *_words(answer))] if len(part) >= FEWEST_WORDS)
+        entries_of_units.append(list(entries))
+    # a part that several questions share, e.g. `what is the passage about`, is not specific
+    shared = Counter(part for entries in entries_of_units for part in entries[1:])
+    return [[*entries[:1], *(part for part in entries[1:] if shared[part] == 1)] for entries in entries_of_units]
 
 
 def _common(lists: Iterable[Sequence[str]]) -> int:
-    """Return how many first words all lists have in common."""
+    """Return the number of first words that all lists have in common."""
     return sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False)))
 
 
@@ -250,14 +254,14 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _hashes(words: Sequence[str]) -> Hashes:
-    """Return 64-bit hashes of words, (T,), of this process."""
+    """Return 64-bit hashes of words, (T,); they differ between processes."""
     return np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).astype(np.uint64)
 
 
 def _grams(hash_T: Hashes) -> Hashes:
-    """Return hashes of the runs of `GRAM` words that begin at each word, (max(0, T - GRAM + 1),), modulo 2^64."""
+    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM + 1),), modulo 2^64."""
     n = max(0, len(hash_T) - GRAM + 1)
     total: Hashes = np.zeros(n, dtype=np.uint64)
-    for k in range(GRAM):  # a polynomial in an odd number, so that the order of words counts
+    for k in range(GRAM):  # a polynomial hash, so that the order of words matters; odd, so that no bits are lost
         total = total * np.uint64(0x9E3779B97F4A7C15) + hash_T[k : k + n]
     return total

@@ -1,8 +1,9 @@
-"""Parts that several machines built, each on its own source, as one artifact.
+"""Merge artifacts that were built on several machines, each from its own source, into one artifact.
 
-Numbers of different artifacts mean the same only if model, features, moments and units are the same; that is checked.
-Stored numbers are copied bit for bit into new shards. What a part knows of its own corpus alone (gains of the sketches,
-totals, what was left out) is computed again for all rows. Texts, tokens and kept features stay with the parts.
+Numbers of different artifacts are comparable only if model, features, moments and units are equal, which is checked.
+Stored numbers are copied bit for bit into new shards. Quantities that depend on the whole corpus (gains of the
+sketches, totals, skipped rows) are recomputed. Texts, tokens and stored features stay with the parts.
+Start with `merge`.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 import grasp
 from grasp.arrays import F32, I64
-from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS
+from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.build.identity import Identity
@@ -35,14 +36,14 @@ REMEDY = "build the later part with --like and the first one, and with its model
 
 
 def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | None = None) -> ArtifactReader:
-    """Write one artifact of the rows of several, in the order given.
+    """Write the rows of several artifacts, in the given order, as one artifact.
 
     Args:
-        parts: artifacts of the same model, features, moments and units, with rows of different names.
-        out: new directory; it appears when it is whole.
+        parts: artifacts of the same model, features, moments and units, with distinct row names.
+        out: new directory; it appears once it is complete.
     Raises:
-        ArtifactError: parts differ (every leaf named), a row_id is in two of them, or a label changes its type.
-        SettingsError: fewer than two parts, or `out` is there already.
+        ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
+        SettingsError: fewer than two parts, or `out` exists.
     """
     progress, place = progress or Silent(), Path(out)
     if len(parts) < 2:
@@ -51,77 +52,85 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         raise SettingsError(f"--out: got {out}, expected a directory on this machine")
     opened = [ArtifactReader.open(part) for part in parts]
     if place.exists():
-        raise SettingsError(f"--out: {place} is there already; give another name, or remove it")
+        raise SettingsError(f"--out: {place} exists already; choose another name, or remove it")
     check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
-        _require_alike(opened[0], part)
-    _require_own_names(opened)
+        _require_compatible(opened[0], part)
+    _require_unique_names(opened)
     schema = _row_schema(opened)
     try:
         with written_aside(place) as aside:
             _write(opened, schema, aside, progress)
     except ArtifactError as err:
-        if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL:  # the build's advice is to resume
+        if (
+            isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL
+        ):  # the writer advises to resume, which merge cannot
             raise ArtifactError(
-                f"{place}: {err.__cause__.strerror}; nothing was written: make room and run the same command again"
+                f"{place}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"
             ) from err
         raise
     return ArtifactReader.open(place)
 
 
-def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
-    """See that numbers of two parts mean the same."""
-    this, other = Identity.from_artifact(part), Identity.from_artifact(first)
-    found = this.changes(other, (this.fingerprints | other.fingerprints).keys() - {"corpus"})
-    then, now = (
+def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
+    """Check that the numbers of two parts are comparable."""
+    part_identity, first_identity = Identity.from_artifact(part), Identity.from_artifact(first)
+    mismatches = part_identity.changes(
+        first_identity, (part_identity.fingerprints | first_identity.fingerprints).keys() - {"corpus"}
+    )
+    before, after = (
         {
-            "targets": one.manifest.targets,
+            "targets": artifact.manifest.targets,
             "arrays": {
                 name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
-                for name, entry in one.manifest.arrays.items()
+                for name, entry in artifact.manifest.arrays.items()
             },
         }
-        for one in (first, part)
+        for artifact in (first, part)
     )
-    found += differences(then, now)
-    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith(LEAKS)):
+    mismatches += differences(before, after)
+    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith((LEAKS, UNITS))):
         both = name in first.moments and name in part.moments
         if not both or not np.array_equal(first.moments[name], part.moments[name]):
-            found.append(f"moments.{name}: other numbers")
+            mismatches.append(f"moments.{name}: other numbers")
     for name in dict.fromkeys([*first.units.column_names, *part.units.column_names]):
-        values = [one.units[name].to_pylist() if name in one.units.column_names else None for one in (first, part)]
-        if name != "loss" and values[0] != values[1]:  # another machine may round losses differently
-            found.append(f"units.{name}: other values")
-    if found:
+        values = [
+            artifact.units[name].to_pylist() if name in artifact.units.column_names else None
+            for artifact in (first, part)
+        ]
+        if name != "loss" and values[0] != values[1]:  # losses may differ by rounding between machines
+            mismatches.append(f"units.{name}: other values")
+    if mismatches:
         raise ArtifactError(
-            f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(found)}; {REMEDY}"
+            f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(mismatches)}; {REMEDY}"
         )
 
 
-def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
-    """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
-    every = " UNION ALL ".join(
+def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
+    """Check that no row is in two parts. DuckDB counts the names and spills to disk, so memory is bounded."""
+    all_names = " UNION ALL ".join(
         f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
     )
     with (
         tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill,
         duckdb.connect(config={"temp_directory": spill, "memory_limit": "512MB", "threads": 2}) as connection,
     ):
-        found = connection.execute(
+        duplicate = connection.execute(
             "SELECT row_id, min(part), max(part), count(*) OVER () "
-            f"FROM ({every}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
+            f"FROM ({all_names}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
             [str(part.rows_path) for part in parts],
         ).fetchone()
-    if found is not None:
-        name, first, last, count = found
+    if duplicate is not None:
+        name, first, last, count = duplicate
         raise ArtifactError(
-            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in all); name "
-            "each row once: with --id-column, or without the documents that both have"
+            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in total); "
+            "use "
+            "distinct names (--id-column), or remove the documents that are in both"
         )
 
 
 def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
-    """Columns of all parts; a label that a part lacks is null there."""
+    """Return the columns of all parts; a label that is absent in a part is null there."""
     seen: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
     for part in parts:
         for field in pq.read_schema(part.rows_path):
@@ -131,7 +140,7 @@ def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
             elif field.type != kind and not pa.types.is_null(field.type):
                 raise ArtifactError(
                     f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
-                    "build one of them again with the type of the other"
+                    "rebuild one of them with the type of the other"
                 )
     return pa.schema([(name, kind) for name, (kind, _) in seen.items() if name != "row_index"])
 
@@ -150,18 +159,18 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         )
         for name, entry in first.arrays.items()
     }
-    given = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
-    stored = []  # the parts with their numbers as they were before a gain of their own corpus
+    manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
+    ungained_parts = []  # the parts without the gains, which were computed from one part
     for part in parts:
-        bare = ArtifactReader.open(part.where)
-        without = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
-        bare.manifest = part.manifest.model_copy(update={"arrays": without})
-        stored.append(bare)
+        ungained = ArtifactReader.open(part.where)
+        entries = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
+        ungained.manifest = part.manifest.model_copy(update={"arrays": entries})
+        ungained_parts.append(ungained)
     begins = np.cumsum([0, *(part.n_rows for part in parts)])
     with lock_artifact(out):
         writer = ArtifactWriter.open(
             out,
-            identity={"parts": given["details"]["parts"]},
+            identity={"parts": manifest["details"]["parts"]},
             n_rows=n_rows,
             shard_rows=first.shard_rows,
             arrays=arrays,
@@ -171,7 +180,7 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             tables, numbers = [], {name: list[F32]() for name in arrays}
-            for part, begin in zip(stored, begins[:-1], strict=True):
+            for part, begin in zip(ungained_parts, begins[:-1], strict=True):
                 rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
                 if not len(rows):
                     continue
@@ -188,22 +197,22 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             progress.advance(table.num_rows, 0)
         moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
         moments |= _leaks_of_all(parts, begins)
-        writer.finish(manifest=given, moments=moments, units=parts[0].units, sums=sums, gains=gains)
+        writer.finish(manifest=manifest, moments=moments, units=parts[0].units, sums=sums, gains=gains)
 
 
 def _leaks_of_all(parts: Sequence[ArtifactReader], begins: I64) -> dict[str, I64]:
     """Return the rows of all parts that contain questions, of the targets for which every part has them."""
     arrays: dict[str, I64] = {}
     for target in parts[0].targets:
-        leaks = [found for part in parts if (found := part.leaks(target)) is not None]
+        leaks = [part_leaks for part in parts if (part_leaks := part.leaks(target)) is not None]
         if len(leaks) == len(parts):
-            rows = [begin + found.row_index for begin, found in zip(begins[:-1], leaks, strict=True)]
+            rows = [begin + part_leaks.row_index for begin, part_leaks in zip(begins[:-1], leaks, strict=True)]
             arrays |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
     return arrays
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:
-    """What the parts say of themselves, put together."""
+    """Return the provenance fields of the merged manifest."""
     manifests = [part.manifest for part in parts]
     first = manifests[0]
     origins = [
@@ -211,7 +220,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
     ]
     corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
     corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
-    shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
+    shared = {name: value for name, value in corpora[0].items() if all(corpus.get(name) == value for corpus in corpora)}
     log, columns = Skipped(), dict[str, None]()
     for manifest in manifests:
         rows = manifest.skipped.get("rows", {})
@@ -219,11 +228,11 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
     seconds: dict[str, float] | None = {}
     for manifest in manifests:
-        own = manifest.details.get("build_seconds")  # None: it was cut off
-        if own is None or seconds is None:
+        part_seconds = manifest.details.get("build_seconds")  # None: interrupted
+        if part_seconds is None or seconds is None:
             seconds = None
         else:
-            seconds = {name: seconds.get(name, 0.0) + value for name, value in own.items()}
+            seconds = {name: seconds.get(name, 0.0) + value for name, value in part_seconds.items()}
     return {
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
         "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},

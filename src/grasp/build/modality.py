@@ -1,6 +1,6 @@
-"""The door to `grasp.vision`, a room beside the road: rows come from its reader, states from its model.
+"""Interface to `grasp.vision`, an optional subpackage for images that is imported lazily.
 
-Nobody on the road imports that room. What the road asks of it stands here, and nothing here loads torch.
+No other module outside `grasp.vision` imports it. This module does not import torch. Start with `vision`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,54 +20,54 @@ from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets.units import UnitSet
 
 if TYPE_CHECKING:
-    from grasp.models.forward_pass import OtherReference, Reference
+    from grasp.models.forward_pass import NonTextReference, Reference
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Pictured(Result, ABC):
-    """A result with pictures beside its table."""
+    """A result with images next to its table."""
 
     @property
     @abstractmethod
     def nearest(self) -> list[tuple[str, str | None]]:
-        """What to write below each picture, and the picture as a URL of itself, if there is one."""
+        """Return the caption of each image, and the image as a data URL, or None."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, as JSON has it."""
+        """Return everything but the images, as JSON values."""
 
 
 class Vision(Protocol):
-    """What the room gives to the road: `grasp.vision.vision_entry` has these functions."""
+    """Functions of `grasp.vision.vision_entry`."""
 
-    def load_model(self, settings: ModelSettings) -> "OtherReference":
-        """The classifier that the settings name."""
+    def load_model(self, settings: ModelSettings) -> "NonTextReference":
+        """Load the classifier that the settings name."""
 
     def read(
         self, settings: BuildSettings, model: Any, tokens: Path, *, replace: bool, progress: Callable[[int], None]
     ) -> tuple[UnitSet, Any, ShardStore[Any, Any]]:
-        """Units, their pictures in the same order, and the store of rows in the directory `tokens`."""
+        """Read the units, their images in the same order, and the store of rows in the directory `tokens`."""
 
     def open_rows(self, directory: Path) -> ShardStore[Any, Any]:
-        """The store of rows, complete and on disk."""
+        """Open a complete store of rows."""
 
     def explain(self, artifact: ArtifactReader, target: str | None, rows: Sequence[str], **how: Any) -> list[Pictured]:
-        """Why each row counts, from the artifact alone; `how` as `grasp.inspect.explain`: unit, match, protocol."""
+        """Explain rows from the artifact alone; `how` as in `grasp.inspect.explain`: unit, match, protocol."""
 
     def row_pictures(self, artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
-        """Rows as PNG, the longer side `largest` pixels at most; None where there is no picture."""
+        """Return rows as PNG, with at most `largest` pixels on the longer side; None if there is no image."""
 
     def picture_url(self, picture: bytes | None) -> str | None:
-        """A picture that needs no file."""
+        """Return an image as a data URL."""
 
 
 def vision() -> Vision:
-    """The room, opened when it is needed."""
+    """Import `grasp.vision` and return its functions."""
     return cast(Vision, import_module("grasp.vision.vision_entry"))
 
 
 def load_reference(settings: ModelSettings) -> "Reference":
-    """A causal LM, or an image classifier where the settings have one."""
+    """Load a causal LM, or the image classifier that the settings name."""
     if settings.classifier is not None:
         return vision().load_model(settings)
     from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch

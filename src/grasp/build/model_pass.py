@@ -1,7 +1,8 @@
-"""Rows and units through the model, a batch at a time: forward, or forward and backward where a kernel needs it.
+"""Pass rows and units through the model in batches: forward, and backward if a kernel needs it.
 
-Each row and each unit passes the model once: all kernels read the same batch. In loop 1 they observe it, in loop 2 they
-score it: `observe_part`, `score_shard`. Between the loops batches may lie on disk: `PassedBatches`.
+Each row and each unit passes through the model once, and all kernels read the same batch: they observe it in loop 1
+(`observe_part`) and score it in loop 2 (`score_shard`). `PassedBatches` stores batches between the loops.
+Start with `ModelPass.batches`.
 Shape letters: N rows of a shard, B rows of a batch, L tokens, K coordinates, E units, C columns of an array.
 """
 
@@ -20,7 +21,7 @@ from grasp.arrays import F32, I64
 from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
-from grasp.kernels.gradient import SampledGradients, room
+from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
@@ -36,10 +37,10 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class ModelPass:
-    """The model with what kernels need of it.
+    """The model and the extraction of features for the kernels.
 
     Attributes:
-        sampled: which coordinates of gradients are taken; None: no kernel needs a backward pass.
+        sampled: sampled coordinates of gradients; None if no kernel needs a backward pass.
     """
 
     model: Reference
@@ -48,39 +49,43 @@ class ModelPass:
 
     @classmethod
     def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
-        """Make ready what the kernels of `settings` need."""
+        """Prepare the passes that the kernels of `settings` need."""
         sampled = SampledGradients.choose(model, settings) if needs_backward(settings.kernels) else None
         return cls(model, settings, sampled)
 
     def batches(self, rows: Rows) -> Iterator[tuple[I64, Batch]]:
-        """Yield batches of rows of like lengths, each with the place of its rows in `rows`.
+        """Yield batches of rows of similar length, each with the positions of its rows in `rows`.
 
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
         column, specs = rows.table.column("row_id"), self.settings.row_positions
-        for index, features, taken_BK in self._passes(rows, specs):
+        for index, features, gradient_BK in self._passes(rows, specs):
             batch = self._batch(features, [column[int(i)].as_py() for i in index], "row")
-            if taken_BK is not None:
-                batch = replace(batch, gradient_BK=_narrow(taken_BK).to(taken_BK.dtype), sampled=self.sampled)
+            if gradient_BK is not None:
+                batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
             yield index, batch
 
     def units(self, units: Units, names: Sequence[str]) -> Batch:
-        """Return all units as one batch; a unit is a row, positions in any order of units."""
-        gradient_EK = None if self.sampled is None else room(len(units), self.sampled, self.settings.gradient_memory_mb)
+        """Pass all units and return them as one batch with a row per unit; positions are in any order."""
+        gradient_EK = (
+            None
+            if self.sampled is None
+            else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
+        )
         parts: list[tuple[I64, Batch]] = []
-        for index, features, taken_BK in self._passes(units, self.settings.unit_positions):
+        for index, features, gradient_BK in self._passes(units, self.settings.unit_positions):
             parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
-            if taken_BK is not None and gradient_EK is not None:
+            if gradient_BK is not None and gradient_EK is not None:
                 place_B = torch.from_numpy(index).to(gradient_EK.device)
-                # the same digits wherever they lie
-                gradient_EK[place_B] = _narrow(taken_BK).to(gradient_EK.device, gradient_EK.dtype)
-        return replace(joined(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
+                # Rounded before the copy, so that results do not depend on where the units are stored.
+                gradient_EK[place_B] = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
+        return replace(merge_batches(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
 
     def _passes(
         self, items: Rows | Units, specs: tuple[str, ...]
     ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
-        """Yield batches of rows or units: their places, features, and coordinates of gradients."""
+        """Yield batches of rows or units: their positions in `items`, features, and coordinates of gradients."""
         if self.sampled is None:
             for index, features in forward_passes(self.model, items, specs, self.settings.top_k):
                 yield index, features, None
@@ -89,21 +94,23 @@ class ModelPass:
         assert isinstance(items, RowShard | Sequence)
         examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
         for index in self.sampled.batches(examples):
-            for part, (taken_BK, hidden_BLH) in halved(index, self._there_and_back(examples)):
-                own = [examples[int(i)] for i in part]
+            for part, (gradient_BK, hidden_BLH) in halved(index, self._backward_pass(examples)):
+                batch_examples = [examples[int(i)] for i in part]
                 scored = (
-                    [items.mask(int(i)) for i in part] if isinstance(items, RowShard) else [one.first for one in own]
+                    [items.mask(int(i)) for i in part]
+                    if isinstance(items, RowShard)
+                    else [example.first for example in batch_examples]
                 )
-                padded = pad_rows([one.input_ids for one in own], scored)
-                yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), taken_BK
+                padded = pad_rows([example.input_ids for example in batch_examples], scored)
+                yield part, extract(self.model, *padded, specs, self.settings.top_k, hidden_BLH), gradient_BK
 
-    def _there_and_back(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
+    def _backward_pass(self, examples: Sequence[Example]) -> Callable[[I64], tuple[Tensor, Tensor]]:
         assert self.sampled is not None
         compute = self.sampled.compute
-        return lambda some: compute([examples[int(i)] for i in some])
+        return lambda index: compute([examples[int(i)] for i in index])
 
     def _batch(self, features: BatchFeatures, names: Sequence[str], what: str) -> Batch:
-        """What a pass gave, as kernels read it: at their positions, and at those of summaries if they are others."""
+        """Build a batch from the features of a pass; `tail` has the positions of summaries if they differ."""
         refuse_bad(features, names, what)
         n_rows = len(names)
         loss_B, head, vocab_size = features.row_loss(n_rows), self.model.head, self.model.vocab_size
@@ -116,8 +123,8 @@ class ModelPass:
         return tail
 
 
-def joined(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
-    """Return batches as one, given the numbers of their rows among all; positions in the order of the batches."""
+def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
+    """Merge batches, given the row numbers of each; positions are in the order of the batches."""
     first = parts[0][1]
     loss_B = first.loss_B.new_zeros(n_rows)
     numbers = [torch.from_numpy(index).to(loss_B.device) for index, _ in parts]
@@ -132,7 +139,7 @@ def joined(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
         input_P=torch.cat([part.input_P for _, part in parts]),
         n_rows=n_rows,
         loss_B=loss_B,
-        tail=joined(tails, n_rows) if tails else None,
+        tail=merge_batches(tails, n_rows) if tails else None,
         gradient_BK=None,
     )
 
@@ -157,7 +164,7 @@ def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
 
 
 def halved(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
-    """Run a batch; where a GPU has no room for it, its halves."""
+    """Run a batch; if the GPU runs out of memory, run its halves."""
     try:
         outcome = run(index)
     except torch.cuda.OutOfMemoryError as err:
@@ -169,13 +176,13 @@ def halved(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Out
     else:
         yield index, outcome
         return
-    torch.cuda.empty_cache()  # only here: the error holds what the batch had computed
+    torch.cuda.empty_cache()  # after the except block: the error holds references to the batch's tensors
     for half in np.array_split(index, 2):
         yield from halved(half, run)
 
 
 def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None:
-    """Stop where the model computed a NaN or an infinity."""
+    """Raise an error if the model computed a NaN or an infinity."""
     finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
     finite_P &= features.residual.value_PK.isfinite().all(dim=1)
     bad = torch.unique(features.row_P[~finite_P]).tolist()
@@ -184,7 +191,7 @@ def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ModelError(
             f"{what} {named}{more}: the model computed NaN or infinity, expected finite hidden states and losses; "
-            "use model.dtype float32, or take it out"
+            "use model.dtype: float32, or remove it from the input"
         )
 
 
@@ -192,11 +199,11 @@ def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None
 
 
 def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arrays:
-    """Return a batch, the k-th of a part, as named arrays, from which `read_batches` makes it again.
+    """Convert the k-th batch of a part to named arrays, the inverse of `read_batches`.
 
     Args:
         index: places of its rows in the part.
-        half: hidden states and mistakes in float16, as an artifact keeps them; else as they are.
+        half: store hidden states and residuals in float16, as an artifact does; else unchanged.
     Raises:
         ModelError: hidden states that do not fit float16.
     """
@@ -212,7 +219,7 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
 
 
 def _narrow(gradient_BK: Tensor) -> Tensor:
-    """Coordinates with the digits in which they are kept: bfloat16, or all of a model in float64."""
+    """Convert coordinates to the dtype in which they are stored: bfloat16, or float64 if the model has float64."""
     return gradient_BK if gradient_BK.dtype == torch.float64 else gradient_BK.bfloat16()
 
 
@@ -220,7 +227,7 @@ def _arrays(batch: Batch, *, half: bool) -> Arrays:
     hidden_PH = batch.hidden_PH.half() if half else batch.hidden_PH
     if half and not bool(hidden_PH.isfinite().all()):
         raise ModelError(
-            "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; build "
+            "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
             "without keep_features"
         )
     at = batch.residual
@@ -244,26 +251,26 @@ def read_batches(
     """Yield the batches of `batch_arrays`, on the device of the model.
 
     Args:
-        ready: None: the model is not at hand; then they lack the output layer, and gradients.
+        ready: None if the model is not loaded; batches then lack the output layer and gradients.
     Raises:
-        ArtifactError: they were kept by another version.
+        ArtifactError: the batches were stored by another version.
     """
     if "0.rows" not in arrays:
-        raise ArtifactError("features: kept by another version; build the artifact again")
+        raise ArtifactError("features: stored by another version; rebuild the artifact")
     count = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(count):
         index = arrays[f"{k}.rows"]
-        known = len(index), ready, vocab_size
-        tail = _batch_of(arrays, f"{k}.tail.", *known) if f"{k}.tail.hidden" in arrays else None
-        batch = _batch_of(arrays, f"{k}.", *known)
+        context = len(index), ready, vocab_size
+        tail = _batch_of(arrays, f"{k}.tail.", *context) if f"{k}.tail.hidden" in arrays else None
+        batch = _batch_of(arrays, f"{k}.", *context)
         if ready is None:
             yield index, replace(batch, tail=tail)
             continue
         gradient_BK = None
         if f"{k}.gradient" in arrays and ready.sampled is not None:
-            kept_BK = torch.from_numpy(arrays[f"{k}.gradient"])
-            kept_BK = kept_BK.view(torch.bfloat16) if kept_BK.dtype == torch.uint16 else kept_BK
-            gradient_BK = kept_BK.to(ready.model.device, ready.sampled.engine.work)
+            stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
+            stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
+            gradient_BK = stored_BK.to(ready.model.device, ready.sampled.engine.work)
         yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=ready.sampled)
 
 
@@ -300,8 +307,8 @@ class ScoredShard:
     """The numbers of a shard, in order of row.
 
     Attributes:
-        arrays: of every kernel, (N, C), by the name of its array.
-        features: the batches as an artifact keeps them; None: they are not kept.
+        arrays: numbers of each kernel, (N, C), by the name of its array.
+        features: the batches as an artifact stores them; None if they are not stored.
     """
 
     loss_N: F32
@@ -310,10 +317,10 @@ class ScoredShard:
 
 
 class PassedBatches:
-    """Batches of loop 1 on disk, so that loop 2 need not run the model again. Memory holds one batch at a time.
+    """Batches of loop 1 on disk, which loop 2 reads instead of running the model. Memory: one batch.
 
     Args:
-        ends: number of batches up to the end of each shard; None: loop 1 is to be run.
+        ends: number of batches up to the end of each shard. Default: none are written yet.
     """
 
     def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
@@ -347,8 +354,8 @@ def observe_part(
     """Pass a part of the sample through the model, and return the moments of all kernels.
 
     Args:
-        states_every: the hidden state of one in so many positions is kept.
-        keep: receives each batch as arrays, from which `score_shard` scores these rows without the model.
+        states_every: one in `states_every` hidden states is stored.
+        keep: receives each batch as arrays, which `score_shard` accepts as `passed`.
     """
     corpus = CorpusMoments(ready.model, states_every)
     kernels = make_kernels(ready.settings.kernels, ready.model, ready.settings, corpus)
@@ -374,8 +381,8 @@ def score_shard(
     """Pass the rows of a shard through the model, and score each batch by every kernel.
 
     Args:
-        keep_features: also return the batches as an artifact keeps them.
-        passed: batches of these rows from `batch_arrays`; the model is not run again.
+        keep_features: also return the batches as an artifact stores them.
+        passed: batches of these rows from `batch_arrays`, used instead of running the model.
     """
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}
@@ -398,7 +405,7 @@ def score_shard(
 
 
 class Workers:
-    """Who runs jobs of the model over parts of the corpus: this process; see also `engine.RayWorkers`."""
+    """Run jobs of the model over parts of the corpus, in this process; see also `engine.RayWorkers`."""
 
     def __init__(self, ready: ModelPass) -> None:
         self._ready = ready
@@ -412,6 +419,6 @@ class Workers:
         in_order: bool = False,
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield what `job(ready, rows, **how)` gives for each numbered part, as parts are done or `in_order`."""
+        """Yield the result of `job(ready, rows, **how)` for each numbered part, as parts finish or `in_order`."""
         for k, rows in parts:
             yield k, job(self._ready, rows, advance=advance, **how)

@@ -1,4 +1,7 @@
-"""What an artifact was built from, opened again: settings, rows, tokenizer and model, each proved to be its own."""
+"""Reopen the inputs of an artifact (settings, rows, tokenizer, model) and verify their fingerprints.
+
+Start with `BuildSource`.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,30 +31,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildSource:
-    """The inputs of an artifact's build; each is read when it is asked for.
+    """The inputs of an artifact's build, loaded lazily.
 
     Attributes:
-        own: settings that the user gave: code that an artifact names is run only if they name it as well.
-            `model.path`, `model.tokenizer` and `corpus.path` say where things are now; what only the artifact names is
-            never fetched.
+        overrides: settings of the user: custom code runs only if they name it too. `model.path`, `model.tokenizer` and
+            `corpus.path` are the current places; paths that only the artifact names are never downloaded.
     Raises:
-        ArtifactError: what is asked for is not there, or not what the artifact was built from.
-        ModelError: the model, or its tokenizer, cannot be loaded.
-        SettingsError: it was built with code that the user does not name.
+        ArtifactError: an input is missing, or differs from that of the build.
+        ModelError: the model or its tokenizer cannot be loaded.
+        SettingsError: the artifact was built with custom code that the user does not name.
     """
 
     artifact: ArtifactReader
-    own: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] | None = None
 
     @cached_property
     def settings(self) -> BuildSettings:
-        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        """Return the settings of the build, with the resolved dtype, so that the same weights are loaded anywhere."""
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
         where = str(self.artifact.path / "manifest.json")
-        settings = build_settings(without_foreign_code(manifest.settings, where, self.own), where)
+        settings = build_settings(without_foreign_code(manifest.settings, where, self.overrides), where)
         as_built: dict[str, Any] = {}
-        if "add_bos_token" not in manifest.settings.get("model", {}):  # of a version that added no BOS
+        if "add_bos_token" not in manifest.settings.get("model", {}):  # built by a version that added no BOS
             as_built = {"add_bos_token": False}
         model = settings.model.model_copy(
             update=as_built
@@ -65,34 +67,36 @@ class BuildSource:
         corpus = settings.corpus.model_copy(update={"path": self._place("corpus.path", settings.corpus.path)})
         return settings.model_copy(update={"model": model, "corpus": corpus})
 
-    def _place(self, name: str, found: str) -> str:
-        """Where the user says that something is, else where the artifact says it was."""
-        return str(leaf(self.own or {}, name) or self.artifact.place(found))
+    def _place(self, name: str, recorded_path: str) -> str:
+        """Return the path that the user gives, else the path that the artifact records."""
+        return str(leaf(self.overrides or {}, name) or self.artifact.place(recorded_path))
 
     def _as_named(self) -> AbstractContextManager[None]:
-        """A model that the user names may be fetched; what only the artifact names is loaded where it is here."""
-        own, tokenizer = self.own or {}, self.settings.model.tokenizer
-        if leaf(own, "model.path") and (tokenizer is None or leaf(own, "model.tokenizer") or Path(tokenizer).exists()):
+        """Forbid downloads unless the user names the model: a path that only the artifact names must be local."""
+        overrides, tokenizer = self.overrides or {}, self.settings.model.tokenizer
+        if leaf(overrides, "model.path") and (
+            tokenizer is None or leaf(overrides, "model.tokenizer") or Path(tokenizer).exists()
+        ):
             return nullcontext()
-        return only_here("get it with `hf download`, or say where the model is with --set model.path=...")
+        return only_here("get it with `hf download`, or give its place with --set model.path=...")
 
     def require_corpus_here(self, flag: str) -> None:
-        """See that reading the corpus needs no network, unless the user named it; see `require_here`."""
-        if not leaf(self.own or {}, "corpus.path"):
+        """Check that the corpus can be read without network access, unless the user named it; see `require_here`."""
+        if not leaf(self.overrides or {}, "corpus.path"):
             require_here(self.artifact, self.settings.corpus.path, flag)
 
     @property
     def has_images(self) -> bool:
-        """Whether rows are images, and the model a classifier."""
-        # the artifact's own word: to say what its rows are, no code that it names is needed
+        """Return whether rows are images and the model is a classifier."""
+        # from the manifest alone: no custom code is needed to answer this
         return leaf(self.artifact.manifest.settings, "model.classifier") is not None
 
     @cached_property
     def rows(self) -> "Store":
-        """Rows as the model read them."""
+        """Return the rows as the model read them."""
         self.artifact.require_one_corpus()
         if not self.artifact.tokens_path.exists():
-            raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true")
+            raise ArtifactError(f"{self.artifact.where}: rows were not stored; rebuild it with keep_tokens: true")
         try:
             rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
         except CorpusError as err:
@@ -102,32 +106,32 @@ class BuildSource:
 
     @cached_property
     def tokenizer(self) -> "HfTokenizer":
-        """The reference model's tokenizer; the model's weights are not read for it."""
+        """Load the tokenizer of the reference model, without the weights."""
         from grasp.models.checkpoint import tokenizer_of  # noqa: PLC0415 - brings torch
         from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
         with self._as_named():
-            made = tokenizer_of(self.settings.model)
+            hf_tokenizer = tokenizer_of(self.settings.model)
         vocab_size = self.artifact.manifest.detail("vocab_size")
-        tokenizer = HfTokenizer.from_settings(made, self.settings.model, vocab_size)
+        tokenizer = HfTokenizer.from_settings(hf_tokenizer, self.settings.model, vocab_size)
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 
     @cached_property
     def units(self) -> UnitSet:
-        """All units of the artifact, in the order of its columns."""
+        """Return all units of the artifact, in the order of its columns."""
         loss_on = self.settings.targets.loss_on
         lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
         return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
 
     @cached_property
     def unit_tokens(self) -> list[UnitTokens]:
-        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        """Return the tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
         table = self.artifact.units
         stored = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
-        if None in stored:  # of format 0.2, which has the texts alone
-            made = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
-            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, made, strict=True)]
+        if None in stored:  # version 0.2 stored the texts only
+            encoded = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, encoded, strict=True)]
         counts = table["n_positions"].to_pylist()
         return [
             UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)
@@ -136,7 +140,7 @@ class BuildSource:
 
     @cached_property
     def model(self) -> "Reference":
-        """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
+        """Load the reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
         with self._as_named():
             model = load_reference(self.settings.model)
         reader, fingerprint = model.reader
@@ -144,20 +148,20 @@ class BuildSource:
         return model
 
     def prove(self, **now: str) -> None:
-        """See that fingerprints are those of the build."""
+        """Check that fingerprints are equal to those of the build."""
         then = {what: self.artifact.manifest.fingerprints.get(what) for what in now}
         if changed := [what for what in now if now[what] != then[what]]:
             listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
             raise ArtifactError(
-                f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore what "
-                "it was built from, or build a new artifact"
+                f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore the "
+                "inputs, or build a new artifact"
             )
 
 
 def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
-    """See that reading the corpus that an artifact names needs no network."""
+    """Check that the corpus that an artifact names can be read without network access."""
     if not (corpus.startswith(IN_MEMORY) or lies_here(corpus)):
         raise SettingsError(
-            f"{artifact.where}: was built from {corpus}, which is not on this disk, and nothing is fetched because an "
-            f"artifact names it; say with {flag} where it lies now"
+            f"{artifact.where}: was built from {corpus}, which is not on this disk; paths that only an artifact names "
+            f"are not downloaded. Give the current place with {flag}"
         )

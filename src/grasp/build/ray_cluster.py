@@ -1,6 +1,6 @@
-"""A Ray cluster as GRASP uses it: connected to by address or started here, stateful workers, jobs that survive them.
+"""Connect to a Ray cluster or start one, and run jobs on stateful workers, with retries if a worker dies.
 
-Only this module imports ray, and only when it is asked for.
+No other module imports ray, and this one imports it only in `connected`. Start with `connected`.
 """
 
 import os
@@ -15,20 +15,20 @@ from typing import Any
 from grasp.errors import EngineError, GraspError
 from grasp.extras import require
 
-JOBS_A_WORKER = 2  # one that runs, one that waits: no worker is idle while its next shard travels
-PATIENCE_SECONDS, POLL_SECONDS = 60.0, 0.5  # for room on a cluster that others use too
+JOBS_A_WORKER = 2  # one runs, one is queued: no worker is idle while its next shard is transferred
+PATIENCE_SECONDS, POLL_SECONDS = 60.0, 0.5  # to wait for free resources on a shared cluster
 RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Which cluster, and how many workers on it.
+    """Address of the cluster, and number and size of workers.
 
     Attributes:
-        address: as `ray.init` takes it, e.g. `auto`, `head:6379`, `ray://head:10001`; none: one is started here, on
-            this machine alone, and ends with the run.
-        workers: none: one for each GPU of the cluster, or where it has none one for each CPU core.
-        threads: CPU cores that one worker is given.
+        address: address for `ray.init`, e.g. `auto`, `head:6379`, `ray://head:10001`. Default: start a cluster on this
+            machine, which ends with the run.
+        workers: number of workers. Default: one per GPU of the cluster, or one per CPU core if it has no GPU.
+        threads: CPU cores per worker.
     """
 
     address: str | None = None
@@ -37,25 +37,25 @@ class ClusterSpec:
 
 
 class Cluster:
-    """A connection, for as long as its `with` block lasts."""
+    """A connection to a Ray cluster."""
 
     def __init__(self, ray: ModuleType, spec: ClusterSpec) -> None:
         self._ray = ray
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = int(sum(node.get("GPU", 0) for node in nodes))
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
-        room = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
-        asked = room if spec.workers is None else spec.workers
-        if room < 1:
-            raise EngineError(f"threads: got {spec.threads}, but no node has so many cores; ask for fewer threads")
-        if asked > room:
+        capacity = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
+        n_requested = capacity if spec.workers is None else spec.workers
+        if capacity < 1:
+            raise EngineError(f"threads: got {spec.threads}, but no node has that many cores; use fewer threads")
+        if n_requested > capacity:
             raise EngineError(
-                f"--workers: got {asked}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for {room} "
-                f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
+                f"--workers: got {n_requested}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for "
+                f"{capacity} workers of {spec.threads} threads; use {capacity} or fewer, or fewer threads"
             )
-        self._room = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})  # that a worker takes
+        self._worker_resources = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})
         wanted = 1 if spec.workers is None else spec.workers
-        deadline = time.monotonic() + PATIENCE_SECONDS  # others may be about to give theirs back
+        deadline = time.monotonic() + PATIENCE_SECONDS  # other users may release resources
         while True:
             resources: dict[str, float] = ray.available_resources()
             free = int(resources.get("CPU", 0)) // spec.threads
@@ -66,34 +66,34 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"--engine ray: the cluster has room for {free} workers now, expected {wanted}; its cores or GPUs "
-                    "are taken by others: ask for fewer --workers, or come back later with --resume"
+                    "are in use: reduce --workers, or retry later with --resume"
                 )
             time.sleep(POLL_SECONDS)
-        self.workers = min(asked, free)
+        self.workers = min(n_requested, free)
 
     def put(self, value: Any) -> Any:
-        """A reference to a value that every worker may read."""
+        """Put a value into the object store, and return the reference."""
         return self._ray.put(value)
 
     def actors(self, kind: type, *arguments: Any) -> list[Any]:
-        """One actor a worker; a dead one is started again, with the same arguments."""
-        remote = self._ray.remote(kind).options(**self._room, max_restarts=-1, max_task_retries=RETRIES)
+        """Create one actor per worker; a dead one is restarted with the same arguments."""
+        remote = self._ray.remote(kind).options(**self._worker_resources, max_restarts=-1, max_task_retries=RETRIES)
         return [remote.remote(*arguments) for _ in range(self.workers)]
 
     def tasks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The same call once a worker, as references; a call whose worker dies is made again."""
-        remote = self._ray.remote(_from_directory).options(**self._room, max_retries=RETRIES)
+        """Submit the same call once per worker, and return references; a call whose worker dies is retried."""
+        remote = self._ray.remote(_from_directory).options(**self._worker_resources, max_retries=RETRIES)
         return [remote.remote(os.getcwd(), function, *arguments) for _ in range(self.workers)]
 
     def done(self, references: Sequence[Any], seconds: float) -> bool:
-        """Wait so long for all of them; whether they have ended. The first error of any of them is raised here."""
+        """Wait up to `seconds` for all references, raise the first error, and return whether all have ended."""
         ended, left = self._ray.wait(list(references), num_returns=len(references), timeout=seconds)
         for reference in ended:
             self.result(reference)
         return not left
 
     def result(self, reference: Any) -> Any:
-        """What a job gave."""
+        """Return the result of a job, and raise its error."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -104,8 +104,8 @@ class Cluster:
         except (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError) as err:
             reason = " ".join(str(err).split())[:300]
             raise EngineError(
-                f"--engine ray: workers died again and again on the same job: {reason}; if memory ran out, lower "
-                "model.batch_tokens or shard_rows, then run again with --resume: what is finished is kept"
+                f"--engine ray: workers died {RETRIES + 1} times on the same job: {reason}; if memory ran out, lower "
+                "model.batch_tokens or shard_rows, then resume with --resume; finished shards are kept"
             ) from err
 
     def spread(
@@ -115,30 +115,30 @@ class Cluster:
         call: Callable[[Any, Any], Any],
         wait: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Results of numbered jobs as they come; few are under way at a time, whatever their number.
+        """Yield results of numbered jobs as they finish; at most `JOBS_A_WORKER` per actor are in flight.
 
         Args:
-            call: makes a reference of an actor and a job.
-            wait: no job is begun while this is true and another is under way.
+            call: submits a job to an actor, and returns the reference.
+            wait: no further job is submitted while this returns True and another is in flight.
         """
-        free = deque(actor for _ in range(JOBS_A_WORKER) for actor in actors)  # places at actors
+        free = deque(actor for _ in range(JOBS_A_WORKER) for actor in actors)  # free slots of actors
         running: dict[Any, _Run] = {}
 
         def ended() -> Iterator[tuple[int, Any]]:
-            """Wait until a job ends; what it gave, or nothing where its node was lost: another worker has it then."""
+            """Wait for a job, and yield its result; if its node was lost, resubmit it to another worker."""
             (reference, *_), _ = self._ray.wait(list(running), num_returns=1)
             run = running.pop(reference)
             try:
-                found = self.result(reference)
+                result = self.result(reference)
             except EngineError:
                 if run.losses == RETRIES:
                     raise
                 others = [actor for actor in actors if actor is not run.actor] or [run.actor]
-                again = call(others[run.losses % len(others)], run.job)
-                running[again] = replace(run, losses=run.losses + 1)
+                retried = call(others[run.losses % len(others)], run.job)
+                running[retried] = replace(run, losses=run.losses + 1)
                 return
             free.append(run.actor)
-            yield run.k, found
+            yield run.k, result
 
         for k, job in jobs:
             while not free or (running and wait is not None and wait()):
@@ -151,38 +151,44 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A job under way."""
+    """A job in flight."""
 
     k: int
     job: Any
-    actor: Any  # whose place it has, though after a loss another one does it
+    actor: Any  # whose slot it has; after a loss another actor runs it
     losses: int = 0
 
 
 @contextmanager
 def connected(spec: ClusterSpec) -> Iterator[Cluster]:
-    """Connect to the cluster of `spec`, or start one; what was started is stopped at the end."""
+    """Connect to the cluster of `spec`, or start one that ends with the block."""
     ray = require("ray", extra="ray", feature="--engine ray")
-    own = not ray.is_initialized()
-    if own:
-        where: dict[str, Any] = {"address": spec.address}
-        if spec.address is None:  # of this machine alone; two workers can be tried on any
+    is_own_cluster = not ray.is_initialized()
+    if is_own_cluster:
+        init_options: dict[str, Any] = {"address": spec.address}
+        if spec.address is None:  # a local cluster; allow two workers on any machine
             cores = max(os.cpu_count() or 1, 2 * spec.threads)
-            where = {"address": "local", "include_dashboard": False, "num_cpus": cores, "configure_logging": False}
+            init_options = {
+                "address": "local",
+                "include_dashboard": False,
+                "num_cpus": cores,
+                "configure_logging": False,
+            }
         try:
-            ray.init(log_to_driver=False, logging_level="error", **where)
+            ray.init(log_to_driver=False, logging_level="error", **init_options)
         except (ConnectionError, ValueError, RuntimeError) as err:
-            said = " ".join(str(err).split())[:200]
+            reason = " ".join(str(err).split())[:200]
             if spec.address is None:
-                raise EngineError(f"--engine ray: no cluster could be started on this machine: {said}") from err
+                raise EngineError(f"--engine ray: no cluster could be started on this machine: {reason}") from err
             raise EngineError(
-                f"--address: no Ray cluster answers at {spec.address!r}: {said}; start one with `ray start --head`, or "
-                "leave the flag out to use this machine"
+                f"--address: no Ray cluster at {spec.address!r}: {reason}; start one with `ray start --head`, or omit "
+                "the "
+                "option to use this machine"
             ) from err
     try:
         yield Cluster(ray, spec)
     finally:
-        if own:
+        if is_own_cluster:
             ray.shutdown()
 
 
@@ -192,6 +198,6 @@ def _from_directory(directory: str, function: Callable[..., Any], *arguments: An
 
 
 def enter(directory: str) -> None:
-    """Where the user's relative paths mean what they mean to the user, if this node has that directory."""
+    """Change to the user's working directory, if this node has it, so that relative paths resolve alike."""
     if os.path.isdir(directory):
         os.chdir(directory)

@@ -1,4 +1,7 @@
-"""The command line: parse, call one function, print, exit code. Nothing here computes."""
+"""The command line. Each command parses its options, calls one function of the package, and prints the result.
+
+Start with `main`, the entry point; the commands are in the modules `*_commands`.
+"""
 
 import errno
 import os
@@ -7,29 +10,37 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
-from grasp.cli import ask, choose, find, runs, start, trust  # noqa: F401 - commands register themselves
+from grasp.cli import (  # noqa: F401 - commands register themselves
+    artifact_commands,
+    detect_command,
+    prediction_commands,
+    runs_commands,
+    selection_commands,
+    validation_commands,
+)
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
 from grasp.files import FULL
 from grasp.text import plain
 
-BESIDE = (
+# Commands of optional subpackages are registered by name, since the layers below must not import these packages.
+COMMAND_MODULES = (
     "grasp.geometry.calibrate_command",
     "grasp.vision.fit_head_command",
-)  # commands of rooms that nothing here imports
-for _room in BESIDE:
-    import_module(_room)
+)
+for _module in COMMAND_MODULES:
+    import_module(_module)
 
 USER_ERROR = 2
-# What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.
-REFUSALS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
+# Errors of the operating system that are not bugs: they are printed in one line, without a traceback.
+SYSTEM_ERRORS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
 
 
 def main() -> None:
-    """Entry point: a mistake of the user is one line and exit code 2; a bug keeps its traceback."""
-    # Threads of torch that wait for each other would otherwise spin: where others use the cores as well, that takes
-    # five times the CPU time of one thread, and longer. It is read when torch is loaded; who has set it is obeyed.
+    """Run a command. A user error is printed in one line, with exit code 2; a bug keeps its traceback."""
+    # By default, waiting OpenMP threads of torch spin. If other processes use the cores, this takes five times the CPU
+    # time of one thread, and more wall time. torch reads the variable when it is loaded; the user's own value wins.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with redirect_stdout(cast(TextIO, PlainStream(sys.stdout))):
@@ -37,14 +48,16 @@ def main() -> None:
     except GraspError as err:
         _fail(str(err))
     except OSError as err:
-        if err.errno not in REFUSALS:
+        if err.errno not in SYSTEM_ERRORS:
             raise
-        what = f"{err.filename}: {err.strerror}" if err.filename else str(err)
-        more = "; what was finished is kept: make room and run the same command again" if err.errno in FULL else ""
-        _fail(what + more)
+        message = f"{err.filename}: {err.strerror}" if err.filename else str(err)
+        remedy = (
+            "; finished parts are kept: free disk space and run the same command again" if err.errno in FULL else ""
+        )
+        _fail(message + remedy)
 
 
 def _fail(message: str) -> NoReturn:
-    """One line, whatever a file name, a label or an expression in the message holds."""
+    """Print an error as one line without control characters, and exit."""
     print(f"error: {plain(message)}", file=sys.stderr)
     sys.exit(USER_ERROR)

@@ -1,4 +1,4 @@
-"""Tables and results on the terminal."""
+"""Print tables and results, and check the output files of a command. Start with `print_result`."""
 
 import shlex
 import shutil
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
     from grasp.results import Result
 
-READS = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}  # of what else is read: "--protocol reads"
+# phrases of inputs in messages; others are e.g. "--protocol reads"
+READ_PHRASES = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}
 
 
 class PlainStream:
-    """Standard output through which nothing passes that steers a terminal, whatever a file, label or name holds."""
+    """Standard output that replaces control characters, so that names from a corpus cannot steer a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: object) -> int:
         if not isinstance(text, str):
-            raise TypeError(f"got {type(text).__name__}, expected text")  # as text streams do; libraries ask by trying
+            # text streams raise TypeError for bytes, and libraries rely on it to recognise them
+            raise TypeError(f"got {type(text).__name__}, expected text")
         return self._stream.write(printable(text))
 
     def styled(self, text: str) -> int:
-        """Write text whose control characters are our own: what is untrusted in it was made printable before."""
+        """Write text with colour codes; untrusted parts must already be printable."""
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -41,23 +43,23 @@ class PlainStream:
 
 
 def in_colour() -> bool:
-    """Whether standard output is a terminal with colours, and NO_COLOR is not set."""
+    """Return whether standard output is a terminal with colours and NO_COLOR is not set."""
     console = Console()
     return console.color_system is not None and not console.no_color
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, as wide as the terminal is."""
+    """Print a table, at most as wide as the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(text_table(title, headings, rows, width=width))
 
 
 def program() -> str:
-    """How this program is called from here: `grasp` where the shell finds it, else as it was called now."""
+    """Return the shell command that runs this program: `grasp` if it is on the path, else the current program."""
     if shutil.which("grasp"):
         return "grasp"
-    called = Path(sys.argv[0])
-    return f"{shlex.quote(sys.executable)} -m grasp" if called.suffix == ".py" else shlex.quote(str(called))
+    script = Path(sys.argv[0])
+    return f"{shlex.quote(sys.executable)} -m grasp" if script.suffix == ".py" else shlex.quote(str(script))
 
 
 def check_outputs(
@@ -65,33 +67,35 @@ def check_outputs(
     reads: Mapping[str, files.Reads] | None = None,
     *,
     artifact: "ArtifactReader | None" = None,
-    asked: Mapping[str, Any] = MappingProxyType({}),
-    **how: Any,
+    params: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> None:
-    """Check by `grasp.files.check_outputs`, and print a note for each file that will be replaced.
+    """Call `grasp.files.check_outputs`, and print a note for every file that will be overwritten.
 
     Args:
-        artifact: that is read, with what it was built from.
-        asked: arguments of the command's verb; their paths are read.
+        reads: inputs by phrase, as in `grasp.files.check_outputs`.
+        artifact: artifact that is read, together with the inputs of its build.
+        params: arguments of the command's public function; their paths are inputs, except `cache`.
     """
     if not any(outputs.values()):
         return
-    read = dict(reads or {}) | ({} if artifact is None else artifact.reads)
-    for name, value in asked.items():
+    inputs = dict(reads or {}) | ({} if artifact is None else artifact.reads)
+    for name, value in params.items():
         if name != "cache":
-            paths = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Path)]
-            read[READS.get(name, f"{flag_of(name)} reads")] = paths
-    files.check_outputs(outputs, read, **how)
+            values = value if isinstance(value, list) else [value]
+            phrase = READ_PHRASES.get(name, f"{flag_of(name)} reads")
+            inputs[phrase] = [item for item in values if isinstance(item, Path)]
+    files.check_outputs(outputs, inputs, **options)
     for flag, path in outputs.items():
         if path is not None and flag.startswith("--") and path.is_file():
-            print(f"note: {flag} replaces {plain(path)}", file=sys.stderr)
+            print(f"note: {flag}: overwriting {plain(path)}", file=sys.stderr)
 
 
-def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:
-    """Print a result, or write its table to `out` and print the rest.
+def print_result(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:
+    """Print a result; if `out` is given, write its table there and print the headline and the notes only.
 
     Args:
-        written: so many lines are in `out` already.
+        written: number of rows of `out`, if the table was already written.
     """
     if out is None:
         print(result)

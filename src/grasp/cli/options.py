@@ -1,4 +1,8 @@
-"""From flags, --set and a settings file to settings. Flags win over --set, --set over the file."""
+"""Options that several commands share, and their conversion to settings.
+
+Settings come from a file, `--set` and other options; options override `--set`, which overrides the file. Start with
+`merge_settings`.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,34 +17,38 @@ from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
 if TYPE_CHECKING:
     from grasp.build.ray_cluster import ClusterSpec
 
-# What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
+# Used as annotations of command parameters, e.g. `art: Art` or `quiet: Quiet = False`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
-ResultFile = Annotated[Path | None, option("--out FILE", "Write the table there: .parquet or .csv.")]
-JsonFile = Annotated[Path | None, option("--json FILE", "Write everything there as JSON.")]
+ResultFile = Annotated[Path | None, option("--out FILE", "Write the table to a .parquet or .csv file.")]
+JsonFile = Annotated[Path | None, option("--json FILE", "Write all results as JSON.")]
 ConfigFile = Annotated[
     Path | None,
-    rare("--config FILE", "YAML of settings; a run.yaml repeats what wrote it."),
+    rare("--config FILE", "YAML file of settings; the run.yaml of an earlier run repeats it."),
 ]
 Assignments = Annotated[
     list[str],
-    rare("--set NAME=VALUE", "Any setting, e.g. corpus.limit=1000; repeatable."),
+    rare("--set NAME=VALUE", "Set any setting, e.g. corpus.limit=1000. Repeatable."),
 ]
-OwnSettings = Annotated[
+ModelOverrides = Annotated[
     list[str],
-    rare("--set NAME=VALUE", "Where the model is now (model.path=DIR), or code of it that may be run; repeatable."),
+    rare("--set NAME=VALUE", "Current path of the model (model.path=DIR), or code of it that may be run. Repeatable."),
 ]
 Address = Annotated[
     str | None,
-    rare("--address HOST", "Ray cluster, e.g. auto or head:6379. Default: one is started on this machine."),
+    rare("--address HOST", "Ray cluster, e.g. auto or head:6379. Default: start one on this machine."),
 ]
-Quiet = Annotated[bool, rare("--quiet", "Plain lines instead of a progress bar.")]
+Quiet = Annotated[bool, rare("--quiet", "Print plain lines instead of a progress bar.")]
 
 
-def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
-    """One nested mapping; `flags` and `assignments` name leaves by dotted path, and None flags say nothing.
+def merge_settings(
+    config: Path | dict[str, Any] | None, assignments: list[str], flags: dict[str, Any]
+) -> dict[str, Any]:
+    """Merge a settings file, `--set` assignments and options into one nested mapping; later ones override.
 
     Args:
-        config: a YAML file, or what was read of one.
+        config: a YAML file, or its content.
+        assignments: values of `--set`, e.g. `corpus.limit=1000`.
+        flags: values of other options by the dotted path of the setting; None is ignored.
     Raises:
         SettingsError: the file is not a mapping, or an assignment is not `name=value`.
     """
@@ -53,8 +61,8 @@ def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: 
     return put_all(data, flags)
 
 
-def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
-    """What select and mix write with the table of `flag`: its summary and its protocol."""
+def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
+    """Return the files that `select` and `mix` write for the table of `flag`: table, summary and protocol."""
     if out is None:
         return {}
     if out.suffix != ".parquet":
@@ -66,23 +74,23 @@ def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
     }
 
 
-def cluster(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
-    """The cluster to work on; none for `local`.
+def cluster_spec(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
+    """Return the Ray cluster of `--engine ray`; None for `local`.
 
     Raises:
-        SettingsError: no such engine, or an address without a cluster.
+        SettingsError: unknown engine, or an address without `--engine ray`.
     """
     if engine not in ("local", "ray"):
         raise SettingsError(f"--engine: got {engine!r}, expected local or ray")
     if engine == "local":
         if address is not None:
-            raise SettingsError(f"--address: got {address!r}, which has no meaning without --engine ray; leave it out")
+            raise SettingsError(f"--address: got {address!r}, which requires --engine ray")
         return None
     from grasp.build.ray_cluster import ClusterSpec
 
     return ClusterSpec(address, workers, threads or 1)
 
 
-def names(text: str | None) -> list[str] | None:
-    """A comma-separated list; a name with a comma in it stands in double quotes, as in CSV."""
+def split_names(text: str | None) -> list[str] | None:
+    """Split a comma-separated list; names that contain a comma are in double quotes, as in CSV."""
     return None if text is None else list(listed(text))

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, plain lines elsewhere or with --quiet."""
+"""Progress on standard error: a bar on a terminal, else (or with `--quiet`) plain lines. Start with `Watch`."""
 
 import sys
 import threading
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from grasp.retraining.worker import RetrainStatus
 
 LINE_SECONDS = 5.0
-WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
-# What a build does, in words; other stages are called what they are.
-STAGES = {
-    "rows": "cutting into rows",
+MIN_REST_SECONDS = 5.0  # the total time left is printed if it exceeds that of the stage by this much
+# Titles of the stages of a build; other stages are shown by name.
+STAGE_TITLES = {
+    "rows": "tokenizing",
     "model": "loading the model",
     "units": "reading the questions",
-    "moments": "reading a sample",
+    "moments": "estimating moments",
     "rows scored": "scoring rows",
     "kept rows scored": "scoring rows",
 }
 
 
 class Watch:
-    """Shows the stages of a long run with rows/s, tokens/s and the time left."""
+    """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True)
         self._plain = quiet or not sys.stderr.isatty()
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._name = ""
         self._total: int | None = None
-        self._rows = self._tokens = self._runs = self._before = 0
-        self._begun = self._told = time.monotonic()
-        self._ahead: dict[str, int] = {}  # tokens of the stages that have not begun, by name
-        self._here = 0  # tokens of this stage, where it was planned
+        self._rows = self._tokens = self._runs_done = self._runs_before = 0
+        self._started_at = self._printed_at = time.monotonic()
+        self._planned_tokens: dict[str, int] = {}  # tokens of the stages that have not started, by name, in order
+        self._stage_tokens = 0  # tokens of the current stage if it was planned, else 0
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -57,21 +57,25 @@ class Watch:
             )
             self._bar.start()
         else:
-            threading.Thread(target=self._beat, daemon=True).start()
+            threading.Thread(target=self._print_regularly, daemon=True).start()
         return self
 
-    def _beat(self) -> None:
-        """A sign of life in plain lines, however long one batch takes."""
-        while not self._ended.wait(1.0):
-            if self._name not in ("", "runs") and time.monotonic() - self._told >= LINE_SECONDS:
-                self._told = time.monotonic()
-                seconds = f"{duration_text(self._told - self._begun)} so far"
-                self._tell(self._so_far() if self._rows else seconds, self._rate() if self._rows else "", self._left())
+    def _print_regularly(self) -> None:
+        """Print a line at regular intervals, even if a batch takes longer."""
+        while not self._stopped.wait(1.0):
+            if self._name not in ("", "runs") and time.monotonic() - self._printed_at >= LINE_SECONDS:
+                self._printed_at = time.monotonic()
+                seconds = f"{duration_text(self._printed_at - self._started_at)} so far"
+                self._print(
+                    self._rows_text() if self._rows else seconds,
+                    self._rate_text() if self._rows else "",
+                    self._left_text(),
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._stopped.set()
         if kind is None:
             self._close_stage()
         if self._bar is not None:
@@ -79,12 +83,14 @@ class Watch:
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         self._close_stage()
-        self._here = self._ahead.get(name, 0)
-        if name in self._ahead:  # what was planned before it is there already
-            self._ahead = dict(list(self._ahead.items())[list(self._ahead).index(name) + 1 :])
-        name = STAGES.get(name, name)
-        self._name, self._total, self._rows, self._tokens, self._runs = name, rows, 0, 0, 0
-        self._begun = self._told = time.monotonic()
+        self._stage_tokens = self._planned_tokens.get(name, 0)
+        if name in self._planned_tokens:  # skipped stages before it were already finished
+            self._planned_tokens = dict(
+                list(self._planned_tokens.items())[list(self._planned_tokens).index(name) + 1 :]
+            )
+        name = STAGE_TITLES.get(name, name)
+        self._name, self._total, self._rows, self._tokens, self._runs_done = name, rows, 0, 0, 0
+        self._started_at = self._printed_at = time.monotonic()
         if self._bar is not None:
             self._task = self._bar.add_task(name, total=rows, rate="", left="")
 
@@ -92,17 +98,17 @@ class Watch:
         self._rows += rows
         self._tokens += tokens
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._rows, rate=self._rate(), left=self._left())
-        elif time.monotonic() - self._told >= LINE_SECONDS:
-            self._told = time.monotonic()
-            self._tell(self._so_far(), self._rate(), self._left())
+            self._bar.update(self._task, completed=self._rows, rate=self._rate_text(), left=self._left_text())
+        elif time.monotonic() - self._printed_at >= LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            self._print(self._rows_text(), self._rate_text(), self._left_text())
 
     def plan(self, tokens: Mapping[str, int]) -> None:
-        """The stages ahead, in order, with the tokens that the model reads in each."""
-        self._ahead = dict(tokens)
+        """Announce the coming stages, in order, with the number of tokens that the model reads in each."""
+        self._planned_tokens = dict(tokens)
 
     def note(self, line: str) -> None:
-        """A sentence above the bar."""
+        """Print a note above the bar."""
         text = f"note: {plain(line)}"
         if self._bar is None:
             print(text, file=sys.stderr)
@@ -110,52 +116,52 @@ class Watch:
             self._bar.console.print(text, markup=False, highlight=False)
 
     def runs(self, status: "RetrainStatus") -> None:
-        """Retraining: runs that are done, how far those under way are, and the time left for all of them."""
+        """Show the state of a retraining: finished runs, steps of the current runs, and the time left."""
         if status.cost is not None:
             for line in status.cost.splitlines():
                 self._console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
             return
         if status.stage != self._name:
             self.stage(status.stage, rows=status.total or None, tokens=None)
-            self._before = status.done
+            self._runs_before = status.done
         if status.stage != "runs":
             return
-        self._runs = status.done - self._before
+        self._runs_done = status.done - self._runs_before
         step = f"step {status.step:,} of {status.steps:,} of " if status.steps else ""
         others = f" and {len(status.running) - 1} more" if len(status.running) > 1 else ""
-        doing = f"{step}{status.running[0]}{others}" if status.running else ""
+        current = f"{step}{status.running[0]}{others}" if status.running else ""
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=status.done, rate=doing, left=left)
-        elif time.monotonic() - self._told >= LINE_SECONDS:
-            self._told = time.monotonic()
-            self._tell(f"{status.done:,} of {status.total:,} runs", doing, left)
+            self._bar.update(self._task, completed=status.done, rate=current, left=left)
+        elif time.monotonic() - self._printed_at >= LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            self._print(f"{status.done:,} of {status.total:,} runs", current, left)
 
-    def _tell(self, *parts: str) -> None:
+    def _print(self, *parts: str) -> None:
         print(plain(f"{self._name}: {', '.join(part for part in parts if part)}"), file=sys.stderr)
 
     def _close_stage(self) -> None:
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started_at
         if self._name and self._plain and self._rows:
-            self._tell(f"{self._rows:,} rows in {seconds:.1f} s", self._rate())
-        if self._name and self._plain and self._runs:
-            self._tell(f"{self._runs:,} runs in {seconds:.1f} s")
+            self._print(f"{self._rows:,} rows in {seconds:.1f} s", self._rate_text())
+        if self._name and self._plain and self._runs_done:
+            self._print(f"{self._runs_done:,} runs in {seconds:.1f} s")
         self._name = ""
 
-    def _so_far(self) -> str:
+    def _rows_text(self) -> str:
         return f"{self._rows:,} rows" if self._total is None else f"{self._rows:,} of {self._total:,} rows"
 
-    def _rate(self) -> str:
-        seconds = max(time.monotonic() - self._begun, 1e-9)
+    def _rate_text(self) -> str:
+        seconds = max(time.monotonic() - self._started_at, 1e-9)
         rate = f"{self._rows / seconds:,.0f} rows/s"
         return f"{rate}, {self._tokens / seconds:,.0f} tokens/s" if self._tokens else rate
 
-    def _left(self) -> str:
-        """Of the stage, by what of it is done; and in all, if the tokens ahead are read as fast as those here."""
+    def _left_text(self) -> str:
+        """Return the time left of this stage, and in total, extrapolated from the throughput of this stage."""
         if not self._total or not self._rows:
             return ""
-        whole_stage = (time.monotonic() - self._begun) * self._total / self._rows
-        left = whole_stage * (1 - self._rows / self._total)
-        ahead = whole_stage * sum(self._ahead.values()) / self._here if self._here else 0.0
-        in_all = f" here, {duration_text(left + ahead)} in all" if ahead > WORTH_SAYING else ""
-        return f"{duration_text(left)} left{in_all}"
+        stage_seconds = (time.monotonic() - self._started_at) * self._total / self._rows
+        left = stage_seconds * (1 - self._rows / self._total)
+        later = stage_seconds * sum(self._planned_tokens.values()) / self._stage_tokens if self._stage_tokens else 0.0
+        total = f" in this stage, {duration_text(left + later)} in total" if later > MIN_REST_SECONDS else ""
+        return f"{duration_text(left)} left{total}"

@@ -80,7 +80,7 @@ TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
-BESIDE: Final = ("system", "tools")  # columns that go with turns of any form
+EXTRA_COLUMNS: Final = ("system", "tools")  # columns that go with turns of any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
@@ -184,43 +184,45 @@ class Form:
         Raises:
             CorpusError: its columns hold something else than they promise, an unknown role among it.
         """
-        found = {name: values.get(name) for name in self.columns}
-        given = {name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in found.items()}
+        columns = {name: values.get(name) for name in self.columns}
+        values_of = {
+            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in columns.items()
+        }
         first = self.columns[0]
         pair: tuple[str, str] | None = None
         if self.kind == "template":
             prompt, completion = self.templates
-            pair = prompt.fill(given, where), completion.fill(given, where)
+            pair = prompt.fill(values_of, where), completion.fill(values_of, where)
         elif self.kind == "instruction":
-            _, output, *inputs = (name for name in self.columns if name not in (*BESIDE, HISTORY))
+            _, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
             for name in (first, output, *inputs):
-                if not isinstance(given[name], str | None):
-                    raise CorpusError(f"{where}: column {name!r} holds {type(given[name]).__name__}, expected text")
+                if not isinstance(values_of[name], str | None):
+                    raise CorpusError(f"{where}: column {name!r} holds {type(values_of[name]).__name__}, expected text")
             between = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
-            question = between.join(text for name in (first, *inputs) if (text := given[name] or "").strip())
-            pairs = [*_history(given.get(HISTORY), where), (question, given[output] or "")]
-            said = [
+            question = between.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
+            pairs = [*_history(values_of.get(HISTORY), where), (question, values_of[output] or "")]
+            raw_turns = [
                 {"role": role, "content": words}
                 for pair_of_turns in pairs
                 for role, words in zip(("user", "assistant"), pair_of_turns, strict=True)
             ]
         elif self.kind == "prompt":
-            if isinstance(given["prompt"], str) and isinstance(given["completion"], str):
-                pair = given["prompt"], given["completion"]
+            if isinstance(values_of["prompt"], str) and isinstance(values_of["completion"], str):
+                pair = values_of["prompt"], values_of["completion"]
             else:
-                said = [turn for name in ("prompt", "completion") for turn in _turns(given[name], name, where)]
-        elif not holds_turns(given[first], first):
-            return Content(text=given[first])
+                raw_turns = [turn for name in ("prompt", "completion") for turn in _turns(values_of[name], name, where)]
+        elif not holds_turns(values_of[first], first):
+            return Content(text=values_of[first])
         else:
-            said = _turns(given[first], first, where)
+            raw_turns = _turns(values_of[first], first, where)
         if pair is not None:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
-        turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(said)]
-        system = given.get("system")
+        turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
+        system = values_of.get("system")
         if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": system})
-        return Content(conversation=_conversation(turns, _tools(given.get("tools"), where), where))
+        return Content(conversation=_conversation(turns, _tools(values_of.get("tools"), where), where))
 
 
 def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
@@ -285,25 +287,25 @@ def holds_turns(value: Any, column: str) -> bool:
     return value is not None
 
 
-def _turns(said: Any, column: str, where: str) -> list[Any]:
+def _turns(value: Any, column: str, where: str) -> list[Any]:
     """Turns in a list, or in JSON text of one; `datasets` may have made a struct of lists of them."""
-    if isinstance(said, str) and JSON_TURNS.match(said):
+    if isinstance(value, str) and JSON_TURNS.match(value):
         try:
-            said = plain_json(json.loads(said))
+            value = plain_json(json.loads(value))
         except (ValueError, RecursionError) as err:
             raise CorpusError(
                 f"{where}: text column {column!r} begins like a list of turns and is not JSON: {err}; write it as JSON"
             ) from err
-    if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
-        lengths = {len(part) for part in said.values()}
+    if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
+        lengths = {len(part) for part in value.values()}
         if len(lengths) == 1:
-            return [dict(zip(said, line, strict=True)) for line in zip(*said.values(), strict=True)]
-    if not isinstance(said, list) or not all(isinstance(turn, Mapping) for turn in said):
-        kind = f"a list of {type(said[0]).__name__}" if isinstance(said, list) and said else type(said).__name__
+            return [dict(zip(value, line, strict=True)) for line in zip(*value.values(), strict=True)]
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+        kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
         raise CorpusError(
             f"{where}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
-    return said
+    return value
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -311,24 +313,30 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Calls that cannot be read are None.
     """
-    given: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
-    role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
-    known = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if known is None:
+    members: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
+    role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
+    standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if standard_role is None:
         raise CorpusError(f"{where}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and known != "tool":  # templates write a tool's result in whatever form it has
-        raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
-    if role.lower() == CALL and "tool_calls" not in given:  # LLaMA-Factory writes it as a tool call of the model
-        given[CALL], content = content, ""
-    called = given.pop(CALL, None) if known == "assistant" else None
-    given["tool_calls"] = _tool_calls(given.get("tool_calls"), where) or (_function_calls(called) if called else [])
-    if given["tool_calls"] == []:
-        del given["tool_calls"]
-    return {"role": known, "content": content, **given}
+    if (
+        not isinstance(content, str) and standard_role != "tool"
+    ):  # templates write a tool's result in whatever form it has
+        raise CorpusError(
+            f"{where} ({standard_role}): got {content!r:.60}, expected words; pictures and sounds are not read"
+        )
+    if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
+        members[CALL], content = content, ""
+    function_call = members.pop(CALL, None) if standard_role == "assistant" else None
+    members["tool_calls"] = _tool_calls(members.get("tool_calls"), where) or (
+        _function_calls(function_call) if function_call else []
+    )
+    if members["tool_calls"] == []:
+        del members["tool_calls"]
+    return {"role": standard_role, "content": content, **members}
 
 
 def _function_calls(calls: Any) -> list[Any] | None:
@@ -407,7 +415,7 @@ def preference_note(text_column: str | None, columns: Collection[str], *, turns:
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Every way to read records with these columns, by what says to choose it."""
-    extra = tuple(name for name in BESIDE if name in names)
+    extra = tuple(name for name in EXTRA_COLUMNS if name in names)
     forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
     if TEXT in names:
         forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))
@@ -481,7 +489,7 @@ def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | Non
         CorpusError: it is none that can be read.
     """
     for form in forms_in([name for name, value in record.items() if value is not None]).values():
-        found = form.read(record, where).conversation
-        if found is not None:
-            return found
+        conversation = form.read(record, where).conversation
+        if conversation is not None:
+            return conversation
     return None

@@ -175,5 +175,5 @@ def _tokens_until(text: ModelText, place: int, ids: list[int], tokenizer: Tokeni
     if place == len(text.text):
         return len(ids)
     (until,) = tokenizer.encode([text.text[:place]])
-    agree = next((k for k, (one, other) in enumerate(zip(ids, until, strict=False)) if one != other), len(until))
+    agree = next((k for k, (token, other) in enumerate(zip(ids, until, strict=False)) if token != other), len(until))
     return agree + (agree < len(until))

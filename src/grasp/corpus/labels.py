@@ -20,9 +20,9 @@ DOCUMENT_COLUMN = "__document__"
 SPANS_COLUMN = "__spans__"
 CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # of rows that are pictures
 _HIDDEN = (IDS_COLUMN, LABELLED_COLUMN, DOCUMENT_COLUMN, SPANS_COLUMN)
-OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
+RESERVED_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
 # Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
-_OWN = re.compile(rf"(?:{'|'.join(OWN_COLUMNS)})_*", re.IGNORECASE)
+_RESERVED = re.compile(rf"(?:{'|'.join(RESERVED_COLUMNS)})_*", re.IGNORECASE)
 
 ARROW_TYPE: Mapping[Kind, pa.DataType] = {
     "null": pa.string(),  # a column without any value is text
@@ -37,7 +37,7 @@ _EXACT_FLOAT = 2**53
 
 def label_name(column: str) -> str:
     """Name of a label column; a clash with ours gets an underscore more (`loss` -> `loss_` -> `loss__`)."""
-    return f"{column}_" if _OWN.fullmatch(column) else column
+    return f"{column}_" if _RESERVED.fullmatch(column) else column
 
 
 def kind_of_all(values: Iterable[Label]) -> Kind:

@@ -89,8 +89,8 @@ class Skipped:
             self.counts[reason] = self.counts.get(reason, 0) + number
         for listed, more, most in ((self.ids, ids, LISTED_IDS), (self.examples, examples, LISTED_EXAMPLES)):
             for reason, names in more.items():
-                here = listed.setdefault(reason, [])
-                here.extend(names[: most - len(here)])
+                entries = listed.setdefault(reason, [])
+                entries.extend(names[: most - len(entries)])
 
     def drain(self) -> "Skipped":
         """Return what came since the last call; nothing is left here."""
@@ -297,9 +297,9 @@ class Packer:
             if first and whole.total - first < shortest:
                 self._skipped.add("short_end", f"{document.name}#{number}")
                 return
-            room = self._length - (len(prefix) if first else 0)
-            yield from self._row([whole.cut(first, first + room)], document.index, first + room, prefix=prefix)
-            first += room
+            capacity = self._length - (len(prefix) if first else 0)
+            yield from self._row([whole.cut(first, first + capacity)], document.index, first + capacity, prefix=prefix)
+            first += capacity
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
         """Yield the last, short row of a stream, at its end or before a document that comes as ids."""
@@ -327,12 +327,12 @@ class Packer:
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if whole.total > self._length:
             self._skipped.add("cut_begin", document.name)
-            room = self._length - len(prefix)
+            capacity = self._length - len(prefix)
             last = int(np.flatnonzero(labelled)[-1])
             before = int(np.flatnonzero(~labelled[:last])[-1])  # the token before the last answer
-            first = min(max(0, last + 1 - room), before)
+            first = min(max(0, last + 1 - capacity), before)
             labelled[first : first + int(np.argmin(labelled[first:]))] = False  # the rest of an answer
-            whole = whole.cut(first, first + room)
+            whole = whole.cut(first, first + capacity)
         yield from self._row([whole], document.index + 1, 0, prefix=prefix)
 
     def _n_prefix(self, piece: _Piece) -> int:
@@ -355,8 +355,8 @@ class Packer:
                 row.append(head)
                 missing -= len(head.ids)
             # less than a row was waiting before the document came, so what is left after a row is its own
-            rest = self._waiting[0].first if self._waiting else piece.total
-            yield from self._row(row, piece.document.index, rest, prefix=self._prefix)
+            remainder = self._waiting[0].first if self._waiting else piece.total
+            yield from self._row(row, piece.document.index, remainder, prefix=self._prefix)
 
     def _row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
         """Yield the row, unless too short; named after the document with the most tokens, the earliest on a tie.

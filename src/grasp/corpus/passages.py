@@ -152,7 +152,7 @@ def _before_question(query: str) -> str:
     return query.rpartition("\nQuestion:")[0]
 
 
-def _joined(context: str, ending: str) -> str:
+def _join_ending(context: str, ending: str) -> str:
     return f"{context.rstrip()} {ending.lstrip()}"
 
 
@@ -189,7 +189,7 @@ SOURCES: Final[Mapping[str, _Source]] = {
     "coqa": _Source(_coqa_domain, lambda d: [d["story"]], "coqa/bpb_0shot"),
     "drop": _Source("encyclopedia", lambda d: [d["passage"]], "drop/bpb_5shot"),
     "hellaswag": _Source(
-        "common sense", lambda d: [_joined(d["query"], d["choices"][d["gold"]])], "hellaswag/rc_0shot"
+        "common sense", lambda d: [_join_ending(d["query"], d["choices"][d["gold"]])], "hellaswag/rc_0shot"
     ),
     "qasper_yesno": _Source("research papers", _qasper, "qasper_yesno/rc_5shot"),
     "sciriff_yesno": _Source("research papers", lambda d: [d["context"]], "sciriff_yesno/rc_5shot"),
@@ -200,5 +200,5 @@ SOURCES: Final[Mapping[str, _Source]] = {
         lambda d: [f"{d['problem']}\n\n{d['solution']}"],
         *(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH),
     ),
-    "lambada": _Source("stories", lambda d: [_joined(d["query"], d["choices"][0])], "lambada/bpb_0shot"),
+    "lambada": _Source("stories", lambda d: [_join_ending(d["query"], d["choices"][0])], "lambada/bpb_0shot"),
 }

@@ -61,7 +61,7 @@ FORMAT: Final = 2
 WITHOUT_SPANS: Final = 1  # the format before
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
-AGAIN: Final = "delete its directory and build again"
+RECOVERY_HINT: Final = "delete its directory and build again"
 CHANGED: Final = "the corpus changed since these rows were made of it; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
@@ -105,8 +105,8 @@ ROWS = Schema(
     marks="shard-*.json",
     plan="plan.json",
     ours=("shard-*.parquet", SUMMARY),
-    again=AGAIN,
-    mistake=CorpusError,
+    recovery_hint=RECOVERY_HINT,
+    error_type=CorpusError,
 )
 
 
@@ -120,7 +120,7 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         what,
         holds,
         FORMAT,
-        AGAIN,
+        RECOVERY_HINT,
         CorpusError,
         none=none,
         unsigned=True,
@@ -155,7 +155,7 @@ class ShardStore(ABC, Generic[S, R]):
 
     def __init__(self, directory: Path, summary: StoreSummary) -> None:
         self._directory = directory
-        self._files = Files(directory, summary.files, AGAIN, CorpusError)
+        self._files = Files(directory, summary.files, RECOVERY_HINT, CorpusError)
         self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
         self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
         self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
@@ -217,9 +217,9 @@ class ShardStore(ABC, Generic[S, R]):
             store.drop(name)
         marks = [store.mark(name) for name in store.parts]
         cursor = marks[-1].cursor if marks else START
-        n_documents, untold = cursor.document, sum(mark.n_rows for mark in marks)
+        n_documents, unreported = cursor.document, sum(mark.n_rows for mark in marks)
 
-        def counted() -> Iterator[D]:
+        def counted_documents() -> Iterator[D]:
             nonlocal n_documents
             for document in documents(cursor.document):
                 n_documents = document.index + 1
@@ -240,10 +240,12 @@ class ShardStore(ABC, Generic[S, R]):
                 names.register("shard", shard).execute("INSERT INTO names SELECT * FROM shard")
 
             for name in store.parts:
-                observe(read_table(store.file(name), AGAIN, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content]))
+                observe(
+                    read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content])
+                )
 
             # The shards.
-            stream = rows(counted(), cursor, skipped)
+            stream = rows(counted_documents(), cursor, skipped)
             while shard := list(islice(stream, shard_rows)):
                 name = f"shard-{len(marks):05d}"
                 table, kinds = cls._shard_table(shard, label_of)
@@ -261,8 +263,8 @@ class ShardStore(ABC, Generic[S, R]):
                 )
                 marks.append(mark)
                 if progress is not None:
-                    progress(untold + len(shard))
-                untold = 0
+                    progress(unreported + len(shard))
+                unreported = 0
             twice = names.execute(
                 "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
                 "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
@@ -412,16 +414,16 @@ class ShardStore(ABC, Generic[S, R]):
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
         name = f"shard-{k:05d}.parquet"
         path = self._files.file(name) if self._files.entries else self._directory / name
-        stored = read_table(path, AGAIN, CorpusError, list(names))
-        found = {name: stored.column(name) for name in names if name in stored.column_names}
+        stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
+        columns = {name: stored.column(name) for name in names if name in stored.column_names}
         for label in names:
             if (kind := self._kinds.get(label)) is None:
                 continue
-            if label not in found:
-                found[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
-            elif found[label].type != ARROW_TYPE[kind]:
-                found[label] = pa.chunked_array([column_of(found[label].to_pylist(), kind)])
-        return pa.table({name: found[name] for name in names if name in found})
+            if label not in columns:
+                columns[label] = pa.chunked_array([pa.nulls(len(stored), ARROW_TYPE[kind])])
+            elif columns[label].type != ARROW_TYPE[kind]:
+                columns[label] = pa.chunked_array([column_of(columns[label].to_pylist(), kind)])
+        return pa.table({name: columns[name] for name in names if name in columns})
 
 
 @contextmanager

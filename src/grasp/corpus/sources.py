@@ -27,7 +27,7 @@ from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
-from grasp.hub import is_path, meant, refusal
+from grasp.hub import is_path, refusal, suggest_path
 
 PARQUET = (".parquet",)
 # C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
@@ -43,7 +43,7 @@ _FILE_SUFFIX = re.compile(
 )
 _DIGEST_BYTES = 64 << 20  # local files up to this size are told by their content, which takes a tenth of a second
 _DIGEST_ROWS = 65_536
-_COUNTED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
+_MEASURED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
 
@@ -111,10 +111,10 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         )
     try:
         fs, root = fsspec.core.url_to_fs(path)
-        there, is_file = fs.exists(root), fs.isfile(root)
+        exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
-    if not there:
+    if not exists:
         return _hub_dataset(path, split, field)
     # a name for messages is what a person would type: plain for local files, a URL otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
@@ -157,9 +157,9 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     if os.path.lexists(path):
         raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
+        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED}")
     datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
-    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
+    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name can be had"
     if silent := refusal():
         raise CorpusError(f"{none}: {silent}")
     try:
@@ -235,8 +235,8 @@ class FileSource:
                     if records < n or handle.closed:  # a decompressor closes it at its end
                         continue
                     # decompression reads a block ahead, so only a large part is taken for a measure
-                    if (part := read_bytes + handle.tell()) >= _COUNTED_BYTES:
-                        return round(records * sum(sizes) / part)
+                    if (part := read_bytes + handle.tell()) >= _MEASURED_BYTES:
+                        return int(records * sum(sizes) / part)
             read_bytes += size
         return records
 

@@ -55,8 +55,8 @@ SCORED = Schema(  # Parquet readers pass over names that begin with an underscor
     marks="_scores-*.json",
     plan="_apply.json",
     ours=("scores-*.parquet",),
-    again="delete it and score again",
-    mistake=SettingsError,
+    recovery_hint="delete it and score again",
+    error_type=SettingsError,
 )
 KEPT = "kept"
 BATCH_DOCUMENTS = 4_096

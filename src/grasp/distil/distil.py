@@ -28,7 +28,7 @@ from grasp.files import FileEntry, check_place
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import label_slices, sensible_labels
+from grasp.predict.slices import label_slices, suggest_labels
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.seeds import stream
@@ -122,7 +122,7 @@ def distil(
     tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
     weight_RN = _resampled(document_N, seed)
     slices: list[SliceQuality] = []  # the largest of the first label that has any
-    for label in sensible_labels(artifact)[:1]:
+    for label in suggest_labels(artifact)[:1]:
         found = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
         for g, name in enumerate(found.names[:MOST_SLICES]):
             own = np.flatnonzero(found.codes_N[row_index] == g)
@@ -131,7 +131,7 @@ def distil(
                 slices.append(SliceQuality(label=label, value=str(name), rows=len(own), spearman=spearman))
     card = Card(
         target=target,
-        scored_by=predictor.protocol.in_words,
+        scored_by=predictor.protocol.description,
         made_by={"grasp": grasp.__version__},
         fingerprints=dict(artifact.manifest.fingerprints),
         rows=len(row_index),

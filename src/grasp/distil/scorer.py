@@ -99,7 +99,7 @@ class Card(JsonModel):
         return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
 
 
-AGAIN = "restore a copy, or distil again"
+RECOVERY_HINT = "restore a copy, or distil again"
 SIGNED_CARD = Signed(
     CARD,
     Card,
@@ -146,7 +146,7 @@ class Scorer:
         card, files = open_store(path, SIGNED_CARD)
         if card.weights.bytes > sum(4 * int(np.prod(shape)) for shape in SHAPES.values()) + 4_096:
             raise ArtifactError(f"{path}: says that {WEIGHTS} has {card.weights.bytes} bytes, more than any has")
-        arrays = read_tensors(files.file(WEIGHTS), AGAIN)
+        arrays = read_tensors(files.file(WEIGHTS), RECOVERY_HINT)
         found = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
         if found != (wanted := {name: (shape, "float32") for name, shape in SHAPES.items()}):
             raise ArtifactError(f"{path}: {WEIGHTS} holds {found}, expected {wanted}; distil again")

@@ -1,7 +1,9 @@
-"""The paper's interaction-aware part: what rows do to one another, beside what each of them does alone.
+"""Interactions between rows: the geometry terms of the paper, in addition to the additive relevance of rows.
 
-In: an artifact with sketches, and a protocol that weighs their geometry (`protocol`). Out: something that prices
-subsets (`predictor`), chooses rows (`greedy`) and mixes values (`mixture`). `calibrate` chooses a protocol on
-development runs, `controls` takes it apart, `checks` looks at the sketches. Nobody on the road imports this room:
-`grasp.predict.scoring_rule` opens it, and `room` says what is there. Read `sums` first, then `terms` and `predictor`.
+Optional subpackage; imported lazily through `grasp.predict.scoring_rule.geometry`, which resolves the names listed in
+`geometry_entry`. Input: an artifact with sketches, and a protocol that weighs their geometry (`geometry_rule`). Output:
+predictions for subsets (`geometry_predictor`), selected rows (`greedy`) and mixtures (`mixture_search`). `calibrate`
+selects a protocol on development runs, `controls` evaluates ablations, `sketch_checks` measures sketch quality.
+
+Start with `subset_sums` (the components), then `terms` and `geometry_predictor`.
 """

@@ -1,4 +1,4 @@
-"""Which way to add up relevance predicts runs best? The verb `calibrate`: one is chosen on development runs."""
+"""Select a scoring protocol on development runs: the function `calibrate` behind `grasp.calibrate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,35 +10,35 @@ import pyarrow as pa
 from grasp.api.retrain import Opened, Place, Runs
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.calibration_result import (
-    ProtocolChoice,
-    choice_provenance,
-    choose_protocol,
-    developments_of,
+    ProtocolSelection,
+    bind_developments,
     freeze,
     provenance_path,
+    select_protocol,
+    selection_provenance,
     write_provenance,
 )
 from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
 from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
+from grasp.runs.alignment import bind_runs
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.text import listed
 
-SHOWN = 10  # protocols of a calibration
+SHOWN = 10  # protocols listed in the result
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Calibration(Result):
-    """The protocol that was chosen, and what it was chosen from."""
+    """The selected protocol, and the candidates that it was selected from."""
 
     protocol: ScoringProtocol
-    selection: ProtocolChoice
+    selection: ProtocolSelection
     record: Mapping[str, Any]
 
     def save(self, path: Place) -> Path:
-        """Write the protocol, and beside it the record of the choice; returns where that lies."""
+        """Write the protocol and, next to it, the provenance of the selection; return the path of the provenance."""
         out = Path(path)
         save_protocol(self.protocol.model_copy(update={"name": out.stem}), out)
         write_provenance(self.record, provenance_path(out))
@@ -55,33 +55,38 @@ def calibrate(
     resamples: int = RESAMPLES,
     name: str = "calibrated",
 ) -> Calibration:
-    """Choose a protocol on development runs by the highest lower confidence bound of its mean agreement, and freeze it.
+    """Select the protocol with the highest lower confidence bound of its mean agreement with development runs.
 
     Args:
-        arts: each serves the runs of its corpus.
-        family: what is chosen from; None: the list that ships, or the short one where there are few subsets.
-        target: one, or several; None: all that are not held out.
-        delta: the bounds of all protocols hold with probability 1 - delta.
+        arts: artifacts; each is used for the runs of its corpus.
+        runs: development runs.
+        family: candidate protocols; default: the built-in family, or its short version if there are few subsets.
+        target: one or several targets; default: all targets that are not held out.
+        delta: the bounds of all protocols hold simultaneously with probability 1 - delta.
+        resamples: bootstrap resamples of the subsets.
+        name: name of the selected protocol.
     Raises:
-        ProtocolLeakError: held-out runs.
+        ProtocolLeakError: runs or targets are held out.
         ProtocolError: fewer than two results (runs x target).
-        EnvironmentDataError: runs without an artifact of their corpus.
+        RunsError: no artifact was built from the corpus of some runs.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
-    environments = environments_of(runs, artifacts[0])
+    environments = bind_all_runs(runs, artifacts[0])
     if family is None:
-        n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
-        chosen_from, why = family_for(n_subsets)
+        n_subsets = len(
+            {(environment.path, name) for environment in environments for name in environment.info.subset_ids}
+        )
+        candidate_family, reasons = family_for(n_subsets)
     else:
-        chosen_from, why = load_family(family), []
-    developments = developments_of(
+        candidate_family, reasons = load_family(family), []
+    developments = bind_developments(
         artifacts,
         environments,
         targets=None if target is None else listed(target, artifacts[0].targets),
-        calibration_subsets=chosen_from.calibration_subsets,
+        calibration_subsets=candidate_family.calibration_subsets,
     )
-    selection = choose_protocol(chosen_from, developments, delta=delta, resamples=resamples)
-    protocol = freeze(selection, developments, chosen_from, name)
+    selection = select_protocol(candidate_family, developments, delta=delta, resamples=resamples)
+    protocol = freeze(selection, developments, candidate_family, name)
     mean = f"mean {selection.criterion}"
     bounds = [
         {"protocol": score.candidate.name, "bound": score.lcb, mean: score.mean, "se": score.se}
@@ -92,26 +97,26 @@ def calibrate(
         headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.provenance}",
         notes=(
             _tried(selection),
-            *why,
+            *reasons,
             *(f"{result}: {value:+.3f}" for result, value in selection.best.agreement.items()),
         ),
         protocol=protocol,
         selection=selection,
-        record=choice_provenance(selection, developments, chosen_from),
+        record=selection_provenance(selection, developments, candidate_family),
     )
 
 
-def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[Environment]:
-    """One environment or several, as people give them."""
+def bind_all_runs(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[TrainingRuns]:
+    """Bind one or several runs to the artifact."""
     return [
-        runs_beside(artifact, one)
-        for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
+        bind_runs(artifact, source)
+        for source in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     ]
 
 
-def _tried(selection: ProtocolChoice) -> str:
+def _tried(selection: ProtocolSelection) -> str:
     tried = len(selection.scores) + sum(selection.undefined.values())
-    left_out = [f"{n:,} have no rho: {why}" for why, n in selection.undefined.items()]
-    left_out += [f"{selection.not_served:,} more need arrays that are not there"] if selection.not_served else []
+    left_out = [f"{n:,} without a rho: {reason}" for reason, n in selection.undefined.items()]
+    left_out += [f"{selection.not_served:,} more require arrays that an artifact lacks"] if selection.not_served else []
     bound = f"bound = mean {selection.criterion} - {selection.z:.2f} standard errors"
     return "; ".join([f"{tried:,} protocols on {', '.join(selection.results)}", bound, *left_out])

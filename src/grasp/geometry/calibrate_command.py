@@ -1,4 +1,4 @@
-"""The command of this room: `grasp calibrate`. It parses, calls one function and prints."""
+"""The command `grasp calibrate`: parse options, call `grasp.calibrate`, print the result."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, tell
-from grasp.cli.options import names
+from grasp.cli.console import check_outputs, print_result
+from grasp.cli.options import split_names
 from grasp.errors import SettingsError
 
 
@@ -47,7 +47,8 @@ def calibrate(
         write_default_family(listing)
         print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
         return
-    missing = [flag for flag, given in (("ART", paths), ("--runs", runs), ("--out", out)) if not given]
+    required = {"ART": paths, "--runs": runs, "--out": out}
+    missing = [flag for flag, value in required.items() if not value]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
     from grasp.geometry.calibration_result import provenance_path
@@ -60,11 +61,11 @@ def calibrate(
         arts,
         runs,
         family=family,
-        target=names(target),
+        target=split_names(target),
         delta=delta,
         resamples=resamples,
         name=out.stem,
     )
     record = result.save(out)
-    tell(result)
+    print_result(result)
     print(f"{out}: written; how it was chosen: {record}")

@@ -1,18 +1,18 @@
-"""Choosing a protocol on development environments, by the lower confidence bound of its mean agreement.
+"""Select a protocol on development runs by the lower confidence bound (LCB) of its mean agreement.
 
-For every member of a finite family and every development result (environment x target) there is a figure, by the
-family's criterion
+Start with `select_protocol`. Every member of a finite family is evaluated on every development result (environment x
+target) by the criterion of the family:
 
     task_rho    Spearman's rho between predicted and realized utility of the task, or
-    mean_lds    the mean over the task's units of each unit's own rho, which is several times less noisy.
+    mean_lds    the mean over the units of the task of the rho of each unit, which is several times less noisy.
 
-Its mean over results has a standard error by
-bootstrap: subsets are resampled within every environment (the same ones for its targets and for all members), and
-where there are two or more environments these are resampled as well. With K members evaluated,
-LCB = mean - z_(1 - delta/K) SE: at confidence 1 - delta the bound holds for all of them at once. The largest LCB wins;
-ties go to fewer components, then to the member listed first.
+The standard error (SE) of the mean over results is a bootstrap estimate: subsets are resampled within every
+environment (the same draws for all of its targets and for all members), and if there are two or more environments,
+these are resampled too. With K members, LCB = mean - z_(1 - delta/K) SE, so that all bounds hold simultaneously with
+confidence 1 - delta (Bonferroni). The member with the largest LCB is selected; ties go to fewer components, then to the
+order of the family.
 
-Held-out results cannot be handed in: a `Development` can only be made from what is not held out.
+Held-out results cannot leak into the selection: a `Development` cannot be created from them.
 Shape letters: B subsets, C candidates, E columns of one target (its units, or the task), T targets, R resamples.
 """
 
@@ -30,33 +30,33 @@ from scipy.special import ndtri
 import grasp
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
+from grasp.errors import ProtocolError, ProtocolLeakError, RunsError
 from grasp.files import write_whole
 from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.predict.scoring_rule import Requirements, ScoringProtocol
-from grasp.runs.alignment import artifact_targets
+from grasp.runs.alignment import match_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 TIE = 1e-9
-LISTED = 20  # candidates, in a provenance
+LISTED = 20  # candidates listed in the provenance
 COLUMNS_AT_ONCE = 2_048
 
 
 @dataclass(frozen=True, slots=True)
 class Development:
-    """An environment that protocols may be chosen on, with the artifacts built for it.
+    """Development runs that protocols may be selected on, with the artifacts of their corpus.
 
-    Only `of` makes one, and it refuses held-out environments: so what was held out cannot be chosen on by mistake.
+    Creating one from held-out runs or targets raises ProtocolLeakError.
     """
 
-    environment: Environment
+    environment: TrainingRuns
     targets: tuple[str, ...]
-    variants: Mapping[str, Scored]  # by the feature settings in which the artifacts differ
+    variants: Mapping[str, Scored]  # by feature settings, as far as the artifacts differ
 
     def __post_init__(self) -> None:
         held_out = [name for name in self.targets if self.environment.role_of(name) != "dev"]
@@ -68,37 +68,36 @@ class Development:
 
     @property
     def results(self) -> dict[str, str]:
-        """The results that a choice is made on, as `environment/target`, each with the fingerprint of its runs."""
-        (fingerprint,) = {one.runs_fingerprint for one in self.variants.values()}
+        """Results used for the selection, as `environment/target`, each with the fingerprint of its runs."""
+        (fingerprint,) = {scored.runs_fingerprint for scored in self.variants.values()}
         return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
 
     @classmethod
-    def from_environment(
+    def from_runs(
         cls,
-        environment: Environment,
+        environment: TrainingRuns,
         artifacts: Sequence[ArtifactReader],
         *,
         targets: Sequence[str] | None = None,
         calibration_subsets: int = 256,
     ) -> "Development":
-        """Bind an environment and one artifact for each of the feature settings that are tried.
+        """Bind runs to artifacts, one artifact for each of the feature settings to compare.
 
         Args:
-            targets: None: all development targets that the artifacts have.
+            targets: default: all development targets that the artifacts have.
         Raises:
-            ProtocolLeakError: the environment, or a target that was asked for, is held out.
-            ProtocolError: no development target, or two artifacts of the same feature settings.
-            EnvironmentDataError: an artifact does not belong to the environment.
+            ProtocolLeakError: the runs, or one of `targets`, are held out.
+            ProtocolError: no development target, or two artifacts have the same feature settings.
+            RunsError: an artifact does not match the runs.
         """
         if environment.role != "dev":
             raise ProtocolLeakError(
                 f"{environment.path}: selection was given a held-out environment; pass development environments only"
             )
         scored = [
-            Scored.from_environment(environment, artifact, calibration_subsets=calibration_subsets)
-            for artifact in artifacts
+            Scored.from_runs(environment, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts
         ]
-        common = [name for name in environment.targets if all(name in one.renamed.values() for one in scored)]
+        common = [name for name in environment.targets if all(name in item.run_targets.values() for item in scored)]
         chosen = tuple(targets) if targets is not None else tuple(n for n in common if environment.role_of(n) == "dev")
         missing = [name for name in chosen if name not in common]
         if missing or not chosen or not scored:
@@ -106,82 +105,86 @@ class Development:
                 f"{environment.path}: development targets {list(chosen)}, the artifacts have {common}; "
                 "expected at least one target that all of them have"
             )
-        names = variant_names([one.source.feature_settings for one in scored])
+        names = variant_names([item.source.feature_settings for item in scored])
         if len(set(names)) < len(names):
             raise ProtocolError(f"{environment.path}: two artifacts have the same feature settings; pass one of them")
         return cls(environment, chosen, dict(zip(names, scored, strict=True)))
 
 
 def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each of several feature settings, out of the required fields in which they differ."""
+    """Return a name for each of several feature settings, from the fields of `Requirements` in which they differ."""
     fields = list(Requirements.model_fields)
-    differing = [name for name in fields if len({json.dumps(own.get(name)) for own in settings}) > 1]
-    return [", ".join(f"{name}={own.get(name)}" for name in differing) for own in settings]
+    differing = [name for name in fields if len({json.dumps(features.get(name)) for features in settings}) > 1]
+    return [", ".join(f"{name}={features.get(name)}" for name in differing) for features in settings]
 
 
-def developments_of(
+def bind_developments(
     artifacts: Sequence[ArtifactReader],
-    environments: Sequence[Environment],
+    environments: Sequence[TrainingRuns],
     *,
     targets: Sequence[str] | None = None,
     calibration_subsets: int = 256,
 ) -> list[Development]:
-    """Give every environment the artifacts of its corpus.
+    """Bind every environment to the artifacts that were built from its corpus.
 
     Args:
-        targets: by the environments' names; None: all development targets.
+        targets: target names of the environments; default: all development targets.
     Raises:
-        ProtocolLeakError: an environment, or a target that was asked for, is held out.
-        EnvironmentDataError: an environment without an artifact of its corpus, or an artifact without an environment.
+        ProtocolLeakError: an environment, or one of `targets`, is held out.
+        RunsError: no artifact was built from the corpus of an environment, or an artifact matches no environment.
     """
     used: set[Path] = set()
     bound: list[Development] = []
     for environment in environments:
         same = [
-            one for one in artifacts if one.manifest.fingerprints.get("corpus") == environment.info.corpus_fingerprint
+            artifact
+            for artifact in artifacts
+            if artifact.manifest.fingerprints.get("corpus") == environment.info.corpus_fingerprint
         ]
-        used |= {one.path for one in same}
-        # without one of its corpus, the first artifact's mismatch is told
+        used |= {artifact.path for artifact in same}
+        # if no artifact has this corpus, binding the first one raises the error that explains the mismatch
         bound += [
-            Development.from_environment(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
-            for group, wanted in _shared_out(environment, same or artifacts[:1], targets)
+            Development.from_runs(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
+            for group, wanted in _group_by_targets(environment, same or artifacts[:1], targets)
         ]
-    idle = [str(one.path) for one in artifacts if one.path not in used]
+    idle = [str(artifact.path) for artifact in artifacts if artifact.path not in used]
     if idle:
-        raise EnvironmentDataError(
-            f"{', '.join(idle)}: of no corpus that an environment was trained on; leave it out, or pass its environment"
+        raise RunsError(
+            f"{', '.join(idle)}: not built from the corpus of any environment; drop it, or pass its environment"
         )
     return bound
 
 
-def _shared_out(
-    environment: Environment, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+def _group_by_targets(
+    environment: TrainingRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
 ) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
-    """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
+    """Group artifacts that share targets, and assign the requested targets to the groups.
 
-    Those of other targets, or of the other loss, stand beside each other.
+    Artifacts in one group are variants with different feature settings; artifacts of different targets, or of another
+    loss, form separate groups.
     """
     groups: list[tuple[set[str], list[ArtifactReader]]] = []
-    for one in artifacts:
-        names = set(artifact_targets(environment, one))
-        joined = [group for group in groups if group[0] & names]
+    for artifact in artifacts:
+        names = set(match_targets(environment, artifact))
+        overlapping = [group for group in groups if group[0] & names]
         groups = [group for group in groups if not group[0] & names]
-        groups.append((names.union(*(own for own, _ in joined)), [a for _, some in joined for a in some] + [one]))
+        members = [member for _, group in overlapping for member in group]
+        groups.append((names.union(*(group_names for group_names, _ in overlapping)), [*members, artifact]))
     if targets is None or len(groups) == 1:
         return [(group, targets) for _, group in groups]
     missing = sorted(set(targets).difference(*(names for names, _ in groups)))
     if missing:
-        raise EnvironmentDataError(f"target: got {missing}, which {environment.path} and the artifacts do not share")
+        raise RunsError(f"target: got {missing}, which {environment.path} and the artifacts do not have in common")
     shared = [(group, [name for name in targets if name in names]) for names, group in groups]
     return [(group, wanted) for group, wanted in shared if wanted]
 
 
-# ------------------------------------------------------------------------------------------- the choice among protocols
+# ------------------------------------------------------------------------------------------------------- selection
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well one candidate did on every development result, and on average."""
+    """Agreement of one candidate with every development result, and its mean."""
 
     candidate: Candidate
     mean: float
@@ -191,13 +194,13 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class ProtocolChoice:
-    """The result: the winner first, every other candidate after it, and what it was chosen from."""
+class ProtocolSelection:
+    """Result of a selection: all candidates, best first, and the inputs of the selection."""
 
-    scores: tuple[Score, ...]  # by LCB, ties as the rule breaks them
+    scores: tuple[Score, ...]  # by descending LCB, ties broken
     criterion: str
-    undefined: Mapping[str, int]  # candidates without a figure on every result, by reason
-    not_served: int  # candidates that ask for arrays which an artifact lacks
+    undefined: Mapping[str, int]  # by reason: candidates whose criterion is undefined on a result
+    not_served: int  # candidates that require arrays which an artifact lacks
     delta: float
     z: float
     resamples: int
@@ -208,29 +211,29 @@ class ProtocolChoice:
         return self.scores[0]
 
 
-def choose_protocol(
+def select_protocol(
     family: ProtocolFamily,
     developments: Sequence[Development],
     *,
     delta: float = DELTA,
     resamples: int = RESAMPLES,
-) -> ProtocolChoice:
-    """Choose the member of the family with the highest lower confidence bound of mean agreement.
+) -> ProtocolSelection:
+    """Select the member of the family with the highest lower confidence bound of mean agreement.
 
-    Feature settings are part of the family over the artifacts that were given, where every environment has one.
+    If every environment has artifacts of several feature settings, these are selected too.
 
     Raises:
-        ProtocolError: fewer than two development results, which leave the bound undefined; no candidate that all
-            artifacts can serve, or none whose predictions vary; utilities that are constant.
+        ProtocolError: fewer than two development results (the bound is undefined), no candidate for which all
+            artifacts have the arrays, no candidate with varying predictions, or constant utilities.
     """
     developments = _grouped(developments)
-    results = tuple(name for one in developments for name in one.results)
+    results = tuple(name for development in developments for name in development.results)
     if len(set(results)) < len(results):
-        raise ProtocolError(f"selection: results {list(results)} are not all different; pass each once")
+        raise ProtocolError(f"selection: results {list(results)} contain duplicates; pass each result once")
     if len(results) < 2:
         raise ProtocolError(
             f"selection: got {len(results)} development results {list(results)}, expected at least 2 (environment x "
-            "target): the bound is undefined"
+            "target), otherwise the bound is undefined"
         )
     if not 0 < delta < 1:
         raise ProtocolError(f"selection: delta is {delta}, expected a number between 0 and 1")
@@ -251,7 +254,7 @@ def choose_protocol(
         )
         if defined
     ]
-    return ProtocolChoice(
+    return ProtocolSelection(
         scores=tuple(_ranked(scores)),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
@@ -264,9 +267,9 @@ def choose_protocol(
 
 
 def _grouped(developments: Sequence[Development]) -> list[Development]:
-    """Those of one environment beside each other, in the order in which environments occur."""
-    paths = [one.environment.path for one in developments]
-    return sorted(developments, key=lambda one: paths.index(one.environment.path))
+    """Sort developments so that those of one environment are adjacent, in order of first appearance."""
+    paths = [development.environment.path for development in developments]
+    return sorted(developments, key=lambda development: paths.index(development.environment.path))
 
 
 def _by_environment(
@@ -275,21 +278,21 @@ def _by_environment(
     family: ProtocolFamily,
     resamples: int,
 ) -> list[F64]:
-    """Agreement (C, T, 1 + R), an array for each environment: its targets share the subsets that are drawn."""
-    found: dict[Path, list[F64]] = {}
-    for one in developments:
-        values = _figures(one, candidates, family.criterion, resamples=resamples)
-        found.setdefault(one.environment.path, []).append(values)
-    return [np.concatenate(values, axis=1) for values in found.values()]
+    """Return the agreement (C, T, 1 + R) for each environment, whose targets share the resamples of subsets."""
+    by_path: dict[Path, list[F64]] = {}
+    for development in developments:
+        values = _agreement(development, candidates, family.criterion, resamples=resamples)
+        by_path.setdefault(development.environment.path, []).append(values)
+    return [np.concatenate(values, axis=1) for values in by_path.values()]
 
 
 def freeze(
-    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily, name: str
+    selection: ProtocolSelection, developments: Sequence[Development], family: ProtocolFamily, name: str
 ) -> ScoringProtocol:
-    """The selected protocol, with where it comes from.
+    """Return the best candidate as a protocol that records what it was selected on.
 
     Raises:
-        ProtocolError: the family was that of a control without relevance, or with shuffled pairs.
+        ProtocolError: the family is that of a control without relevance, or with shuffled pairs.
     """
     candidate = selection.best.candidate
     scored = developments[0].variants[candidate.variant]
@@ -299,7 +302,7 @@ def freeze(
         for field in Requirements.model_fields
         if several and f"{field}=" in candidate.variant
     }
-    specs = {one.variants[candidate.variant].calibration.family for one in developments}
+    specs = {development.variants[candidate.variant].calibration.family for development in developments}
     spec = family.frozen_calibration
     if spec == "same":
         spec = specs.pop() if len(specs) == 1 else DEFAULT_CALIBRATION
@@ -308,14 +311,16 @@ def freeze(
         Requirements.model_validate(required),
         calibration=CalibrationSettings(family=spec, n_subsets=family.calibration_subsets),
         selected_on=selection.results,
-        selected_runs={name: fingerprint for one in developments for name, fingerprint in one.results.items()},
+        selected_runs={
+            name: fingerprint for development in developments for name, fingerprint in development.results.items()
+        },
     )
 
 
-def choice_provenance(
-    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily
+def selection_provenance(
+    selection: ProtocolSelection, developments: Sequence[Development], family: ProtocolFamily
 ) -> dict[str, Any]:
-    """All that is needed to see how a protocol was chosen, as plain JSON; of the candidates the best ones."""
+    """Return the record of a selection as plain JSON: inputs, settings, and the best candidates."""
     text = json.dumps(family.model_dump(mode="json"), sort_keys=True)
     return {
         "made_by": f"grasp {grasp.__version__}",
@@ -329,7 +334,7 @@ def choice_provenance(
         "undefined": dict(selection.undefined),
         "not_served": selection.not_served,
         "results": list(selection.results),
-        "environments": [_described(one) for one in developments],
+        "environments": [_describe(development) for development in developments],
         "best": [
             {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
             for s in selection.scores[:LISTED]
@@ -338,19 +343,19 @@ def choice_provenance(
 
 
 def provenance_path(protocol: Path) -> Path:
-    """Where the record of a protocol lies: beside it."""
+    """Return the path of the selection record of a protocol file, in the same directory."""
     return protocol.with_suffix(".provenance.json")
 
 
 def write_provenance(record: Mapping[str, Any], path: Path) -> None:
-    """Write the record; it appears only when whole."""
+    """Write the record atomically."""
     write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _described(one: Development) -> dict[str, Any]:
-    info = one.environment.info
+def _describe(development: Development) -> dict[str, Any]:
+    info = development.environment.info
     return {
-        "name": one.environment.name,
+        "name": development.environment.name,
         "role": info.role,
         "recipe": info.recipe,
         "family": info.family.spec if info.family else "given",
@@ -358,88 +363,98 @@ def _described(one: Development) -> dict[str, Any]:
         "seeds": list(info.seeds),
         "corpus": info.corpus_fingerprint,
         "masks": info.masks_checksum,
-        "targets": {name: info.targets[name].fingerprint for name in one.targets},
+        "targets": {name: info.targets[name].fingerprint for name in development.targets},
         "artifacts": {
-            variant or "only": dict(scored.source.manifest.fingerprints) for variant, scored in one.variants.items()
+            variant or "only": dict(scored.source.manifest.fingerprints)
+            for variant, scored in development.variants.items()
         },
     }
 
 
 def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:
-    """Members of the family for every variant that all environments have an artifact of."""
-    variants = [name for name in developments[0].variants if all(name in one.variants for one in developments)]
+    """Return the members of the family for every variant of which all environments have an artifact."""
+    variants = [name for name in developments[0].variants if all(name in item.variants for item in developments)]
     if not variants:
         raise ProtocolError(
-            f"selection: feature settings {[list(one.variants) for one in developments]} have none in common; build "
+            f"selection: feature settings {[list(item.variants) for item in developments]} have none in common; build "
             "artifacts of the same settings for every environment"
         )
     listed: list[Candidate] = []
     total = 0
     for variant in variants:
-        served = [family.members(one.variants[variant].source.array_names, variant) for one in developments]
+        served = [family.members(item.variants[variant].source.array_names, variant) for item in developments]
         everywhere = set.intersection(*(set(members) for members, _ in served))
         listed += [candidate for candidate in served[0][0] if candidate in everywhere]
         total += len(served[0][0]) + served[0][1]
     if not listed:
-        raise ProtocolError(f"selection: the artifacts serve none of the {total} protocols; build kernels and sketches")
+        raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
     return listed, total - len(listed)
 
 
 def _ranked(scores: Sequence[Score]) -> list[Score]:
-    """By LCB from the highest; among those within TIE of the best of what is left, fewer components first."""
-    left = sorted(scores, key=lambda score: -score.lcb)  # stable: the order of the family among equals
+    """Sort by descending LCB; scores within TIE of the best remaining one are sorted by number of components."""
+    remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
     ranked: list[Score] = []
-    while left:
-        tied = [score for score in left if score.lcb >= left[0].lcb - TIE]
+    while remaining:
+        tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE]
         ranked += sorted(tied, key=lambda score: score.candidate.n_components)
-        left = left[len(tied) :]
+        remaining = remaining[len(tied) :]
     return ranked
 
 
-# ------------------------------------------------------------------------------------------ figures and their errors
+# ------------------------------------------------------------------------------------- agreement and standard errors
 
 
-def _figures(one: Development, candidates: Sequence[Candidate], criterion: Criterion, *, resamples: int) -> F64:
-    """Criterion of every candidate on every target, plain and then resampled, (C, T, 1 + R).
+def _agreement(
+    development: Development, candidates: Sequence[Candidate], criterion: Criterion, *, resamples: int
+) -> F64:
+    """Return the criterion of every candidate on every target, (C, T, 1 + R): the estimate, then its resamples.
 
-    nan where it is undefined: predictions that are constant, for mean_lds those of every unit.
+    nan if undefined: predictions are constant (for mean_lds, those of every unit).
 
     Raises:
-        ProtocolError: realized utilities that are constant.
+        ProtocolError: realized utilities are constant.
     """
-    utilities = one.environment.utilities()
-    criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # no unit has results of its own
-    realized = [_realized(utilities, name, criterion) for name in one.targets]
-    flat = [name for name, values_BE in zip(one.targets, realized, strict=True) if not np.ptp(values_BE, axis=0).any()]
+    utilities = development.environment.utilities()
+    criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # runs without results per unit
+    realized = [_realized(utilities, name, criterion) for name in development.targets]
+    flat = [
+        name
+        for name, values_BE in zip(development.targets, realized, strict=True)
+        if not np.ptp(values_BE, axis=0).any()
+    ]
     if flat:
-        raise ProtocolError(f"{one.environment.path}: utilities of {flat} are constant; no protocol can be told apart")
+        raise ProtocolError(
+            f"{development.environment.path}: utilities of {flat} are constant, so protocols cannot be compared"
+        )
     plain_1B = np.ones((1, len(utilities.subset_ids)))
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
-    out = np.empty((len(candidates), len(one.targets), 1 + resamples))
+    out = np.empty((len(candidates), len(development.targets), 1 + resamples))
     for variant in dict.fromkeys(candidate.variant for candidate in candidates):
-        own = [c for c, candidate in enumerate(candidates) if candidate.variant == variant]
-        listed = [candidates[c] for c in own]
-        parts = one.variants[variant].parts(listed, one.targets, per_unit=criterion == "mean_lds")
+        indices = [c for c, candidate in enumerate(candidates) if candidate.variant == variant]
+        members = [candidates[c] for c in indices]
+        parts = development.variants[variant].parts(members, development.targets, per_unit=criterion == "mean_lds")
         order = _in_order(utilities.subset_ids, next(iter(parts.values())).subset_ids)
         for t, realized_BE in enumerate(realized):
             at_once = max(1, COLUMNS_AT_ONCE // realized_BE.shape[1])
-            for start in range(0, len(own), at_once):
-                group = own[start : start + at_once]
-                chosen = [candidates[c] for c in group]
-                predicted = [_predicted(parts[one.binding], one, t, criterion)[order] for one in chosen]
+            for start in range(0, len(indices), at_once):
+                group = indices[start : start + at_once]
+                predicted = [
+                    _predicted(parts[candidates[c].binding], candidates[c], t, criterion)[order] for c in group
+                ]
                 out[group, t, :1] = _mean_rho(predicted, realized_BE, plain_1B)
                 out[group, t, 1:] = _mean_rho(predicted, realized_BE, weights_RB)
     return out
 
 
 def _mean_rho(predicted: Sequence[F64], realized_BE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
-    """Mean over columns of each prediction's rho, (C, R); the ranks of what was realized are made once."""
+    """Return the mean over columns of the rho of each prediction, (C, R); realized utilities are ranked only once."""
     pairs = [(0, 1 + c) for c in range(len(predicted))]
     return mean_defined(rank_correlations([realized_BE, *predicted], pairs, weights_RB), axis=1)
 
 
 def _realized(utilities: Utilities, target: str, criterion: Criterion) -> F64:
-    """Mean over seeds, (B, E) by units, or (B, 1) of the task."""
+    """Return realized utilities averaged over seeds: (B, E) per unit, or (B, 1) for the task."""
     values_BE = utilities.select(target).values_BSE.mean(axis=1)
     return np.asarray(values_BE if criterion == "mean_lds" else values_BE.mean(axis=1, keepdims=True))
 
@@ -456,10 +471,13 @@ def _in_order(wanted: Sequence[str], have: Sequence[str]) -> NDArray[np.int64]:
 
 
 def standard_errors(resampled: Sequence[F64]) -> F64:
-    """Standard error of each candidate's mean over all results, (C,); `resampled` has (C, T, R) an environment.
+    """Return the standard error of the mean over all results of each candidate, (C,).
 
-    A resample of environments takes, for each place, an environment at random and one of its resamples of subsets.
-    Its mean weighs environments by their targets, as the plain mean does. A resample without a value is left out.
+    Each bootstrap resample draws environments with replacement, and for each draw one of its resamples of subsets. The
+    mean weights environments by their number of targets, like the estimate. Undefined resamples are ignored.
+
+    Args:
+        resampled: agreement (C, T, R) of each environment.
     """
     n_places, n_resamples = len(resampled), resampled[0].shape[2]
     rng = stream(0, "selection", "environments")

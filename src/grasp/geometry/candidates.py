@@ -1,8 +1,8 @@
-"""A finite family of protocols, as a file that can be read and edited: what selection chooses from, and no more.
+"""Finite families of candidate protocols, which `grasp calibrate` selects from, and the controls of the paper.
 
-A control says which parts of a predictor are left: whether relevance counts, and what becomes of each geometric
-component (`half.kind`). Weights of what is left follow the same development-only selection as the full predictor's.
-And how many retrained subsets it takes to choose among how many of them.
+Start with `ProtocolFamily`, which is read from YAML, and `ProtocolFamily.members`. A `Control` removes parts of a
+predictor: relevance, or kinds of geometric components (`half.kind`); its remaining weights are selected on development
+runs like those of the full predictor. `subsets_for` gives the number of retrained subsets that a family requires.
 """
 
 import math
@@ -30,16 +30,16 @@ from grasp.yaml_files import validated_yaml
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
-DELTA = 0.05  # that a bound of any member fails
-# How far below its mean rho the bound of a protocol may lie by the length of the list alone, before luck decides.
+DELTA = 0.05  # probability that the bound of any member fails
+# Maximum distance between the mean rho of a protocol and its bound that is caused by the size of the family.
 WIDEST = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The settings of a protocol that change its component values.
+    """The settings of a protocol that determine its component values.
 
-    Candidates that differ only in weights share one of these, so the values are computed once for all of them.
+    Candidates that differ only in weights share a binding, so that component values are computed once for all of them.
     """
 
     side: Side
@@ -48,7 +48,7 @@ class Binding:
     negative: float = 1.0
 
     def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> InteractionProtocol:
-        """A protocol with these settings and all weights 1: its parts are the component values, before any weight."""
+        """Return a protocol with these settings and all weights 1, whose parts are the component values."""
         return InteractionProtocol(
             name="parts",
             side=self.side,
@@ -62,17 +62,17 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One rule that is tried: a protocol, or what a control leaves of one (`match` empty, or pairs shuffled)."""
+    """A candidate for selection: a protocol, or a control (then `match` may be empty, or pairs shuffled)."""
 
     binding: Binding
     match: tuple[tuple[Match, float], ...]
     omega: tuple[tuple[str, float], ...]
-    variant: str = ""  # name of the feature settings it needs; empty where only one build was given
+    variant: str = ""  # name of the feature settings that it requires; empty if there is only one artifact
     shuffled: bool = False
 
     @property
     def name(self) -> str:
-        """A name that says all its choices."""
+        """Name that lists all settings and weights."""
         kernels = "+".join(f"{kernel}" if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in self.match)
         if kernels and self.binding.negative != 1:
             kernels += f" (negative x {self.binding.negative:g})"
@@ -82,14 +82,14 @@ class Candidate:
 
     @property
     def n_components(self) -> int:
-        """How many kernels and components it adds up; of two that predict equally well the one with fewer is kept."""
+        """Number of kernels and components; ties in selection go to the candidate with fewer."""
         return len(self.match) + len(self.omega)
 
     def protocol(self, name: str, requires: Requirements, **fields: Any) -> ScoringProtocol:
-        """The frozen protocol.
+        """Return the candidate as a protocol.
 
         Raises:
-            ProtocolError: a control without relevance, or with shuffled pairs, is nothing to predict with.
+            ProtocolError: it is a control without relevance, or with shuffled pairs.
         """
         if not self.match or self.shuffled:
             raise ProtocolError(f"{self.name}: a control cannot be frozen as a protocol; select from a full family")
@@ -101,7 +101,7 @@ class Candidate:
 
 
 def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate:
-    """A protocol as a candidate, bound to an artifact.
+    """Convert a protocol, fitted to an artifact, into a candidate.
 
     Raises:
         ProtocolError: the artifact does not fit the protocol.
@@ -120,23 +120,23 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One control of the paper: which components of the full predictor it leaves."""
+    """A control of the paper: the components of the full predictor that remain."""
 
     name: str
     relevance: bool = True
-    kinds: tuple[str, ...] | None = None  # kinds of geometry that stay; None: all
+    kinds: tuple[str, ...] | None = None  # kinds of geometry that remain; None: all
     halves: Literal["all", "without-hidden", "without-residual"] = "all"
     shuffled: bool = False
 
     def components(self, full: Sequence[str]) -> tuple[str, ...]:
-        """Components of the full predictor that stay, renamed where only a half of one stays."""
-        kept = [left for name in full if (left := self._left(name)) is not None]
-        return tuple(dict.fromkeys(kept))
+        """Return the remaining components of the full predictor; a component is renamed if only half of it remains."""
+        retained = [remaining for name in full if (remaining := self._remaining(name)) is not None]
+        return tuple(dict.fromkeys(retained))
 
-    def _left(self, name: str) -> str | None:
+    def _remaining(self, name: str) -> str | None:
         half, kind = name.split(".")
         if self.kinds is not None and kind not in self.kinds:
-            # raw = self + pair: without one of the two it is the other
+            # raw = self + pair: removing one of the two leaves the other
             if kind != "raw" or len(self.kinds) != 1:
                 return None
             kind = self.kinds[0]
@@ -149,12 +149,14 @@ class Control:
 CONTROLS = (
     Control("full"),
     Control("additive", kinds=()),
-    Control("additive-self-norm", kinds=("self",)),  # additive still, but with a norm
+    Control("additive-self-norm", kinds=("self",)),  # still additive, with a norm
     Control("pair-only", relevance=False, kinds=("pair",)),  # cross-example geometry without relevance
-    Control("pair-shuffled", shuffled=True),  # everything, with similarities moved to other pairs: see `ShuffledPairs`
-    Control("without-hidden-geometry", halves="without-hidden"),  # the product sketch has hidden states in it too
+    Control(
+        "pair-shuffled", shuffled=True
+    ),  # all components, with similarities assigned to other pairs: see `ShuffledPairs`
+    Control("without-hidden-geometry", halves="without-hidden"),  # the product sketch contains hidden states too
     Control("without-residual-geometry", halves="without-residual"),
-    # relevance is residual match x hidden match, and cannot be taken apart in an artifact
+    # relevance is residual match x hidden match; an artifact only has the product, so both are removed
     Control("without-residual-alignment", relevance=False, halves="without-residual"),
     Control("without-self", kinds=("pair",)),  # K_raw is replaced by K_pair
 )
@@ -164,7 +166,7 @@ CONTROLS = (
 
 
 class ProtocolFamily(Settings):
-    """What `grasp calibrate` chooses from: every combination of the lists below is one protocol."""
+    """Candidate protocols of `grasp calibrate`: every combination of the lists below is one protocol."""
 
     criterion: Criterion = Field(
         "task_rho", description="What the bound is of: rho of the task's utility, or mean rho of its units'."
@@ -206,7 +208,7 @@ class ProtocolFamily(Settings):
         return sets
 
     def members(self, array_names: Sequence[str], variant: str = "") -> tuple[tuple[Candidate, ...], int]:
-        """Candidates that an artifact with these arrays can serve, each once, and how many it cannot.
+        """Return the candidates for which an artifact has all arrays, without duplicates, and the number of others.
 
         Raises:
             ProtocolError: more than MAX_MEMBERS candidates.
@@ -221,7 +223,7 @@ class ProtocolFamily(Settings):
         bindings = [Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, negatives)]
         count = len(bindings) * len(matches) * len(weighed)
         if count > MAX_MEMBERS:
-            raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten its lists")
+            raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten the lists")
         listed = [
             Candidate(binding, match, omega, variant, self.shuffled)
             for binding in bindings
@@ -235,14 +237,14 @@ class ProtocolFamily(Settings):
 
     @property
     def size(self) -> int:
-        """Protocols in it, were every array there."""
+        """Number of protocols if all arrays are available."""
         kernels = dict.fromkeys(f"relevance_{kernel}" for match in self.matches for kernel in match)
         arrays = [*kernels, *(f"{half}_sketch" for half in get_args(Half))]
         served, missing = self.members(arrays)
         return len(served) + missing
 
     def restricted(self, control: Control) -> "ProtocolFamily":
-        """The protocols of a control, which leaves some components out: what remains of each set, each once."""
+        """Return the family of a control: the remaining components of each set, without duplicates."""
         sets = dict.fromkeys(control.components(names) for names in self.components)
         return self.model_copy(
             update={
@@ -254,70 +256,71 @@ class ProtocolFamily(Settings):
 
 
 def needed_arrays(candidate: Candidate) -> set[str]:
-    """Arrays of an artifact that a candidate reads."""
+    """Return the names of the arrays that a candidate reads."""
     kernels = {f"relevance_{kernel}" for kernel, _ in candidate.match}
     return kernels | {f"{half}_sketch" for half in halves_needed(dict(candidate.omega))}
 
 
 def default_family() -> ProtocolFamily:
-    """The family that ships with the package."""
+    """Load the built-in family."""
     with as_file(files("grasp.geometry").joinpath("family.yaml")) as path:
         return load_family(path)
 
 
 def write_default_family(path: Path) -> None:
-    """Write the family that ships, with its comments, to be edited; the file appears only when whole."""
+    """Write the built-in family with its comments to a file, atomically, as a template."""
     text = files("grasp.geometry").joinpath("family.yaml").read_text(encoding="utf-8")
     with written_aside(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
-    """Read a family from YAML, every mismatch in the message; one that was read is given back."""
+    """Read a family from YAML; return a `ProtocolFamily` as it is. An error message lists every problem."""
     if isinstance(path, ProtocolFamily):
         return path
     return validated_yaml(ProtocolFamily, path, "family", ProtocolError)
 
 
-# ------------------------------------------------------------------------- how many subsets choose among how many
+# ------------------------------------------------------------------ number of subsets required to select a protocol
 
 
-def evidence(n_subsets: int) -> str:
-    """What `calibrate` can choose from with so many subsets, and what it takes to choose from more."""
+def calibration_evidence(n_subsets: int) -> str:
+    """Describe which built-in family `n_subsets` subsets are sufficient for, and how many larger ones require."""
     lists = {"short list": short_family().size, "whole list": default_family().size}
     for name, size in reversed(lists.items()):
         if n_subsets >= subsets_for(size):
-            carried = f"{n_subsets} subsets carry its {name} of {size:,} protocols, on two tasks or more"
+            sufficient = f"{n_subsets} subsets are enough for its {name} of {size:,} protocols, on two tasks or more"
             break
     else:
-        carried = f"{n_subsets} subsets are too few to choose by"
-    short_of = {name: size for name, size in lists.items() if n_subsets < subsets_for(size)}
-    wanting = [f"{subsets_for(size)} carry its {name} of {size:,}" for name, size in short_of.items()]
-    more = f"; {', '.join(wanting)}: the same command with more of them (-B) goes on from here" if wanting else ""
-    return f"for grasp calibrate: {carried}{more}"
+        sufficient = f"{n_subsets} subsets are too few to select a protocol"
+    too_large = {name: size for name, size in lists.items() if n_subsets < subsets_for(size)}
+    required = [f"its {name} of {size:,} requires {subsets_for(size)}" for name, size in too_large.items()]
+    more = f"; {', '.join(required)}: rerun the command with more subsets (-B) to add them" if required else ""
+    return f"for grasp calibrate: {sufficient}{more}"
 
 
 def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:
-    """What so many subsets can choose from, and why it is the short list where it is."""
+    """Return the family that `n_subsets` subsets are sufficient for, and a note if it is the short list."""
     whole, short = default_family(), short_family()
     if n_subsets >= subsets_for(whole.size):
         return whole, []
     return short, [
         f"short list of {short.size} protocols without geometry: with {n_subsets} subsets the best of {whole.size:,} "
-        f"would be luck; {subsets_for(whole.size)} subsets carry them (a family of your own tries them all the same)"
+        f"would be chance; the whole list requires {subsets_for(whole.size)} subsets (--family overrides this)"
     ]
 
 
 def short_family() -> ProtocolFamily:
-    """What few subsets can tell apart: the kernels and their sums, on the side and scale of the protocol that ships."""
+    """Return the family for few subsets: kernels and their sums, with the side and scale of the built-in protocol."""
     few = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
     return default_family().model_copy(update=few)
 
 
 def subsets_for(n_protocols: int) -> int:
-    """How many subsets can choose among so many protocols.
+    """Return the number of subsets that is required to select among `n_protocols` protocols.
 
-    The rho of a predictor that knows nothing has a standard error of 1 / sqrt(B - 1) on B subsets, and the bound of
-    one of K protocols lies z_(1 - DELTA/K) of them below its mean: at most WIDEST.
+    The rho of an uninformative predictor on B subsets has the standard error 1 / sqrt(B - 1), and the bound of one of K
+    protocols is z_(1 - DELTA/K) standard errors below its mean. B is the smallest number for which this is at most
+    WIDEST.
     """
     return 1 + math.ceil((float(ndtri(1 - DELTA / n_protocols)) / WIDEST) ** 2)

@@ -1,61 +1,72 @@
-"""The paper's controls and ablations, with weights selected on development runs."""
+"""The controls and ablations of the paper, with weights selected on development runs. Start with `controls`."""
 
 from collections.abc import Sequence
 
 from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.geometry.calibrate import environments_of
-from grasp.geometry.calibration_result import Development, choose_protocol, developments_of
+from grasp.geometry.calibrate import bind_all_runs
+from grasp.geometry.calibration_result import Development, bind_developments, select_protocol
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
 from grasp.predict.weights import Side
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 
 
 def controls(
     artifact: ArtifactReader,
-    runs: Environment,
+    runs: TrainingRuns,
     development: Sequence[Runs],
     *,
     family: ProtocolFamily | Place | None = None,
     resamples: int = RESAMPLES,
 ) -> tuple[dict[str, Candidate], dict[str, str], list[str]]:
-    """Controls with weights selected on development runs; none given: on the evaluated ones, if they are such."""
+    """Select the weights of every control on development runs (default: the evaluated runs, if they are development).
+
+    Returns:
+        The selected candidate of each control, the results that they were selected on with the fingerprints of their
+        runs, and notes.
+    Raises:
+        SettingsError: `development` is empty and the evaluated runs are held out.
+    """
     if not development and runs.role != "dev":
         raise SettingsError(
-            f"controls: {runs.path} is held out, so no weights may be selected on it; name a development environment "
+            f"controls: {runs.path} is held out, so weights must not be selected on it; pass development runs "
             "(--development)"
         )
     full = default_family() if family is None else load_family(family)
-    chosen_on = environments_of(development, artifact) or [runs]
-    developments = developments_of([artifact], chosen_on, calibration_subsets=full.calibration_subsets)
+    selection_runs = bind_all_runs(development, artifact) or [runs]
+    developments = bind_developments([artifact], selection_runs, calibration_subsets=full.calibration_subsets)
     chosen, notes = control_methods(full, developments, resamples=resamples)
-    return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes
+    return (
+        chosen,
+        {name: runs for development_runs in developments for name, runs in development_runs.results.items()},
+        notes,
+    )
 
 
 def control_methods(
     family: ProtocolFamily, developments: Sequence[Development], *, resamples: int = RESAMPLES
 ) -> tuple[dict[str, Candidate], list[str]]:
-    """The paper's controls, and the full predictor by side, each with weights selected on development results.
+    """Select the controls of the paper, and the full predictor for each side, on development results.
 
     Returns:
-        The selected candidate of each, and a note a control: which it is, or why there is none.
+        The selected candidate of each control, and one note per control: the candidate, or why there is none.
     Raises:
         ProtocolError: fewer than two development results.
     """
     families = {control.name: family.restricted(control) for control in CONTROLS}
     families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
-    served = [one.source.array_names for dev in developments for one in dev.variants.values()]
+    served = [scored.source.array_names for dev in developments for scored in dev.variants.values()]
     results = ", ".join(name for dev in developments for name in dev.results)
     chosen: dict[str, Candidate] = {}
     notes = [f"weights of every control were selected on {results}"]
     for name, restricted in families.items():
         if not all(restricted.members(array_names)[0] for array_names in served):
-            notes.append(f"control {name}: left out, nothing of the family remains")
+            notes.append(f"control {name}: skipped; no protocol of the family remains")
             continue
-        chosen[name] = choose_protocol(restricted, developments, resamples=resamples).best.candidate
+        chosen[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
         notes.append(f"control {name}: {chosen[name].name}")
     return chosen, notes

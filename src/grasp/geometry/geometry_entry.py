@@ -1,4 +1,4 @@
-"""What this room gives to the road, each loaded when it is asked for; see `grasp.predict.scoring_rule`."""
+"""Lazy entry points of the subpackage, used through `grasp.predict.scoring_rule.geometry`."""
 
 from importlib import import_module
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 HOMES = {
     "PAPER": "geometry_rule",
     "bind": "geometry_predictor",
-    "checks": "sketch_checks",
-    "choose_rows": "greedy",
+    "check_sketches": "sketch_checks",
+    "select_rows": "greedy",
     "controls": "controls",
-    "evidence": "candidates",
-    "mixed": "mixture_search",
+    "calibration_evidence": "candidates",
+    "optimize_mixture": "mixture_search",
     "predictions": "scored",
     "protocol_type": "geometry_rule",
 }

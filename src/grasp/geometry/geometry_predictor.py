@@ -1,9 +1,10 @@
-"""The predictor for protocols in which rows bear on one another, and for those that count rows or score omitted ones.
+"""The predictor for protocols with interactions between rows, that sum rows, or that score the omitted rows.
 
-With s(S) = A of eq:grasp-subset-relevance for the protocol's side and weighting, the relevance of rows adds
-gain (s(S) - s(corpus)) to a change. `count` adds rows up instead of averaging them, so there the relevance counts from
-its own zero (`offset`), and the sum is divided by the rows of the corpus, which keeps the unit. Geometry adds its
-terms, and the standard deviations of its family are the unit then (`terms`). Weights count as they are, without a law.
+Start with `bind`. With s(S) = A of eq:grasp-subset-relevance for the side and weighting of the protocol, the relevance
+of rows contributes gain (s(S) - s(corpus)) to a change. Weighting `count` sums rows instead of averaging them, so
+relevance is measured from its own zero (`offset`), and the sum is divided by the number of rows of the corpus to keep
+the unit. Geometry adds its terms, in standard deviations over the calibration family (`terms`). Weights are used as
+they are, without a repetition law.
 Source: eq:component-predictor, eq:grasp-subset-relevance.
 Shape letters: B subsets, N rows, E units, T targets, C columns (targets or units).
 """
@@ -26,53 +27,53 @@ from grasp.predict.predictor import (
     Predictor,
     SubsetSums,
     UnitSelection,
-    assembled,
-    sketch_of,
+    assemble_predictor,
+    load_sketch,
 )
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionSums(SubsetSums):
-    """All that a prediction depends on here: also what is left out, and squared norms of sketches."""
+    """The sums that a prediction depends on; in addition the omitted weight, and squared norms of sketches."""
 
     omitted_B: F64
     normed: Mapping[str, SketchSums]
 
     @property
     def mass(self) -> SubsetMass:
-        """What `mean` divides by."""
-        return SubsetMass(self.counted_B, self.omitted_B, self.n_rows)
+        """Sums of weights, which weighting `mean` divides by."""
+        return SubsetMass(self.effective_B, self.omitted_B, self.n_rows)
 
-    def cumulated(self) -> "InteractionSums":
-        """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
-        kept_B = np.cumsum(self.counted_B)
+    def cumulative(self) -> "InteractionSums":
+        """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
+        size_B = np.cumsum(self.effective_B)
         normed = {
             half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
             for half, part in self.normed.items()
         }
-        return _sums(self.n_rows, kept_B, kept_B, self.n_rows - kept_B, np.cumsum(self.effect_BT, axis=0), normed)
+        return _sums(self.n_rows, size_B, size_B, self.n_rows - size_B, np.cumsum(self.effect_BT, axis=0), normed)
 
 
 def _sums(
-    n_rows: int, weight_B: F64, kept_B: F64, omitted_B: F64, effect_BT: F64, normed: Mapping[str, SketchSums]
+    n_rows: int, weight_B: F64, n_retained_B: F64, omitted_B: F64, effect_BT: F64, normed: Mapping[str, SketchSums]
 ) -> InteractionSums:
     totals = {half: part.total_BD for half, part in normed.items()}
-    return InteractionSums(n_rows, weight_B, kept_B, weight_B, effect_BT, totals, omitted_B, normed)
+    return InteractionSums(n_rows, weight_B, n_retained_B, weight_B, effect_BT, totals, omitted_B, normed)
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionLevel(Level):
-    """What is added up over rows, and how a difference of A becomes a change."""
+    """Effects of rows, and the factors that convert a difference of A into a change."""
 
-    gain_C: F64  # what a difference of A, made of effects, is multiplied by to be a change
-    offset_C: F64  # added to every effect before rows are summed: under `count` their zero is that of the relevance
+    gain_C: F64  # factor from a difference of A, in effects, to a change
+    offset_C: F64  # added to every effect before summing; with `count`, effects are relative to zero relevance
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionPredictor(Predictor):
-    """A protocol with interactions, bound to an artifact."""
+    """An `InteractionProtocol` bound to an artifact."""
 
     protocol: InteractionProtocol
     task: InteractionLevel
@@ -80,12 +81,12 @@ class InteractionPredictor(Predictor):
     sketches: Mapping[str, NormedSketch]
     terms: GeometryTerms
 
-    def counted(self, weights: Weights) -> Weights:
-        """What every row counts: its weight."""
+    def effective_weights(self, weights: Weights) -> Weights:
+        """Return the weights unchanged: there is no repetition law."""
         return weights
 
     def sums(self, weights: Weights, halves: Collection[str] | None = None) -> InteractionSums:
-        """Sums of one block of subsets."""
+        """Compute the sums of one block of subsets."""
         chosen = self.sketches if halves is None else halves
         mass = SubsetMass.from_weights(weights)
         effect_BT = self.task.effects.sums(weights)
@@ -93,12 +94,12 @@ class InteractionPredictor(Predictor):
         return _sums(self.n_rows, mass.retained_B, weights.sizes.astype(np.float64), mass.omitted_B, effect_BT, normed)
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
-        """The corpus with the rows of each subset at another weight: 0 drops them, 2 doubles them.
+        """Return the sums of the corpus in which the rows of each subset have another weight.
 
-        Weights are 1 + step there, so squared norms change by (1 + step)^2 - 1.
+        The weight is 1 + step for these rows, so sums of squared norms change by (1 + step)^2 - 1 = weight^2 - 1.
         """
         assert isinstance(sums, InteractionSums)
-        size_B, n_rows, step, square = sums.counted_B, self.n_rows, weight - 1.0, weight**2 - 1.0
+        size_B, n_rows, step, square = sums.effective_B, self.n_rows, weight - 1.0, weight**2 - 1.0
         totals = {half: sketch.totals for half, sketch in self.sketches.items()}
         normed = {
             half: SketchSums(
@@ -108,41 +109,41 @@ class InteractionPredictor(Predictor):
             )
             for half, part in sums.normed.items()
         }
-        kept_B = n_rows - (weight == 0.0) * size_B
-        return _sums(n_rows, n_rows + step * size_B, kept_B, np.abs(step) * size_B, step * sums.effect_BT, normed)
+        n_retained_B = n_rows - (weight == 0.0) * size_B
+        return _sums(n_rows, n_rows + step * size_B, n_retained_B, np.abs(step) * size_B, step * sums.effect_BT, normed)
 
     def change_of(self, sums: SubsetSums) -> F64:
-        """Predicted change of utility against the whole corpus, (B, T); positive is better."""
+        """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
         change_BT = self._relative(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
         change_BT = change_BT + self.geometry_change(sums)[:, None]
         if self.exposure.epochs is None:
             return change_BT
-        return change_BT * sums.worth(self.exposure)[:, None]  # repetition takes a part of every change
+        return change_BT * sums.repetition_factor(self.exposure)[:, None]  # repetition reduces every change
 
     def change(self, weights: Weights) -> F64:
-        """The same for subsets given by their weights."""
+        """Predict the change of utility of subsets given by their weights, (B, T)."""
         return self.change_of(self.sums(weights, halves_needed(self.protocol.components)))
 
     def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
-        """The same for every unit, by its own relevance, (B, E)."""
+        """Predict the change of every unit from its own relevance, (B, E)."""
         level = self.unit_level
         assert level is not None
         additive_BE = level.gain_C * self._relative(level.effects.sums(weights), level.offset_C, sums)
         return additive_BE + self.geometry_change(sums)[:, None]
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
-        """The change of its task by each unit alone, (B, E)."""
+        """Decompose the change of each task into contributions of its units, (B, E); their mean is the change."""
         offset_E = mean_E if self.protocol.weighting == "count" else np.zeros_like(mean_E)
         gain_E = np.repeat(self.task.gain_C, self.units.counts_T)
         return gain_E * self._relative(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """What each kernel, (B, T), and each component, (B,), adds to a change; components in natural units."""
+        """Return the part of each kernel (B, T) and component (B,) in a change, and components in natural units."""
         assert isinstance(sums, InteractionSums)
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
-            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.counted_B, mean_T))
+            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.effective_B, mean_T))
             offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
         parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}
@@ -150,33 +151,33 @@ class InteractionPredictor(Predictor):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """What `parts` has."""
+        """Names of the columns that `parts` returns."""
         names = tuple(self.protocol.components)
         parts = tuple(f"part_{name}" for name in (*self.task_kernels, *names))
         return (*parts, *(f"value_{name}" for name in names))
 
-    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
-        """What rows are ranked by where tokens are spent; where rows add up, that of a token."""
+    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
+        """Return the values by which rows are ranked under a token budget; per token if rows are summed."""
         if self.protocol.weighting == "mean":
             return effect_N
         return (effect_N + float(self.task.offset_C @ weights_T)) / tokens_N
 
     def geometry_change(self, sums: SubsetSums) -> F64:
-        """What geometry adds to a change, the same for every target, (B,)."""
+        """Return the geometry part of a change, (B,); it is the same for every target."""
         assert isinstance(sums, InteractionSums)
-        nothing_B = np.zeros(len(sums.counted_B))
+        nothing_B = np.zeros(len(sums.effective_B))
         return np.asarray(sum(self.terms.parts(sums.normed, sums.mass).values(), nothing_B))
 
     def _relative(self, sum_BC: F64, offset_C: F64, sums: SubsetSums) -> F64:
-        """A of subsets minus A of the corpus, (B, C), for the protocol's side and weighting.
+        """Return A of subsets minus A of the corpus, (B, C), for the side and weighting of the protocol.
 
         Args:
-            sum_BC: of values that add up to 0 over the corpus.
-            offset_C: what is added to each of these values.
+            sum_BC: sums of values that add up to 0 over the corpus.
+            offset_C: constant that is added to each of these values.
         """
         assert isinstance(sums, InteractionSums)
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
-        sum_BC = sum_BC + np.outer(sums.counted_B, offset_C)
+        sum_BC = sum_BC + np.outer(sums.effective_B, offset_C)
         whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
         return subset_relevance(sum_BC, total_C, sums.mass, side, weighting) - whole_1C
 
@@ -190,17 +191,17 @@ def bind(
     per_unit: bool,
     components: bool,
 ) -> Predictor:
-    """A fitted protocol as something that prices subsets; see `Predictor.from_artifact`."""
+    """Create the predictor of a fitted protocol; see `Predictor.from_artifact` for the arguments."""
     assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     wanted = sorted({*halves_needed(protocol.components), *sketches})
 
     def over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
-        """The spread of A over the family, which brings kernels to one scale where there is geometry."""
+        """Return the spread of A over the calibration family, the scale of kernels if there is geometry."""
         assert family is not None
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
-    plain = assembled(
+    plain = assemble_predictor(
         artifact,
         protocol,
         units,
@@ -209,26 +210,26 @@ def bind(
         family=None if family is None else over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
-    if not protocol.interacts:
-        return replace(plain, sketches={half: sketch_of(artifact, half) for half in wanted})
+    if protocol.interaction is Interaction.NONE:
+        return replace(plain, sketches={half: load_sketch(artifact, half) for half in wanted})
     held = {half: NormedSketch(artifact, half) for half in wanted}
     terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
-    own = {
+    overrides = {
         "task": _level(plain.task, terms),
         "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms),
         "sketches": held,
         "dropped": (*plain.dropped, *terms.dropped),
         "unit": plain.unit if family is None else f"standard deviations over {family}",
     }
-    shared = {one.name: getattr(plain, one.name) for one in fields(Predictor)}
-    return InteractionPredictor(**shared | own, terms=terms)
+    shared = {item.name: getattr(plain, item.name) for item in fields(Predictor)}
+    return InteractionPredictor(**shared | overrides, terms=terms)
 
 
 def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
     protocol, n_rows, before = terms.protocol, terms.n_rows, level.spread
-    counts, zero_C = protocol.weighting == "count", level.whole_C
-    # A of the corpus is that of its mean row, N times under `count`. On the omitted side `mean` has no value for
-    # nothing: that of a random part stands in, which changes nothing.
+    counts, zero_C = protocol.weighting == "count", level.corpus_C
+    # A of the corpus is the value of its mean row, times N for `count`. The mean over zero omitted rows is undefined;
+    # it is set to that of a random subset of rows, whose expected change is 0.
     sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
     gain_C, whole_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
     if protocol.components:
@@ -237,6 +238,6 @@ def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
         whole_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
-    shared = {one.name: getattr(level, one.name) for one in fields(Level)}
-    own = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
-    return InteractionLevel(**shared | own)
+    shared = {item.name: getattr(level, item.name) for item in fields(Level)}
+    overrides = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
+    return InteractionLevel(**shared | overrides)

@@ -1,4 +1,7 @@
-"""A protocol in which rows bear on one another, or do not simply average: the paper's, whole."""
+"""Scoring protocols with interactions between rows, or that do not average; `PAPER` is the protocol of the paper.
+
+Start with `InteractionProtocol`.
+"""
 
 import math
 import re
@@ -9,7 +12,7 @@ from pydantic import Field, field_validator
 from grasp.errors import SubsetError
 from grasp.geometry.subset_sums import Half, Kind, halves_needed
 from grasp.predict.families import Family, parse_family
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
@@ -18,7 +21,7 @@ COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind
 
 
 class Standardize(Settings):
-    """What is brought to mean 0 and standard deviation 1, and when: over the rows, with geometry over the family."""
+    """Order of averaging and standardization; over the rows, or with geometry over the calibration family."""
 
     task: Literal["mean_relevance", "mean_of_standardised"] = Field(
         "mean_relevance",
@@ -29,7 +32,7 @@ class Standardize(Settings):
 
 
 class CalibrationSettings(Settings):
-    """The family whose moments standardise a protocol with geometry; never the interventions that are scored."""
+    """The family of subsets whose moments standardize the geometry; never the subsets that are evaluated."""
 
     family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
     n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
@@ -49,12 +52,12 @@ class CalibrationSettings(Settings):
 
 
 class InteractionProtocol(ScoringProtocol):
-    """How a subset is scored by what its rows do, and do to one another.
+    """A scoring protocol with interactions between rows, another side, or another weighting.
 
-    Source: eq:component-predictor; omega carries the sign, a penalty is negative.
+    Source: eq:component-predictor. omega carries the sign; a penalty is a negative omega.
     """
 
-    beside: ClassVar[bool] = True
+    needs_geometry: ClassVar[bool] = True
 
     side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
@@ -78,14 +81,12 @@ class InteractionProtocol(ScoringProtocol):
         return components
 
     @property
-    def interacts(self) -> bool:  # type: ignore[override]
-        """Whether what a row is worth is not its effect, averaged over the rows that are kept."""
-        return bool(self.components) or (self.side, self.weighting) != ("retained", "mean")
-
-    @property
-    def searches(self) -> bool:  # type: ignore[override]
-        """Whether the worth of a row depends on the rows beside it."""
-        return bool(self.components)
+    def interaction(self) -> Interaction:  # type: ignore[override]
+        """How the predicted change differs from the mean effect of the retained rows."""
+        if self.components:
+            return Interaction.PAIRS
+        mean_of_retained = (self.side, self.weighting) == ("retained", "mean")
+        return Interaction.NONE if mean_of_retained else Interaction.WEIGHTING
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -94,19 +95,19 @@ class InteractionProtocol(ScoringProtocol):
         return (*kernels, *(f"{half}_sketch" for half in halves_needed(self.components)))
 
     @property
-    def beside_kernels(self) -> str:  # type: ignore[override]
-        """What it adds to its kernels, in words."""
+    def geometry_terms(self) -> str:  # type: ignore[override]
+        """The geometry terms as text, for `description`."""
         return "".join(f", {omega:+g} {name}" for name, omega in self.components.items())
 
     @property
     def additive(self) -> ScoringProtocol:
-        """The same without geometry."""
+        """The protocol without geometry."""
         return self.model_copy(update={"components": {}})
 
 
 protocol_type = InteractionProtocol
 
-# The paper: eq:grasp-score on pooled relevance, and K_raw in the two parts into which eq:ia-components takes it apart,
-# added up by eq:component-predictor. The paper selects omega on its own development environments and prints none; -0.25
-# is what ours selected (experiments/lds_main/protocol.yaml). `grasp calibrate` selects another one on other runs.
+# The paper: eq:grasp-score on pooled relevance, plus the two parts of K_raw in eq:ia-components, combined by
+# eq:component-predictor. The paper selects omega on its development environments without reporting it; -0.25 was
+# selected on ours (experiments/lds_main/protocol.yaml). `grasp calibrate` selects omega on your own runs.
 PAPER = InteractionProtocol(name="paper", match={"pooled": 1.0}, components={"joint.self": -0.25, "joint.pair": -0.25})

@@ -1,17 +1,19 @@
-"""Shares of a label's values for protocols in which rows bear on one another: `grasp.select.mix`, with a quadratic.
+"""Optimal mixtures for protocols with interactions: `grasp.select.mix` with a quadratic objective.
+
+Start with `optimize_mixture`.
 
 With the mean sketch m_g and the mean squared norm q_g of each slice, and f = 1 under the weighting `mean`, N under
 `count`,
 
     K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,   K_self = f^2 sum_g p_g^2 q_g / n_g,
 
-so V is linear plus quadratic in p: l'p + p'Q p. On the omitted side with `count` every row counts 1 - w, which is
-quadratic as well. With `mean` it is not: there V depends on the direction of a change alone, and is refused.
+so V = l'p + p'Q p + constant is quadratic in the shares p. The omitted side with `count` has row weights 1 - w, which
+is quadratic too. The omitted side with `mean` is not, because V then depends only on the direction of the change; it
+raises ProtocolError.
 
-Where Q is negative semidefinite (every geometry is a penalty) this is one convex programme. Where it is not, the part
-that bends upwards is replaced by its tangent and the programme is solved again from there, which never lowers the value
-(convex-concave procedure), from many starts: the best is kept, and it is a local optimum, not proven to be the global
-one.
+If Q is negative semidefinite (every geometry is a penalty), this is one convex program. Otherwise the convex part of
+the objective is replaced by its tangent and the program is solved repeatedly (convex-concave procedure, which never
+lowers the value) from many starting points; the best result is a local optimum, not proven to be global.
 Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
@@ -30,36 +32,36 @@ from grasp.select.mix import ExposureCurves, Mixed
 from grasp.select.objective import SelectionObjective
 from grasp.select.quadratic_program import Programme
 
-CONVEX_SHARE = 1e-10  # eigenvalues this small against the largest are rounding
+CONVEX_SHARE = 1e-10  # eigenvalues below this fraction of the largest are rounding error
 STEPS = 200
 RANDOM_STARTS = 32
-STILL = 1e-9
+TOLERANCE = 1e-9  # relative improvement at which the procedure stops
 
 
-def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
-    """The best mixture within the bounds of a programme, or the best that was found.
+def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+    """Return the best mixture within the bounds of the program: the global optimum, or the best local optimum.
 
     Raises:
-        ProtocolError: a protocol of the omitted side with weighting `mean`.
+        ProtocolError: the protocol scores the omitted side with weighting `mean`.
     """
-    predictor = aim.predictor
+    predictor = objective.predictor
     assert isinstance(predictor, InteractionPredictor)
     protocol, current_G = predictor.protocol, programme.current_G
     if (protocol.side, protocol.weighting) == ("omitted", "mean"):
         raise ProtocolError(
-            f"protocol {protocol.name!r} scores the mean of what is left out, which has no size for a mixture; choose "
-            "one that scores the retained side, or counts"
+            f"protocol {protocol.name!r} scores the mean of the omitted rows, which is undefined for a mixture; use "
+            "a protocol with side retained, or weighting count"
         )
     sums = predictor.sums(slices.each)
-    effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, sums, slices.rows_G.astype(np.float64))
-    # a training budget bends what each slice is worth
-    curves = None if aim.train_tokens is None else ExposureCurves(aim.trained.exposure, effect_G, current_G)
+    effect_G, quadratic_GG = coefficients(predictor, objective.weights_T, sums, slices.rows_G.astype(np.float64))
+    # with a training budget, the value of each slice has diminishing returns
+    curves = None if objective.train_tokens is None else ExposureCurves(objective.trained.exposure, effect_G, current_G)
     segments = None if curves is None else curves.segments(programme.low_G, programme.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     solution = solve(replace(programme, linear_G=linear_G, segments=segments), quadratic_GG)
 
     def value(p_G: F64) -> float:
-        change = float(predictor.change(slices.weights((p_G / current_G)[None]))[0] @ aim.weights_T)
+        change = float(predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T)
         return change if curves is None else change + curves.value(p_G) - float(effect_G @ p_G)
 
     def short(p_G: F64) -> float:
@@ -68,7 +70,7 @@ def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) ->
     if solution.is_global:
         return Mixed(solution.p_G, "the best mixture", (), value, short)
     note = (
-        "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
+        "the protocol has a positive geometry weight, so the problem is not convex: the best of "
         f"{solution.starts} local searches is shown, and there may be a better mixture"
     )
     return Mixed(solution.p_G, f"the best of {solution.starts} local searches", (note,), value, short)
@@ -77,7 +79,7 @@ def mixed(aim: SelectionObjective, slices: LabelSlices, programme: Programme) ->
 def coefficients(
     predictor: InteractionPredictor, weights_T: F64, parts: InteractionSums, rows_G: F64
 ) -> tuple[F64, F64]:
-    """l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
+    """Return l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
     factor = 1.0 if predictor.protocol.weighting == "mean" else float(predictor.n_rows)
     slope_T = weights_T * predictor.task.gain_C
     linear_G = factor * ((parts.effect_BT @ slope_T) / rows_G + float(slope_T @ predictor.task.offset_C))
@@ -88,25 +90,25 @@ def coefficients(
         norm_G = parts.normed[half].norm_B / rows_G
         centred_GD = mean_GD - totals.mean_D
         quadratic_GG += factor**2 * (weights.raw * mean_GD @ mean_GD.T + weights.cent * centred_GD @ centred_GD.T)
-        quadratic_GG += factor**2 * weights.own * np.diag(norm_G / rows_G)
+        quadratic_GG += factor**2 * weights.self_norm * np.diag(norm_G / rows_G)
         if predictor.protocol.side == "omitted":
-            # the linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here
-            linear_G += -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
+            # linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N in this case
+            linear_G += -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.self_norm * norm_G)
     return linear_G, quadratic_GG
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A mixture, and what is known of it."""
+    """A mixture with its value, and whether it is a proven global optimum."""
 
     p_G: F64
     value: float
-    is_global: bool  # proven: the programme is convex
+    is_global: bool  # the program is convex
     starts: int
 
 
 def solve(programme: Programme, quadratic_GG: F64) -> Solution:
-    """Maximise the value of the programme and p'Q p; globally where that is convex.
+    """Maximize the value of the program plus p'Q p; the result is global if the problem is convex.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance.
@@ -125,7 +127,7 @@ def solve(programme: Programme, quadratic_GG: F64) -> Solution:
 
 
 def _split(quadratic_GG: F64) -> tuple[F64, F64]:
-    """Q as a negative plus a positive semidefinite part; the second is exactly 0 where Q is negative semidefinite."""
+    """Split Q into a negative and a positive semidefinite part; the second is exactly 0 if Q has no positive part."""
     values_G, vectors_GG = np.linalg.eigh(0.5 * (quadratic_GG + quadratic_GG.T))
     up_G = np.where(values_G > CONVEX_SHARE * np.abs(values_G).max(initial=0.0), values_G, 0.0)
     up_GG = (vectors_GG * up_G) @ vectors_GG.T
@@ -135,7 +137,7 @@ def _split(quadratic_GG: F64) -> tuple[F64, F64]:
 
 
 def _starts(programme: Programme) -> Iterator[F64]:
-    """The current mixture, and corners of the feasible mixtures: farthest out towards each value, and at random."""
+    """Yield starting points: the current mixture, and vertices of the feasible set in axis and random directions."""
     n = len(programme.linear_G)
     random_RG = stream(0, "mixture", "starts").standard_normal((RANDOM_STARTS, n))
     yield programme.current_G
@@ -145,8 +147,8 @@ def _starts(programme: Programme) -> Iterator[F64]:
 
 def _climb(programme: Programme, value: Callable[[F64], float], down_GG: F64, up_GG: F64, p_G: F64) -> F64:
     for _ in range(STEPS):
-        found = quadratic_program.solve(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
-        if value(found) - value(p_G) <= STILL * abs(value(found)):
-            return found
-        p_G = found
+        next_G = quadratic_program.solve(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
+        if value(next_G) - value(p_G) <= TOLERANCE * abs(value(next_G)):
+            return next_G
+        p_G = next_G
     return p_G

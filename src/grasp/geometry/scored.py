@@ -1,6 +1,7 @@
-"""An artifact beside an environment: components of the predictor for its subsets, made once for all candidates.
+"""Predictions of candidate protocols for the subsets of runs, from components that all candidates share.
 
-Every candidate is a weighted sum of components. Shape letters: B subsets, E units, T targets, N rows, D sketch width.
+Start with `Scored.from_runs` and `predictions`. Every candidate is a weighted sum of components.
+Shape letters: B subsets, E units, T targets, N rows, D sketch width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,40 +24,40 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
 from grasp.predict.predictor import Predictor, RowMoments
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
-from grasp.runs.alignment import Joined, cost_of
+from grasp.runs.alignment import Alignment, read_cost
 from grasp.runs.predictions import Predictions, Weighting
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
-EXACT_ROWS = 12_000  # pair similarities are permuted one by one up to here: 4 bytes a pair, 288 MB
+EXACT_ROWS = 12_000  # up to this many rows, all pair similarities are permuted: 4 bytes per pair, 288 MB
 _ROWS_AT_ONCE = 256
-SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs
+SHUFFLED = "shuffled "  # name prefix of components of shuffled pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Components by name, ready to be added: (B, T) or (B, 1) for tasks, (B, E) or (B, 1) for units.
+    """Components by name: (B, T) or (B, 1) for tasks, (B, E) or (B, 1) for units.
 
-    A kernel stands under its name as the change of a predictor of this kernel alone, in effect sizes. Candidates with
-    geometry are sums of z-scores: there it counts by its standard deviation over the calibration family.
+    The component of a kernel is the predicted change of this kernel alone, in effect sizes. Candidates with geometry
+    are sums of z-scores, so they divide it by its standard deviation over the calibration family.
     """
 
     subset_ids: tuple[str, ...]
     targets: tuple[str, ...]
     units: tuple[tuple[str, str], ...]
     task: Mapping[str, F64]
-    unit: Mapping[str, F64]  # empty unless units were asked for
-    task_std: Mapping[str, F64]  # by kernel, of the change over the family; empty where no candidate has geometry
+    unit: Mapping[str, F64]  # empty unless `per_unit`
+    task_std: Mapping[str, F64]  # by kernel: sd of the change over the family; empty if no candidate has geometry
     unit_std: Mapping[str, F64]
 
     def tasks_of(self, candidate: Candidate) -> F64:
-        """Predicted utility of every target, (B, T), but for a constant. Source: eq:component-predictor."""
+        """Return the predicted utility of every target up to a constant, (B, T). Source: eq:component-predictor."""
         shape = (len(self.subset_ids), len(self.targets))
         return np.array(np.broadcast_to(_weighted(self.task, self.task_std, candidate), shape))
 
     def units_of(self, candidate: Candidate) -> F64:
-        """Predicted utility of every unit, (B, E); units were asked for."""
+        """Return the predicted utility of every unit up to a constant, (B, E); requires `per_unit`."""
         shape = (len(self.subset_ids), len(self.units))
         return np.array(np.broadcast_to(_weighted(self.unit, self.unit_std, candidate), shape))
 
@@ -67,46 +68,44 @@ def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candi
         scale_C = std[kernel] if candidate.omega else 1.0
         total = total + weight * ratio(parts[kernel], scale_C)
     for name, omega in candidate.omega:
-        # K_self has no pairs in it, and K_cent has no decomposition by pairs: both stay as they are
+        # K_self has no pairs and K_cent no decomposition into pairs: both are not shuffled
         shuffled = candidate.shuffled and name.endswith((".pair", ".raw"))
         total = total + omega * parts[SHUFFLED + name if shuffled else name]
     return total
 
 
 @dataclass(frozen=True)
-class Scored(Joined):
-    """An artifact beside an environment, with a calibration family: gives predictions, whatever the role."""
+class Scored(Alignment):
+    """Runs aligned with an artifact, with a calibration family for the geometry of candidates."""
 
-    calibration: CalibrationSettings  # by which geometry is standardised here
+    calibration: CalibrationSettings  # family that standardizes the geometry
 
     @classmethod
-    def from_environment(
-        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256
-    ) -> Self:
-        """Check that both belong together, and draw a calibration family like the environment's own.
+    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
+        """Align runs with an artifact, with a calibration family of the same kind as the family of the runs.
 
-        Its stream is another than that of the subsets that were retrained, so no intervention that is scored
-        standardises itself. A table of given subsets has no family: uniform:0.5 stands in.
+        The calibration family uses another random stream than the retrained subsets, so that evaluated subsets do not
+        standardize themselves. Runs on a table of subsets have no family; uniform:0.5 is used.
 
         Raises:
-            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+            RunsError: corpora or targets differ, or the subsets are not those trained on.
         """
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
-        plain = Joined.from_environment(environment, artifact)
-        return cls(plain.environment, plain.source, plain.renamed, plain.blocks, calibration)
+        plain = Alignment.from_runs(environment, artifact)
+        return cls(plain.environment, plain.source, plain.run_targets, plain.blocks, calibration)
 
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
+        """Predict units and tasks with each of the candidates."""
         bound = self.parts(tuple(candidates.values()), targets, per_unit=True)
-        found = []
+        results = []
         for name, candidate in candidates.items():
             parts = bound[candidate.binding]
-            found.append(self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate)))
-        return found
+            results.append(self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate)))
+        return results
 
     def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
+        """Predict units and tasks with protocols, standardized by the calibration family of the runs.
 
         Raises:
             ProtocolError: the artifact does not fit a protocol.
@@ -116,16 +115,21 @@ class Scored(Joined):
     def parts(
         self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False
     ) -> dict[Binding, Parts]:
-        """Parts that the candidates are made of, by binding, for targets by the environment's names.
+        """Compute the components of the candidates, by binding.
 
+        Args:
+            targets: target names of the runs.
+            per_unit: also compute components per unit.
         Raises:
-            ProtocolError: the artifact lacks a kernel or a sketch, or no kernel at all.
+            ProtocolError: the artifact lacks a kernel or a sketch.
         """
         groups: dict[Binding, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.binding, []).append(candidate)
-        own = self.own_names(targets)
-        return {binding: self._parts(binding, group, own, per_unit=per_unit) for binding, group in groups.items()}
+        match_targets = self.artifact_targets_of(targets)
+        return {
+            binding: self._parts(binding, group, match_targets, per_unit=per_unit) for binding, group in groups.items()
+        }
 
     def _parts(
         self, binding: Binding, candidates: Sequence[Candidate], targets: tuple[str, ...], *, per_unit: bool
@@ -154,12 +158,12 @@ class Scored(Joined):
         )
 
     def _spread(self, predictor: Predictor) -> tuple[F64, F64]:
-        """Standard deviation of changes over the family, of tasks and of units; 0 where they do not vary."""
+        """Return the standard deviation of changes over the family, for tasks and units; 0 without variance."""
         levels = [level for level in (predictor.task, predictor.unit_level) if level is not None]
         if has_closed_form(self._family.family):
             protocol = predictor.protocol
             assert isinstance(protocol, InteractionProtocol)
-            found = []
+            std_of_level = []
             for level in levels:
                 scatter_C = np.where(level.spread.std_E > 0, float(predictor.n_rows), 0.0)
                 gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
@@ -167,16 +171,16 @@ class Scored(Joined):
                     gain_C, offset_C = level.gain_C, level.offset_C
                 rows = RowMoments(predictor.n_rows, offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
-                found.append(gain_C * known.std_E * (known.inverse_E > 0))
+                std_of_level.append(gain_C * known.std_E * (known.inverse_E > 0))
         else:
             blocks = self._family.blocks(self.source.n_rows)
-            drawn = (replace(self, blocks=(one,)).changes(predictor) for one in blocks)
+            drawn = (replace(self, blocks=(block,)).changes(predictor) for block in blocks)
             sampled = sampled_moments(dict(zip("tu", changes, strict=True)) for changes in drawn)
-            found = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
-        return found[0], found[-1]
+            std_of_level = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
+        return std_of_level[0], std_of_level[-1]
 
     def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:
-        """z-scores of geometric components over the family, (B, 1)."""
+        """Return z-scores of geometric components over the family, (B, 1)."""
         if not components:
             return {}
         protocol = binding.protocol([], components)
@@ -193,7 +197,7 @@ class Scored(Joined):
         return {name: np.concatenate([part[name] for part in z])[:, None] for name in components}
 
     def _shuffled(self, binding: Binding, candidates: Sequence[Candidate]) -> dict[str, F64]:
-        """z-scores of K_pair, and of K_raw = K_self + K_pair, with the pairs of every half shuffled; (B, 1)."""
+        """Return z-scores of K_pair, and of K_raw = K_self + K_pair, with shuffled pairs, (B, 1)."""
         names = {name for c in candidates if c.shuffled for name, _ in c.omega if name.endswith((".pair", ".raw"))}
         if not names:
             return {}
@@ -202,22 +206,24 @@ class Scored(Joined):
             self._shuffled_block(block.weights, halves, binding.side, binding.weighting)
             for block in self._family.blocks(self.source.n_rows)
         )
-        own = [self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks]
-        values = {name: np.concatenate([part[name] for part in own]) for name in own[0]}
+        shuffled = [
+            self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks
+        ]
+        values = {name: np.concatenate([part[name] for part in shuffled]) for name in shuffled[0]}
         return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
 
     def _shuffled_block(
         self, weights: Weights, halves: Sequence[str], side: Side, weighting: Weighting
     ) -> dict[str, F64]:
-        own_BN = weights.csr().toarray()
+        weight_BN = weights.csr().toarray()
         if side == "omitted":
-            own_BN = 1.0 - own_BN
-        own_BN = own_BN * SubsetMass.from_weights(weights).factor(side, weighting)[:, None]
+            weight_BN = 1.0 - weight_BN
+        weight_BN = weight_BN * SubsetMass.from_weights(weights).factor(side, weighting)[:, None]
         out: dict[str, F64] = {}
         for half in halves:
             sketch_ND, pairs = self._sketch(half)
-            out[f"{half}.pair"] = pair_B = pairs.pair(own_BN)
-            out[f"{half}.raw"] = pair_B + own_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
+            out[f"{half}.pair"] = pair_B = pairs.pair(weight_BN)
+            out[f"{half}.raw"] = pair_B + weight_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return out
 
     @cached_property
@@ -229,7 +235,7 @@ class Scored(Joined):
         return {}
 
     def _sketch(self, half: str) -> "tuple[F64, ShuffledPairs | ShuffledRows]":
-        """A sketch in memory, (N, D), joint is hidden beside residual, and its shuffle; both are kept."""
+        """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
         if half not in self._sketches:
             arrays = [self.source.array_blocks(f"{part}_sketch") for part in halves_needed({f"{half}.pair": 1.0})]
             parts = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in arrays]
@@ -240,30 +246,30 @@ class Scored(Joined):
 
 
 def predictions(
-    joined: Joined, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
+    alignment: Alignment, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
 ) -> list[Predictions]:
-    """Predictions of units and tasks by protocols and candidates, standardised by a family like the environment's.
+    """Predict units and tasks with protocols and candidates, standardized by a family like that of the runs.
 
     Raises:
         ProtocolError: the artifact does not fit a protocol.
     """
-    source = joined.source
+    source = alignment.source
     candidates = {
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
-    found = Scored.from_environment(joined.environment, source).select_candidates(candidates, targets)
-    return [replace(one, cost=cost_of(needed_arrays(candidates[one.method]), source)) for one in found]
+    results = Scored.from_runs(alignment.environment, source).select_candidates(candidates, targets)
+    return [replace(result, cost=read_cost(needed_arrays(candidates[result.method]), source)) for result in results]
 
 
-# ------------------------------------------------------------------------ pairs shuffled, for the paper's control
+# ------------------------------------------------------------------------ shuffled pairs, for the paper's control
 
 
 @dataclass(frozen=True, slots=True)
 class ShuffledPairs:
-    """G_ij = <phi_i, phi_j> of every unordered pair i < j, moved to another pair by one fixed permutation.
+    """Pair similarities G_ij = <phi_i, phi_j>, i < j, reassigned to pairs by one fixed random permutation.
 
-    Preserves the multiset of pair similarities exactly, and nothing of which pair has which. What it gives is no
-    Gram matrix any more: K_pair may be lower than -K_self.
+    Preserves the multiset of pair similarities exactly and destroys their assignment to pairs. The result is not a Gram
+    matrix: K_pair may be lower than -K_self.
     """
 
     n_rows: int
@@ -271,7 +277,7 @@ class ShuffledPairs:
 
     @classmethod
     def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
-        """Permute the pair similarities of a sketch; memory 2 N^2 bytes, time O(N^2 D)."""
+        """Permute the pair similarities of a sketch. Memory: 2 N^2 bytes; time: O(N^2 D)."""
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
         n_rows = len(sketch_ND)
         if n_rows > EXACT_ROWS:
@@ -287,7 +293,7 @@ class ShuffledPairs:
         return cls(n_rows, condensed)
 
     def pair(self, weights_BN: NDArray[np.floating]) -> F64:
-        """K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
+        """Return K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
         weights_BN = np.asarray(weights_BN, dtype=np.float64)
         if weights_BN.shape[1] != self.n_rows:
             raise ShapeError(f"shuffled pairs: weights {weights_BN.shape} for {self.n_rows} rows")
@@ -305,11 +311,11 @@ class ShuffledPairs:
 
 @dataclass(frozen=True, slots=True)
 class ShuffledRows:
-    """Every row's sketch taken from another row, where pairs are too many to be permuted one by one.
+    """Sketches reassigned to rows by a random permutation, for corpora with too many pairs for `ShuffledPairs`.
 
-    With phi_i replaced by phi_perm(i) in K_pair alone, the Gram matrix is permuted by rows and columns alike: the
-    multiset of pair similarities, the norms and the spectrum are all preserved, and which training row has which
-    sketch is destroyed. The exact shuffle destroys the Gram structure as well. Needs no N x N matrix.
+    phi_i is replaced by phi_perm(i) in K_pair only, which permutes rows and columns of the Gram matrix alike: the
+    multiset of pair similarities, the norms and the spectrum are preserved, and the assignment of sketches to rows is
+    destroyed. `ShuffledPairs` also destroys the Gram structure. Does not require an N x N matrix.
     """
 
     moved_ND: NDArray[np.floating]
@@ -319,7 +325,7 @@ class ShuffledRows:
         return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
 
     def pair(self, weights_BN: F64) -> F64:
-        """K_pair with the sketches that were moved, (B,)."""
+        """Return K_pair of the permuted sketches, (B,)."""
         total_BD = weights_BN @ self.moved_ND
         self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.moved_ND, self.moved_ND)
         return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)

@@ -1,4 +1,4 @@
-"""Do the sketches, and what is pooled, tell what a protocol takes from them? Of a sample of an artifact's rows.
+"""Health checks of sketches and of the pooled kernel, on a sample of the rows. Start with `check_sketches`.
 
 Shape letters: N rows of the sample, B subsets, D sketch width.
 """
@@ -15,17 +15,17 @@ from grasp.geometry import sketch_measures as measures
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.inspect.health import Subject
-from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")
-IDENTITY = 1e-9  # of kernels of unit vectors in float64: more is no rounding
-MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
+IDENTITY = 1e-9  # error of kernels of unit vectors in float64: a larger one is not rounding
+MOST_OF_IT = "0.5 or more: the summary keeps more of the gradient than it loses"
 ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
-def checks(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
-    """Of the pooled kernel where a protocol counts it, and of sketches where it has components."""
+def check_sketches(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
+    """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = subject.artifact, subject.features
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = features if isinstance(features, GraspError) else Kernels.from_artifact(artifact, features)
@@ -36,7 +36,7 @@ def checks(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
 
 
 def _sketch(subject: Subject, half: str) -> F64:
-    """As stored: with the gain that makes the mean squared norm of the half 1."""
+    """Return a sketch as stored, with the gain that normalizes the mean squared norm of the half to 1."""
     return subject.array(f"{half}_sketch")
 
 
@@ -45,9 +45,9 @@ def _halves(subject: Subject) -> tuple[str, ...]:
 
 
 def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
-    """What is lost where positions are summed up first."""
+    """Check what is lost by pooling positions before the product."""
     if isinstance(kernels, GraspError):
-        yield missing("pooled for tokens", MOST_OF_IT, str(kernels))
+        yield unmeasured_check("pooled for tokens", MOST_OF_IT, str(kernels))
     else:
         yield _rank_one(kernels, subject.weight_BN)
     if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
@@ -58,7 +58,7 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
     at, settings = kernels.positions, kernels.settings
     pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
     ranks = rank_agreement(pooled_B, product_B)
-    return judged(
+    return judge_check(
         "pooled for tokens",
         f"{at.kept_share:.2f} of the output gradient's square is in the summary of {settings.row_positions[-1]}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
@@ -75,28 +75,28 @@ def _kernels(subject: Subject) -> Check:
     pooled_NE, token_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
     each = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
-    return judged(
+    return judge_check(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
         "0.5 or more",
         rho >= 0.5,
-        "the kernels rank rows differently: prefer token, or let `grasp calibrate` choose",
+        "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
         {"ranks": rho},
     )
 
 
 def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: InteractionProtocol) -> Iterator[Check]:
-    """What takes sketches: those that are stored against full features, and what the arrays tell by themselves."""
+    """Check stored sketches against full features, and properties of the stored sketches."""
     yield from _complement(subject, protocol)
     if isinstance(kernels, GraspError):
-        yield from (missing(name, healthy, str(kernels)) for name, healthy in NAMES.items())
+        yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in NAMES.items())
     else:
         arrays = subject.artifact.manifest.arrays
         gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in _halves(subject)}
         sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
         yield from of_sketches(kernels, sketches, subject.weight_BN)
     if isinstance(kernels, GraspError):
-        yield missing("opposed gradients", ALIGNED, str(kernels))
+        yield unmeasured_check("opposed gradients", ALIGNED, str(kernels))
     else:
         yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
     yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
@@ -105,65 +105,65 @@ def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: Inte
 
 
 def _opposed(pairs: float, mass: float) -> Check:
-    return judged(
+    return judge_check(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
         ALIGNED,
         mass <= 0.05,
-        "these rows are no aligned pool: a penalty on the norm of their update would have no diminishing returns, "
-        "whatever sketch it is taken from",
+        "these rows are not an aligned pool: a penalty on the norm of their update has no diminishing returns, "
+        "with any sketch",
         {"pairs": pairs, "mass": mass},
     )
 
 
-def _bound(found: measures.DirectSumBound) -> Check:
-    tight = found.largest / found.bound if found.bound else 1.0
-    right = found.off <= IDENTITY
-    advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
+def _bound(bound: measures.DirectSumBound) -> Check:
+    tight = bound.largest / bound.bound if bound.bound else 1.0
+    right = bound.off <= IDENTITY
+    advice = "rows are too far apart for an informative bound: see `direct sum for product`"
     if not right:
-        advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
-    return judged(
+        advice = "the identity fails: the sketches contain nan or infinity, or this is a bug; please report it"
+    return judge_check(
         "direct-sum bound",
-        f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
-        f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
-        "a mean gap of 0.1 or less, between kernels that lie in -1 to 1: rows are near enough to each other that the "
-        "direct sum stands for the product",
-        right and found.mean <= 0.1,
+        f"{'met' if right else 'BROKEN'} (an identity, to {bound.off:.0e}: it checks the code); gap "
+        f"{bound.mean:.2f} in the mean, {bound.largest:.2f} at most, {tight:.0%} of the bound of {bound.bound:.2f}",
+        "a mean gap of 0.1 or less, between kernels in [-1, 1]: rows are close enough for the direct sum to "
+        "approximate the product",
+        right and bound.mean <= 0.1,
         advice,
-        asdict(found) | {"tight": tight},
+        asdict(bound) | {"tight": tight},
     )
 
 
 def _rank(name: str, sketch_ND: F64) -> Check:
     rank = measures.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
-    return judged(
+    return judge_check(
         f"effective rank, {name.replace('_', ' ')}",
         f"{rank:.1f} of {width}",
         f"{max(1, width // 8)} or more",
         rank >= width / 8,
-        "a few directions carry it: lower features.tau (hidden), raise features.epsilon (residual), or use a narrower "
-        "sketch; near-duplicate rows do it too",
+        "a few directions dominate: lower features.tau (hidden), raise features.epsilon (residual), or use a narrower "
+        "sketch; near-duplicate rows also cause this",
         {"rank": rank, "width": float(width)},
     )
 
 
 def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Check]:
-    """Of each component of the protocol that bends V: sums of aligned kernels are aligned.
+    """Check each component with curvature; a sum of aligned kernels is aligned.
 
-    K_raw, K_pair and K_cent of subsets of one size bend V as ||sum phi_i||^2 of the stored sketches; K_self does not.
+    For subsets of one size, K_raw, K_pair and K_cent contribute ||sum phi_i||^2 of the sketches; K_self is linear.
     """
     name = "pairs that complement"
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
-        value = f"protocol {protocol.name} weighs no pairs of rows: gains add up"
-        yield judged(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+        value = f"protocol {protocol.name} has no pairwise terms: gains are additive"
+        yield judge_check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(_halves(subject)) if half == "joint" else {half} - set(_halves(subject))
         if lacking:
             why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            yield missing(f"{name}, {component}", ALIGNED, why)
+            yield unmeasured_check(f"{name}, {component}", ALIGNED, why)
             continue
         parts = [_sketch(subject, part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
@@ -171,14 +171,14 @@ def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Che
 
 
 def _complements(component: str, omega: float, pairs: float, mass: float) -> Check:
-    advice = "greedy selection by this protocol has no guarantee: read the bound that `grasp select` prints"
+    advice = "greedy selection with this protocol has no guarantee: see the bound that `grasp select` prints"
     if component.startswith(("hidden", "joint")):
-        advice += "; hidden states are centred, so that about half of the pairs oppose whatever the rows are"
+        advice += "; hidden states are centred, so about half of the pairs have negative products for any rows"
     else:
-        advice += "; a narrow sketch gives small inner products a sign by chance: a wider one may be aligned"
+        advice += "; in a narrow sketch the sign of small inner products is random: a wider one may be aligned"
     if omega > 0:
-        advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
-    return judged(
+        advice = "the weight is positive, so gains grow and `grasp select` has no bound; use a negative weight"
+    return judge_check(
         f"pairs that complement, {component}",
         f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
         ALIGNED,

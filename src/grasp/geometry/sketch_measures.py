@@ -1,4 +1,4 @@
-"""Measurements behind the checks of sketches: arrays in, numbers out.
+"""Measures of sketch quality, used by `sketch_checks` and `sketched`: arrays in, numbers out.
 
 Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hidden width, V vocabulary.
 """
@@ -13,17 +13,17 @@ from scipy.spatial.distance import pdist
 
 from grasp.arrays import F64, Floats
 
-BLOCK_ELEMENTS = 4 * 1024 * 1024  # of the gradients that are held at once
+BLOCK_ELEMENTS = 4 * 1024 * 1024  # elements of the gradients held in memory at once
 
 
 def gram(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
-    """Inner products of all pairs of rows in each half, (N, N) each, float64."""
+    """Return inner products of all pairs of rows in each half, (N, N) float64 each."""
     hidden = np.asarray(hidden_NH, dtype=np.float64)
     return hidden @ hidden.T, np.asarray((residual_NV @ residual_NV.T).toarray(), dtype=np.float64)
 
 
 def position_gram(hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], n_rows: int) -> F64:
-    """<G_i, G_j> of G_i = mean over the positions of row i of h_t (x) xi_t, (N, N), exact.
+    """Return exact <G_i, G_j>, (N, N), for G_i = mean over the positions of row i of h_t (x) xi_t.
 
     Args:
         row_P: row of each position, ascending; a row without positions has G = 0.
@@ -45,7 +45,10 @@ def position_gram(hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.i
 def uncentred_gram(
     gram_NN: F64, offset_H: F64, hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64]
 ) -> F64:
-    """`position_gram` of hidden states h_t + offset from that of h_t, (N, N): G_i + offset (x) mean xi_t."""
+    """Return `position_gram` for hidden states h_t + offset from that of h_t, (N, N).
+
+    Uses G_i(h + offset) = G_i(h) + offset (x) mean xi_t.
+    """
     mean_NP = row_means(row_P, len(gram_NN))
     mean_NV = csr_array(mean_NP @ residual_PV)
     along_NV = csr_array(mean_NP @ residual_PV.multiply((hidden_PH @ offset_H)[:, None]).tocsr())
@@ -54,49 +57,49 @@ def uncentred_gram(
 
 
 def row_means(row_P: NDArray[np.int64], n_rows: int) -> csr_array:
-    """(N, P) matrix that averages over the positions of each row."""
+    """Return the (N, P) matrix that averages over the positions of each row."""
     count_N = np.bincount(row_P, minlength=n_rows)
     return csr_array((1.0 / count_N[row_P], (row_P, np.arange(len(row_P)))), shape=(n_rows, len(row_P)))
 
 
 def subset_norms(weight_BN: F64, gram_NN: F64) -> F64:
-    """K_raw of B subsets from inner products of rows: w^T G w. Source: eq:ia-components."""
+    """Return K_raw = w^T G w of B subsets from inner products of rows, (B,). Source: eq:ia-components."""
     return np.asarray(np.einsum("bn,nm,bm->b", weight_BN, gram_NN, weight_BN))
 
 
-def relative_error(found_B: F64, true_B: F64) -> float:
-    """Median of |found - true| / true over subsets whose K is not zero."""
-    there = true_B > 0
-    return float(np.median(np.abs(found_B - true_B)[there] / true_B[there])) if there.any() else 0.0
+def relative_error(estimate_B: F64, true_B: F64) -> float:
+    """Return the median of |estimate - true| / true over subsets with nonzero K."""
+    nonzero = true_B > 0
+    return float(np.median(np.abs(estimate_B - true_B)[nonzero] / true_B[nonzero])) if nonzero.any() else 0.0
 
 
-def scaled_error(found_B: F64, true_B: F64) -> float:
-    """Relative error after the best common factor was taken out: the weight in a protocol takes up any factor."""
-    there = (found_B > 0) & (true_B > 0)
-    scale = float(np.median(true_B[there] / found_B[there])) if there.any() else 1.0
-    return relative_error(scale * found_B, true_B)
+def scaled_error(estimate_B: F64, true_B: F64) -> float:
+    """Return the relative error after scaling the estimate; a protocol weight absorbs any common factor."""
+    nonzero = (estimate_B > 0) & (true_B > 0)
+    scale = float(np.median(true_B[nonzero] / estimate_B[nonzero])) if nonzero.any() else 1.0
+    return relative_error(scale * estimate_B, true_B)
 
 
 @dataclass(frozen=True, slots=True)
 class DirectSumBound:
-    """How the direct-sum kernel stands to the product kernel, pair by pair. Source: prop:local-direct-sum."""
+    """Differences between the direct-sum kernel and the product kernel over pairs. Source: prop:local-direct-sum."""
 
-    off: float  # largest difference of |k_dir - 1 - k_prod| from 1/4 d_h^2 d_r^2: rounding, or the code is wrong
-    largest: float  # of |k_dir - 1 - k_prod| over pairs
-    mean: float  # of the same
-    bound: float  # 1/4 delta_h^2 delta_r^2 with the largest distances
+    off: float  # largest error of the identity |k_dir - 1 - k_prod| = 1/4 d_h^2 d_r^2: rounding, or a bug
+    largest: float  # largest |k_dir - 1 - k_prod| over pairs
+    mean: float  # mean of the same
+    bound: float  # 1/4 delta_h^2 delta_r^2 from the largest distances
 
 
 def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
     """Compare the kernels of the normalised halves on every pair of rows.
 
-    Rows without a hidden or a residual part have no direction and are left out. The discrepancy of a pair is exactly
-    1/4 d_h^2 d_r^2 by algebra: that it is so here, kernels from inner products and distances from differences, checks
-    the implementation. What depends on the rows is how large it is.
+    Rows with a zero hidden or residual part have no direction and are ignored. The gap of a pair equals 1/4 d_h^2 d_r^2
+    algebraically; comparing kernels from inner products with distances from differences checks the implementation. The
+    size of the gap depends on the rows.
     Source: eq:direct-sum-local-bound.
     """
-    there = hidden_ND.any(axis=1) & residual_ND.any(axis=1)
-    x, r = (np.asarray(half_ND[there], dtype=np.float64) for half_ND in (hidden_ND, residual_ND))
+    nonzero_N = hidden_ND.any(axis=1) & residual_ND.any(axis=1)
+    x, r = (np.asarray(half_ND[nonzero_N], dtype=np.float64) for half_ND in (hidden_ND, residual_ND))
     x, r = (half / np.linalg.norm(half, axis=1, keepdims=True) for half in (x, r))
     pairs = np.triu_indices(len(x), 1)
     if not len(pairs[0]):
@@ -110,20 +113,20 @@ def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
 
 
 def unit_gram(gram_NN: F64) -> F64:
-    """Inner products of a half whose mean squared norm is 1, as c_h and c_r make it."""
+    """Normalize inner products so that the mean squared norm is 1 (the constants c_h and c_r)."""
     mean = float(gram_NN.diagonal().mean())
     return np.asarray(gram_NN / mean if mean > 0 else gram_NN)
 
 
 def effective_rank(sketch_ND: Floats) -> float:
-    """(sum of eigenvalues)^2 / sum of their squares, of the covariance of the sketch: 1 to D."""
+    """Return (sum of eigenvalues)^2 / (sum of squared eigenvalues) of the sketch covariance, between 1 and D."""
     centred = np.asarray(sketch_ND, np.float64) - np.asarray(sketch_ND, np.float64).mean(axis=0)
     value = np.linalg.svd(centred, compute_uv=False) ** 2
     return float(value.sum() ** 2 / (value**2).sum()) if value.any() else 0.0
 
 
 def negative_pairs(gram_NN: F64) -> tuple[float, float]:
-    """Share of pairs of rows whose inner product is negative, and their share of the absolute mass of all pairs."""
+    """Return the share of pairs with a negative inner product, and their share of the total absolute value."""
     pair = gram_NN[np.triu_indices(len(gram_NN), 1)]
     mass = float(np.abs(pair).sum())
     return float((pair < 0).mean()), float(-pair[pair < 0].sum() / mass) if mass > 0 else 0.0
@@ -132,10 +135,10 @@ def negative_pairs(gram_NN: F64) -> tuple[float, float]:
 def rank_one_share(
     hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], hidden_NH: Floats, residual_NV: csr_array
 ) -> float:
-    r"""Mean squared cosine between G_i = mean_t h_t (x) xi_t and the rank-1 h_i (x) xi_i of a summary, over rows.
+    r"""Return the mean squared cosine between G_i = mean_t h_t (x) xi_t and the rank-1 summary h_i (x) xi_i, over rows.
 
-    What the summary keeps of the gradient of the output layer: 1 for a row of one position that is its own summary.
-    All in the same coordinates; rows without positions or without a direction are left out.
+    Measures how much of the output layer gradient the summary keeps: 1 for a row with a single position that is its own
+    summary. All arguments are in the same coordinates; rows without positions or with a zero gradient are ignored.
     """
     edges = np.searchsorted(row_P, np.arange(len(hidden_NH) + 1))
     shares = []
@@ -144,10 +147,10 @@ def rank_one_share(
             continue
         h_TT, r_TT = gram(hidden_PH[start:stop], residual_PV[start:stop])
         whole = float((h_TT * r_TT).mean())
-        own_H, own_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
-        match_T = (residual_PV[start:stop] @ own_V.T).toarray().ravel()
-        cross = float(((hidden_PH[start:stop] @ own_H) * match_T).mean())
-        pooled = float(own_H @ own_H) * float(own_V.power(2).sum())
+        summary_H, summary_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
+        match_T = (residual_PV[start:stop] @ summary_V.T).toarray().ravel()
+        cross = float(((hidden_PH[start:stop] @ summary_H) * match_T).mean())
+        pooled = float(summary_H @ summary_H) * float(summary_V.power(2).sum())
         if whole > 0 and pooled > 0:
             shares.append(cross**2 / (whole * pooled))
     return float(np.mean(shares)) if shares else float("nan")

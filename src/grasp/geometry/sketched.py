@@ -1,6 +1,6 @@
-"""How far K of the stored sketches is from what it stands for: its own full kernel, and the product kernel.
+"""Compare K of stored sketches with K of the exact kernels: their own full kernel, and the product kernel.
 
-The kernels in full are of a sample of the rows; sketches can be had of any width.
+Start with `of_sketches`. Exact kernels are computed for a sample of the rows; sketches can be recomputed at any width.
 Shape letters: N rows of the sample, P their positions, B subsets, H hidden width, V vocabulary, D sketch width.
 """
 
@@ -17,7 +17,7 @@ from scipy.sparse import csr_array, diags_array
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry import sketch_measures as measures
-from grasp.inspect.health_metrics import Check, judged, missing, rank_agreement
+from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
 from grasp.kernels.kernel import CorpusMoments, make_kernels
 from grasp.kernels.whitening import Whitener, second_moments
@@ -28,34 +28,34 @@ Half = Literal["hidden", "residual", "product"]
 
 @dataclass(frozen=True, slots=True)
 class PositionProducts:
-    """What takes the positions of the rows, in the coordinates of `output_layer`.
+    """Quantities that require the positions of rows, in the coordinates of `output_layer`.
 
-    An artifact without moments of positions (`rule: paper`) has no such coordinates: those of the pooled kernel serve.
+    An artifact without moments of positions (`rule: paper`) uses the coordinates of the pooled kernel instead.
     """
 
-    product_NN: F64  # <G_i, G_j>, G = mean_t h~_t (x) D^1/2 xi_t: what the product sketch is one of
-    gradient_NN: F64  # the same with hidden states that are not centred: gradients of the output layer
-    kept_share: float  # of G's square in the summary that the artifact pools
-    same_share: float  # of G's square in a summary over the very positions of G
+    product_NN: F64  # <G_i, G_j>, G = mean_t h~_t (x) D^1/2 xi_t, which the product sketch estimates
+    gradient_NN: F64  # the same with uncentred hidden states: gradients of the output layer
+    kept_share: float  # share of ||G||^2 in the pooled summary of the artifact
+    same_share: float  # share of ||G||^2 in a summary over the positions of G
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Inner products of all pairs of the sample, (N, N) each, float64, whitened and scaled as the build does."""
+    """Inner products of all pairs of sampled rows, (N, N) float64 each, whitened and scaled as in the build."""
 
     settings: FeatureSettings
     features: SampleFeatures
-    moments: Mapping[str, NDArray[Any]]  # as the artifact keeps them
+    moments: Mapping[str, NDArray[Any]]  # as stored in the artifact
     hidden_NN: F64
     residual_NN: F64
     positions: PositionProducts
 
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
-        """Kernels of some rows of an artifact."""
+        """Compute the kernels of sampled rows of an artifact."""
         settings = FeatureSettings.model_validate(artifact.feature_settings)
-        there = [prefix for prefix in ("summary", "hidden") if f"{prefix}.count" in artifact.moments]
-        pooled, token = (second_moments(artifact.moments, there[at]) for at in (0, -1))
+        prefixes = [prefix for prefix in ("summary", "hidden") if f"{prefix}.count" in artifact.moments]
+        pooled, token = (second_moments(artifact.moments, prefixes[at]) for at in (0, -1))
         whitener = Whitener.of(pooled, settings)
         return cls(
             settings,
@@ -76,13 +76,13 @@ class Kernels:
         return measures.unit_gram(self.hidden_NN) + measures.unit_gram(self.residual_NN)
 
     def full(self, half: Half) -> F64:
-        """The exact inner products that a sketch estimates."""
+        """Return the exact inner products that a sketch estimates."""
         if half == "product":
             return self.positions.product_NN
         return self.hidden_NN if half == "hidden" else self.residual_NN
 
     def sketch(self, half: Half, width: int) -> F64:
-        """The sketch that a build with this width keeps of the sample, before its gain, (N, D)."""
+        """Return the sketch of the sample that a build with this width would store, without gain, (N, D)."""
         batch, name = self.features.batch, f"{half}_sketch"
         settings = self.settings.model_copy(update={f"{half}_width": width})
         sizes = FeatureSizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
@@ -95,7 +95,7 @@ class Kernels:
 
 @dataclass
 class FeatureSizes:
-    """Those of the model that gave the features."""
+    """Sizes of the model that computed the features."""
 
     hidden_size: int
     vocab_size: int
@@ -113,22 +113,22 @@ def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProdu
     product_NN = measures.position_gram(hidden_PH, residual_PV, row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
     mean_NP = measures.row_means(row_P, n_rows)
-    kept = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
+    stored = whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
     return PositionProducts(
         product_NN=product_NN,
         gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, row_P),
-        kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *kept),
+        kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *stored),
         same_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *same),
     )
 
 
-RANKS = 0.8  # agreement of orders that is called healthy
-WIDEST = 8192  # that is tried before it is said that no width is healthy
+RANKS = 0.8  # rank correlation from which a sketch is healthy
+WIDEST = 8192  # largest width that is tried
 HALVES: tuple[Half, ...] = ("hidden", "residual", "product")
 OF_PRODUCT = ("hidden", "residual", "joint")
-HEALTHY_SKETCH = f"at most twice off what so many numbers give, and ranks {RANKS} or more"
-HEALTHY_PRODUCT = f"ranks {RANKS} or more with the product of positions: K then orders subsets as their updates do"
+HEALTHY_SKETCH = f"error at most twice that of a Gaussian sketch of this width, and ranks {RANKS} or more"
+HEALTHY_PRODUCT = f"ranks {RANKS} or more with the product of positions: K then ranks subsets as their updates do"
 HEALTHY_DIRECT = f"ranks {RANKS} or more"
 NAMES = {
     **{f"{half} sketch": HEALTHY_SKETCH for half in HALVES},
@@ -139,7 +139,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """K by a sketch against K by a full kernel, over subsets."""
+    """Agreement over subsets between K of a sketch and K of the exact kernel."""
 
     error: float  # median relative error
     ranks: float
@@ -147,7 +147,7 @@ class Fit:
 
     @property
     def allowed(self) -> float:
-        """Twice the relative standard deviation of a squared norm by so many Gaussian numbers."""
+        """Twice the relative standard deviation of a squared norm that a Gaussian sketch of this width estimates."""
         return 2 * sqrt(2 / self.width)
 
     @property
@@ -156,26 +156,26 @@ class Fit:
 
 
 def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -> Iterator[Check]:
-    """All lines about the sketches of an artifact.
+    """Yield all checks of the sketches of an artifact.
 
     Args:
-        sketches: (N, D) by half, without their gains; product only where it is built.
+        sketches: (N, D) by half, without gains; product only if it was built.
     """
     for half in HALVES:
         if half not in sketches:
-            why = f"there is none: features.kernels is without {half}_sketch"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
+            why = f"not built: features.kernels does not contain {half}_sketch"
+            yield unmeasured_check(f"{half} sketch", HEALTHY_SKETCH, why)
         else:
-            yield _own(kernels, half, sketches[half], kernels.full(half), weight_BN)
+            yield _against_exact(kernels, half, sketches[half], kernels.full(half), weight_BN)
     for name in OF_PRODUCT:
         yield _for_product(kernels, name, sketches, weight_BN)
     yield _direct_sum(kernels, weight_BN)
 
 
 def fit(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Fit:
-    """Compare K of a sketch with K of the kernel that it stands for."""
-    found_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
-    error, ranks = measures.relative_error(found_B, true_B), rank_agreement(found_B, true_B)
+    """Compare K of a sketch with K of the exact kernel that it estimates."""
+    estimate_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
+    error, ranks = measures.relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B)
     return Fit(error, ranks, sketch_ND.shape[1])
 
 
@@ -183,28 +183,28 @@ def _norms(sketch_ND: F64, weight_BN: F64) -> F64:
     return np.asarray(((weight_BN @ sketch_ND) ** 2).sum(axis=1))
 
 
-def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Check:
-    found = fit(sketch_ND, full_NN, weight_BN)
+def _against_exact(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Check:
+    measured = fit(sketch_ND, full_NN, weight_BN)
     true_B = measures.subset_norms(weight_BN, full_NN)
     apart = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
-    numbers = {"error": found.error, "ranks": found.ranks, "width": float(found.width), "apart": apart}
-    value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of subsets differs by "
-    value += f"{apart:.1%})"
+    numbers = {"error": measured.error, "ranks": measured.ranks, "width": float(measured.width), "apart": apart}
+    value = f"K {measured.error:.1%} off, ranks agree {measured.ranks:+.2f} (width {measured.width}; K of subsets "
+    value += f"varies by {apart:.1%})"
     if half == "product":
         pooled = rank_agreement(
             _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, kernels.pooled_product_NN)
         )
-        value += f"; {pooled:+.2f} with the product of pooled rows, which it is not a sketch of"
+        value += f"; {pooled:+.2f} with the product of pooled rows, which it does not estimate"
         numbers["pooled_ranks"] = pooled
-    wide = None if found.good else healthy_width(kernels, half, full_NN, weight_BN, found.width)
+    wide = None if measured.good else healthy_width(kernels, half, full_NN, weight_BN, measured.width)
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
-    healthy = f"at most {found.allowed:.0%} off, twice what {found.width} numbers give, and ranks {RANKS} or more"
-    return judged(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
+    healthy = f"at most {measured.allowed:.0%} off, twice the error of a Gaussian sketch, and ranks {RANKS} or more"
+    return judge_check(f"{half} sketch", value, healthy, measured.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
-    """The first doubling of the width whose sketch of these rows is healthy; none up to WIDEST."""
+    """Return the fit of the first doubled width that is healthy; None if there is none up to WIDEST."""
     exact = kernels.features.hidden_NH.shape[1] if half == "hidden" else WIDEST
     while width < min(exact, WIDEST):
         width = min(2 * width, exact)
@@ -216,11 +216,11 @@ def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, wi
 
 def _wider(half: str, wide: Fit | None) -> str:
     named = f"{half}.*" if half == "product" else f"{half}.* and joint.*"
-    leave = f"leave {named} out of the protocol"
+    drop = f"drop {named} from the protocol"
     if wide is None:
-        return f"{leave}: no width up to {WIDEST} tells these subsets apart"
+        return f"{drop}: no width up to {WIDEST} distinguishes these subsets"
     measured = f"on this sample ranks {wide.ranks:+.2f}, {wide.error:.1%} off"
-    return f"build with features.{half}_width: {wide.width} ({measured}), or {leave}"
+    return f"build with features.{half}_width: {wide.width} ({measured}), or {drop}"
 
 
 def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
@@ -228,20 +228,20 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]
-    found_B = _norms(np.concatenate(parts, axis=1), weight_BN)
+    estimate_B = _norms(np.concatenate(parts, axis=1), weight_BN)
     full_NN = {"hidden": kernels.hidden_NN, "residual": kernels.residual_NN, "joint": kernels.joint_NN}[half]
     true_B = measures.subset_norms(weight_BN, kernels.positions.product_NN)
     pooled_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     numbers = {
-        "ranks": rank_agreement(found_B, true_B),
-        "pooled_ranks": rank_agreement(found_B, pooled_B),
-        "error": measures.scaled_error(found_B, true_B),
+        "ranks": rank_agreement(estimate_B, true_B),
+        "pooled_ranks": rank_agreement(estimate_B, pooled_B),
+        "error": measures.scaled_error(estimate_B, true_B),
         "full_ranks": rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
     }
-    advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"
+    advice = "too narrow for its features: build with the widths that the sketch checks suggest"
     if not numbers["full_ranks"] >= RANKS:
-        advice = f"no width mends it, {half}.* is another kernel: use product.*, wide enough, or no geometry"
-    return judged(
+        advice = f"no width helps, {half}.* is another kernel: use product.*, wide enough, or no geometry"
+    return judge_check(
         name,
         f"ranks agree {numbers['ranks']:+.2f} with the product of positions, {numbers['pooled_ranks']:+.2f} with that "
         f"of pooled rows, {numbers['error']:.1%} off once scaled; all its features agree {numbers['full_ranks']:+.2f}",
@@ -256,11 +256,11 @@ def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
     direct_B = measures.subset_norms(weight_BN, kernels.joint_NN)
     product_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     ranks, error = rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
-    return judged(
+    return judge_check(
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",
         HEALTHY_DIRECT,
         ranks >= RANKS,
-        "joint.* is no stand-in for the product of these rows: use product.*, wide enough, or no geometry",
+        "joint.* does not approximate the product for these rows: use product.*, wide enough, or no geometry",
         {"ranks": ranks, "error": error},
     )

@@ -1,11 +1,11 @@
-"""Mean and standard deviation of every component over a calibration family: they bring components to one scale.
+"""Mean and standard deviation of every component over a calibration family, used to compute z-scores.
 
-Most families are drawn, and their moments added up block by block. Uniform and Bernoulli families need no draw: their
-moments are known in closed form, for either weighting.
+Start with `sampled_moments` (any family, drawn block by block) and `pair_moments`, `self_moments` and
+`relevance_moments` (closed forms for uniform and Bernoulli families, for both weightings).
 
-The closed form: given its size m, a subset is a uniform draw of m rows without replacement. A and K_self are g(m) times
-the mean, over the drawn rows, of a number that each row has. K_raw, K_pair and K_cent are sums over pairs of drawn
-rows, so their variance takes the chances that two, three and four given rows are drawn.
+Closed forms: given its size m, a subset is a uniform draw of m rows without replacement. A and K_self are g(m) times
+the mean of a row value over the drawn rows. K_raw, K_pair and K_cent are sums over pairs of drawn rows, so their
+variance depends on the probabilities that two, three and four given rows are all drawn.
 
 Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
 """
@@ -25,16 +25,16 @@ from grasp.predict.predictor import ColumnSpread, RowMoments
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 
-FAR = 10.0  # sizes further from their mean than so many standard deviations, and rows, do not occur
+FAR = 10.0  # Bernoulli sizes further from their mean than this many standard deviations are neglected
 
 
 def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpread]:
-    """Moments of named components over subsets that arrive in blocks.
+    """Compute moments of named components over subsets that arrive in blocks.
 
     Args:
         blocks: (B, E) or (B,) values by name, the same names in every block.
     Raises:
-        SubsetError: fewer than two subsets; a standard deviation needs two.
+        SubsetError: fewer than two subsets.
     """
     rows: dict[str, RowMoments] = {}
     for block in blocks:
@@ -48,7 +48,7 @@ def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpre
 
 @dataclass(frozen=True, slots=True)
 class PairSums:
-    """Sums over the corpus of one sketch about its mean, psi = phi - mean: enough for the moments of its geometry."""
+    """Sums over the corpus of a centred sketch, psi = phi - mean, which determine the moments of its geometry."""
 
     n_rows: int
     mean_D: F64
@@ -58,12 +58,12 @@ class PairSums:
 
     @classmethod
     def empty(cls, mean_D: F64) -> Self:
-        """No rows yet."""
+        """Return sums over no rows."""
         width = len(mean_D)
         return cls(0, mean_D, np.zeros((width, width)), 0.0, np.zeros(width))
 
     def plus(self, sketch_nD: NDArray[Any]) -> Self:
-        """With the rows of one block."""
+        """Return the sums with the rows of a block added."""
         psi_nD = np.asarray(sketch_nD, dtype=np.float64) - self.mean_D
         norm_n = np.einsum("nd,nd->n", psi_nD, psi_nD)
         return type(self)(
@@ -76,12 +76,12 @@ class PairSums:
 
 
 def has_closed_form(family: Family) -> bool:
-    """Whether the moments of all components are known without drawing."""
+    """Return whether the moments of all components have a closed form."""
     return family.kind in ("uniform", "bernoulli")
 
 
 def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
-    """Exact mean and standard deviation of A_e over a uniform or Bernoulli family.
+    """Return the exact mean and standard deviation of A_e over a uniform or Bernoulli family.
 
     Source: eq:grasp-subset-relevance under the draw; the mean of an inclusion-weighted sum as in eq:ratio-scaling.
     """
@@ -91,12 +91,12 @@ def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: W
 
 
 def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
-    """Exact mean and standard deviation of K_self; `norms` are those of ||phi_i||^2. Source: eq:ia-components."""
+    """Return the exact mean and standard deviation of K_self from moments of ||phi_i||^2. Source: eq:ia-components."""
     return _mean_times(norms, _sizes(family, norms.n_rows, side), 1.0 if weighting == "count" else -1.0)
 
 
 def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
-    """Exact mean and standard deviation of a geometric component over a uniform or Bernoulli family.
+    """Return the exact mean and standard deviation of a geometric component over a uniform or Bernoulli family.
 
     With s the sum of psi over the m drawn rows, X = sum_{i != j} <psi_i, psi_j>, Y = sum_i ||psi_i||^2 and
     L = <s, mean>: K_cent = X + Y, K_self = Y + 2 L + m ||mean||^2, K_raw = X + Y + 2 m L + m^2 ||mean||^2.
@@ -105,46 +105,49 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
     size_M, chance_M = _sizes(family, sums.n_rows, side)
     gain_M = np.ones_like(size_M) if weighting == "count" else np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
     mean_norm = float(sums.mean_D @ sums.mean_D)
-    one_M, zero_M = np.ones_like(size_M), np.zeros_like(size_M)
-    weights_3M, shift_M = {  # of X, Y and L, and what is added
-        "raw": (np.array([one_M, one_M, 2.0 * size_M]), size_M**2 * mean_norm),
-        "self": (np.array([zero_M, one_M, 2.0 * one_M]), size_M * mean_norm),
-        "pair": (np.array([one_M, zero_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
-        "cent": (np.array([one_M, one_M, zero_M]), zero_M),
+    ones_M, zeros_M = np.ones_like(size_M), np.zeros_like(size_M)
+    weights_3M, shift_M = {  # weights of X, Y and L, and a constant
+        "raw": (np.array([ones_M, ones_M, 2.0 * size_M]), size_M**2 * mean_norm),
+        "self": (np.array([zeros_M, ones_M, 2.0 * ones_M]), size_M * mean_norm),
+        "pair": (np.array([ones_M, zeros_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
+        "cent": (np.array([ones_M, ones_M, zeros_M]), zeros_M),
     }[kind]
     mean_3M, product_33M = _drawn_sums(sums, size_M)
     covariance_33M = product_33M - mean_3M[:, None] * mean_3M[None]
-    given_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
+    mean_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
     spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
-    mean = float(chance_M @ given_M)
-    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (given_M - mean) ** 2))
+    mean = float(chance_M @ mean_M)
+    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (mean_M - mean) ** 2))
     return ColumnSpread(np.array([mean]), np.array([np.sqrt(variance)]))
 
 
 def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
-    """E of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows; the psi add up to 0."""
-    one, two, three, four = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
-    # A product of two sums over pairs is a sum over quadruples of rows. It is sorted by how many of the four differ,
-    # since the chance that all are drawn depends on that number alone: `two` for squares (the same pair twice), `three`
-    # for chains (pairs that share a row), `four` for disjoint pairs. As the psi add up to 0 over the corpus, every kind
-    # follows from a few sums, without a loop over rows.
+    """Return the expectations of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows.
+
+    Uses that the psi of the corpus add up to 0.
+    """
+    p1, p2, p3, p4 = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
+    # p1 to p4 are the probabilities that 1 to 4 given rows are all drawn. A product of two sums over pairs is a sum
+    # over quadruples of rows, grouped by the number of different rows, which determines the probability: p2 for
+    # squares (the same pair twice), p3 for chains (pairs that share a row), p4 for disjoint pairs. Because the psi add
+    # up to 0 over the corpus, each group follows from a few sums, without a loop over rows.
     norm = float(np.trace(sums.gram_DD))
     along = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
     skew = float(sums.skew_D @ sums.mean_D)
     squares = float((sums.gram_DD**2).sum()) - sums.square  # sum over pairs i != j of <psi_i, psi_j>^2
     chains = sums.square - squares  # sum over i, j, k all different of <psi_i, psi_j> <psi_i, psi_k>
     disjoint = norm**2 - 2.0 * squares - 4.0 * chains
-    xx = 2.0 * squares * two + 4.0 * chains * three + disjoint * four
-    xy = -2.0 * sums.square * two + (2.0 * sums.square - norm**2) * three
-    xl = 2.0 * skew * (three - two)
-    yy = sums.square * one + (norm**2 - sums.square) * two
-    yl, ll = skew * (one - two), along * (one - two)
-    mean_3M = np.array([-norm * two, norm * one, np.zeros_like(one)])
+    xx = 2.0 * squares * p2 + 4.0 * chains * p3 + disjoint * p4
+    xy = -2.0 * sums.square * p2 + (2.0 * sums.square - norm**2) * p3
+    xl = 2.0 * skew * (p3 - p2)
+    yy = sums.square * p1 + (norm**2 - sums.square) * p2
+    yl, ll = skew * (p1 - p2), along * (p1 - p2)
+    mean_3M = np.array([-norm * p2, norm * p1, np.zeros_like(p1)])
     return mean_3M, np.array([[xx, xy, xl], [xy, yy, yl], [xl, yl, ll]])
 
 
 def _all_drawn(k: int, n_rows: int, size_M: F64) -> F64:
-    """Chance that k given rows are all among m rows drawn without replacement, (M,)."""
+    """Return the probability that k given rows are all among m rows drawn without replacement, (M,)."""
     chance_M = np.ones_like(size_M)
     for i in range(k):
         chance_M = chance_M * (np.maximum(size_M - i, 0.0) / (n_rows - i) if n_rows > i else 0.0)
@@ -152,7 +155,7 @@ def _all_drawn(k: int, n_rows: int, size_M: F64) -> F64:
 
 
 def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
-    """Sizes of the side and their probabilities; draws without a retained row do not occur."""
+    """Return the sizes of the side and their probabilities; draws always retain at least one row."""
     fraction = family.fraction
     assert fraction is not None
     if family.kind == "uniform":
@@ -161,7 +164,9 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
     else:
         mean, reach = fraction * n_rows, FAR * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
         size = np.arange(max(1.0, np.floor(mean - reach)), min(n_rows, np.ceil(mean + reach)) + 1.0)
-        ratio = (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))  # of a chance to the one before it
+        ratio = (
+            (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))
+        )  # probability relative to that of the previous size
         log_chance = np.concatenate([[0.0], np.cumsum(np.log(ratio))])
         chance = np.exp(log_chance - log_chance.max())
         chance = chance / chance.sum()
@@ -169,7 +174,7 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
 
 
 def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> ColumnSpread:
-    """Moments of m^power * (mean of x over m rows drawn without replacement), m random; 0 where m = 0."""
+    """Return moments of m^power * (mean of x over m rows drawn without replacement) for random m; 0 for m = 0."""
     size_M, chance_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
     gain_M = np.where(size_M > 0, drawn_M**power, 0.0)

@@ -1,8 +1,8 @@
-"""The geometry of a subset, and its relevance, from weighted sums over its rows.
+"""Geometry and relevance of subsets, from weighted sums over their rows.
 
-Everything a subset is scored by is a function of a few sums over its rows: of the weights, of the sketches, and of
-their squared norms. They are taken once, for the retained rows with raw weights; the omitted side, the weighting and
-the centring are arithmetic on them and on the totals of the corpus, so the complement of a subset is never made.
+Start with `SketchSums.geometry` and `subset_relevance`. All components depend on a few sums over the retained rows: of
+weights, of sketches, and of squared sketch norms. The omitted side, the weighting and the centring follow by arithmetic
+from these sums and the totals of the corpus, so that the complement of a subset is never constructed.
 
 Shape letters: B subsets, N rows of the corpus, D sketch width.
 """
@@ -19,7 +19,7 @@ from grasp.runs.predictions import Weighting
 
 Half = Literal["hidden", "residual", "joint", "product"]
 Kind = Literal["raw", "self", "pair", "cent"]
-JOINT: tuple[Half, ...] = ("hidden", "residual")  # what `joint` is made of
+JOINT: tuple[Half, ...] = ("hidden", "residual")  # the halves that `joint` concatenates
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,62 +41,62 @@ class QuadraticWeights:
     """Weights of K_raw, K_self and K_cent of one sketch; K_pair = K_raw - K_self is folded into the first two."""
 
     raw: float = 0.0
-    own: float = 0.0  # of K_self
+    self_norm: float = 0.0  # weight of K_self
     cent: float = 0.0
 
     @property
-    def bend(self) -> float:
-        """Weight of ||s||^2: K_raw and K_cent share it."""
+    def curvature(self) -> float:
+        """Weight of ||s||^2, which occurs in K_raw and in K_cent."""
         return self.raw + self.cent
 
     def plus(self, kind: str, weight: float) -> "QuadraticWeights":
-        """These weights, and those of one more component added to them."""
-        raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
-        return QuadraticWeights(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
+        """Return these weights plus a component of this kind and weight."""
+        raw, self_part, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
+        return QuadraticWeights(self.raw + raw * weight, self.self_norm + self_part * weight, self.cent + cent * weight)
 
 
 @dataclass(frozen=True, slots=True)
 class SubsetMass:
-    """Sums of weights of B subsets: what `mean` divides by, and what centring multiplies the mean sketch with."""
+    """Sums of weights of B subsets, used by weighting `mean` and by centring."""
 
     retained_B: F64  # sum of w_i
-    omitted_B: F64  # sum over the corpus of |1 - w_i|; the number of omitted rows where weights are 1
+    omitted_B: F64  # sum of |1 - w_i| over the corpus; for weights 0 and 1, the number of omitted rows
     n_rows: int
 
     @classmethod
     def from_weights(cls, weights: Weights) -> Self:
-        """The sums of weights of each subset of a block."""
+        """Compute the sums of weights of each subset of a block."""
         return cls(weights.sums, weights.total(lambda weight: np.abs(1.0 - weight)), weights.shape[1])
 
     @classmethod
     def plain(cls, retained_B: F64, n_rows: int) -> Self:
-        """Of subsets that keep so many rows, with the weight 1."""
+        """Return the sums for subsets of `retained_B` rows of weight 1."""
         return cls(retained_B, n_rows - retained_B, n_rows)
 
     @classmethod
     def whole(cls, n_rows: int) -> Self:
-        """Of the corpus, as a block of one subset."""
+        """Return the sums for the corpus, as a block of one subset."""
         return cls.plain(np.array([float(n_rows)]), n_rows)
 
     def factor(self, side: Side, weighting: Weighting) -> F64:
-        """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
+        """Return the factor of raw weights, (B,): 1 for `count`, 1 / sum |w| for `mean`, 0 for an empty side."""
         mass_B = self.retained_B if side == "retained" else self.omitted_B
         return np.ones_like(mass_B) if weighting == "count" else ratio(1.0, mass_B)
 
 
 @dataclass(frozen=True, slots=True)
 class SketchSums:
-    """Sums of one sketch over the retained rows of B subsets, raw weights, float64."""
+    """Sums of one sketch over the retained rows of B subsets with raw weights, float64."""
 
     total_BD: F64  # sum of w_i phi_i
     norm_B: F64  # sum of w_i ||phi_i||^2
     square_norm_B: F64  # sum of w_i^2 ||phi_i||^2
 
     def geometry(self, mass: SubsetMass, corpus: "SketchTotals", side: Side, weighting: Weighting) -> Geometry:
-        """Components of one sketch for a side and a weighting.
+        """Compute the components of one sketch for a side and a weighting.
 
-        The omitted side has weights 1 - w_i: for plain subsets the rows that were left out, for a row that is
-        doubled (w = 2) a row taken out -1 times.
+        The omitted side has weights 1 - w_i: for binary weights these are the omitted rows; a row that is doubled
+        (w = 2) has the weight -1. pair = raw - self cancels strongly, hence float64.
         Source: eq:ia-components. Deviation: `mean` divides the weights by their sum (design, weighting).
         """
         total_BD, square_B, weight_B = self.total_BD, self.square_norm_B, mass.retained_B
@@ -127,13 +127,13 @@ class SketchTotals:
         return np.asarray(self.total_D / self.n_rows)
 
     def whole(self) -> SketchSums:
-        """The corpus itself as a block of one subset."""
+        """Return the corpus as a block of one subset."""
         norm_B = np.array([self.norm])
         return SketchSums(self.total_D[None], norm_B, norm_B)
 
 
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:
-    """Geometry of the concatenated sketch: every component adds. Source: eq:feature-sketch."""
+    """Return the geometry of the concatenated sketch, whose components are sums. Source: eq:feature-sketch."""
     return Geometry(
         raw_B=hidden.raw_B + residual.raw_B,
         self_B=hidden.self_B + residual.self_B,
@@ -143,12 +143,12 @@ def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:
 
 
 def subset_relevance(sum_BE: F64, total_E: F64, mass: SubsetMass, side: Side, weighting: Weighting) -> F64:
-    """A_e of B subsets from sums over their retained rows, (B, E), in the unit of the relevance.
+    """Return A_e of B subsets from sums over their retained rows, (B, E), in the unit of the relevance.
 
     Args:
         sum_BE: sum of w_i a_ie over retained rows, raw weights.
         total_E: sum of a_ie over the corpus.
-    Source: eq:grasp-subset-relevance. Deviation: on the omitted side the sign is flipped, so that more is better on
+    Source: eq:grasp-subset-relevance. Deviation: on the omitted side the sign is flipped, so that higher is better on
         either side (design, side).
     """
     factor_B1 = mass.factor(side, weighting)[:, None]
@@ -158,7 +158,7 @@ def subset_relevance(sum_BE: F64, total_E: F64, mass: SubsetMass, side: Side, we
 
 
 def halves_needed(components: Mapping[str, float]) -> tuple[str, ...]:
-    """Sketches that `half.kind` names rely on; `joint` needs hidden and residual."""
+    """Return the sketches that `half.kind` components require; `joint` requires hidden and residual."""
     halves = {name.split(".")[0] for name in components}
     if "joint" in halves:
         halves |= set(JOINT)

@@ -1,9 +1,11 @@
-"""What a protocol with geometry adds to the sum of relevance, and the family that brings both to one scale.
+"""Geometry terms of a protocol, and the calibration family that standardizes them.
+
+Start with `GeometryTerms.from_artifact`.
 
     V(S) = sum_m weight_m z(A_m(S)) + sum_c omega_c z(K_c(S))
 
-z takes mean and standard deviation over the protocol's own calibration family, never over the subsets that are scored.
-The road of an additive protocol does not pass this module.
+z uses the mean and standard deviation over the calibration family of the protocol, never over the evaluated subsets.
+Additive protocols do not use this module.
 Source: eq:component-predictor. Deviation: several relevance kernels may be summed as z-scores.
 Shape letters: B subsets, C columns (targets or units), D sketch width.
 """
@@ -50,10 +52,10 @@ BLOCK_ROWS = 8_192
 
 
 class NormedSketch(RowSums):
-    """One sketch of every row, and sums of ||phi||^2 beside its own."""
+    """One sketch of every row, with sums of the sketch and of its squared norms."""
 
     def __init__(self, artifact: ArtifactReader, half: str) -> None:
-        self.artifact, self.name = artifact, f"{half}_sketch"  # of its array
+        self.artifact, self.name = artifact, f"{half}_sketch"  # name of the array
         width = next(artifact.array_blocks(self.name, block_rows=1))[1].shape[1]
 
         def with_norms() -> Blocks:
@@ -68,10 +70,10 @@ class NormedSketch(RowSums):
         super().__init__(on_disk, artifact.n_rows, width, held_NC=held_NC)
         self.totals, self.norms = cached(
             artifact, (self.name, "norms"), 8 * width, lambda: _totals(self.normed.blocks())
-        )  # sums over the corpus, and the moments of ||phi||^2
+        )  # corpus sums, and moments of ||phi||^2
 
     def blocks(self) -> Blocks:
-        """The sketch in blocks of BLOCK_ROWS, from memory where it is held."""
+        """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is held."""
         if self.held_NC is None:
             yield from self._blocks()
             return
@@ -79,31 +81,31 @@ class NormedSketch(RowSums):
             yield start, self.held_NC[start : start + BLOCK_ROWS]
 
     def rows(self, row_index: NDArray[np.int64]) -> F32:
-        """Chosen rows, in the order given."""
+        """Return the sketches of the given rows, in this order."""
         return self.artifact.array_rows(self.name, row_index) if self.held_NC is None else self.held_NC[row_index]
 
     def dot(self, vector_D: F64) -> F64:
-        """<phi_i, vector> of every row, (N,)."""
+        """Return <phi_i, vector> of every row, (N,)."""
         return np.concatenate([np.einsum("nd,d->n", block, vector_D) for _, block in self.blocks()])
 
     def norms_of_rows(self) -> F64:
-        """||phi_i||^2 of every row, (N,)."""
+        """Return ||phi_i||^2 of every row, (N,)."""
         parts = [np.einsum("nd,nd->n", block, block, dtype=np.float64) for _, block in self.blocks()]
         return np.concatenate(parts)
 
     def sums(self, weights: Weights) -> F64:
-        """sum_i w_i phi_i of every subset, (B, D)."""
+        """Return sum_i w_i phi_i of every subset, (B, D)."""
         return self.normed.sums(weights)[:, :-1]
 
     def normed_sums(self, weights: Weights) -> SketchSums:
-        """Sums over B subsets."""
+        """Return sums of the sketch, its squared norms, and squared norms times squared weights over B subsets."""
         both_BC = self.normed.sums(weights)
-        square_B = both_BC[:, -1] if weights.is_plain else self.normed.sums(weights.mapped(np.square))[:, -1]
+        square_B = both_BC[:, -1] if weights.is_binary else self.normed.sums(weights.mapped(np.square))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 
 def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
-    """Sums over pairs of rows of one sketch, or of several side by side; one pass."""
+    """Compute `PairSums` of one sketch, or of several concatenated, in one pass."""
     sums = PairSums.empty(np.concatenate([sketch.totals.mean_D for sketch in sketches]))
     for parts in zip(*(sketch.blocks() for sketch in sketches), strict=True):
         sums = sums.plus(np.concatenate([block for _, block in parts], axis=1))
@@ -111,7 +113,7 @@ def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
 
 
 def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
-    """Sums over the corpus of a sketch with its norms, and the moments of these."""
+    """Return sums over the corpus of a sketch and its squared norms, and the moments of the latter."""
     norms, totals = RowMoments(), list[F64]()
     for _, block in blocks:
         totals.append(block.sum(axis=0, dtype=np.float64))
@@ -122,7 +124,7 @@ def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationFamily:
-    """The family that standardises; its stream is named `calibration`, apart from every evaluation family."""
+    """The family of subsets that standardizes components; its random stream `calibration` differs from all others."""
 
     family: Family
     n_subsets: int
@@ -131,13 +133,13 @@ class CalibrationFamily:
 
     @classmethod
     def from_calibration(cls, calibration: CalibrationSettings, artifact: ArtifactReader) -> Self:
-        """The family of a protocol, with the labels of the artifact's rows where it draws by one."""
+        """Create the family of a protocol, with the labels of the rows if it draws by a label."""
         family = calibration.parsed
         labels = None if family.label is None else label_column(artifact, family.label)
         return cls(family, calibration.n_subsets, calibration.seed, labels)
 
     def blocks(self, n_rows: int) -> Iterator[SubsetBlock]:
-        """Draw it."""
+        """Draw the subsets of the family."""
         return self.family.draw(
             self.n_subsets, n_rows=n_rows, labels=self.labels, seed=self.seed, purpose="calibration"
         )
@@ -148,12 +150,12 @@ class CalibrationFamily:
 
 @dataclass(frozen=True, slots=True)
 class GeometryTerms:
-    """What the geometry of a protocol adds to the prediction of a subset: sum_c omega_c z(K_c), for one artifact."""
+    """The geometry part of a prediction, sum_c omega_c z(K_c), for one artifact."""
 
     protocol: InteractionProtocol
     n_rows: int
     sketches: Mapping[str, NormedSketch]
-    moments: Mapping[str, ColumnSpread]  # of every K_c over the family
+    moments: Mapping[str, ColumnSpread]  # moments of every K_c over the family
 
     @classmethod
     def from_artifact(
@@ -163,48 +165,48 @@ class GeometryTerms:
         sketches: Mapping[str, NormedSketch],
         family: CalibrationFamily | None,
     ) -> Self:
-        """Moments of every component of the protocol.
+        """Compute the moments of every component of the protocol.
 
         Args:
-            family: None: there is no component.
+            family: calibration family; None if the protocol has no components.
         Raises:
-            SubsetError: the family needs labels that the artifact does not have.
+            SubsetError: the family draws by a label that the artifact does not have.
         """
         moments = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
         return cls(protocol, artifact.n_rows, sketches, moments)
 
     def values(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """K_c in natural units, (B,), for the protocol's side and weighting."""
+        """Return K_c in natural units, (B,), for the side and weighting of the protocol."""
         return _geometry(self.protocol, self.sketches, sums, mass)
 
     def z(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """A component on the scale of the family: standard deviations above its mean, (B,)."""
+        """Return z-scores of the components over the family, (B,)."""
         return {name: self.moments[name].z(value_B) for name, value_B in self.values(sums, mass).items()}
 
     def parts(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """omega_c (K_c(S) - K_c(corpus)) / sd, (B,): what each component adds to a change."""
+        """Return the part of each component in a change, omega_c (K_c(S) - K_c(corpus)) / sd, (B,)."""
         whole = self.whole()
         return {name: self.protocol.components[name] * (z_B - whole[name]) for name, z_B in self.z(sums, mass).items()}
 
     def whole(self) -> dict[str, float]:
-        """z(K_c) of the corpus."""
+        """Return z(K_c) of the corpus."""
         sums = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
         return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.whole(self.n_rows)).items()}
 
     @property
     def halves(self) -> dict[str, QuadraticWeights]:
-        """Weights of K_raw, K_self and K_cent of every sketch in V; those of `joint` count for both of its halves."""
+        """Weights of K_raw, K_self and K_cent of every sketch in V; a `joint` component contributes to both halves."""
         halves: dict[str, QuadraticWeights] = {}
         for name, omega in self.protocol.components.items():
             slope = omega * float(self.moments[name].inverse_E[0])
             half, kind = name.split(".")
-            for one in JOINT if half == "joint" else (half,):
-                halves[one] = halves.get(one, QuadraticWeights()).plus(kind, slope)
+            for part in JOINT if half == "joint" else (half,):
+                halves[part] = halves.get(part, QuadraticWeights()).plus(kind, slope)
         return {half: weights for half, weights in halves.items() if weights != QuadraticWeights()}
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Components that do not vary over the family, and hence contribute nothing."""
+        """Components without variance over the family, which contribute nothing."""
         return tuple(name for name, item in self.moments.items() if not item.inverse_E.any())
 
 
@@ -215,10 +217,10 @@ def family_moments(
     family: CalibrationFamily,
     n_rows: int,
 ) -> dict[str, ColumnSpread]:
-    """Moments of A by kernel, and of the geometry of `sketches`; drawn only where no closed form covers them."""
+    """Compute moments of A for each kernel and of geometry; subsets are drawn only if there is no closed form."""
     exact = _closed_forms(protocol, kernels, sketches, family.family)
-    wanted = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
-    if exact.keys() >= wanted:
+    required = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
+    if exact.keys() >= required:
         return exact
 
     def components(weights: Weights) -> dict[str, F64]:
@@ -245,7 +247,7 @@ def _geometry(
     sums: Mapping[str, SketchSums],
     mass: SubsetMass,
 ) -> dict[str, F64]:
-    """Components of B subsets in natural units. Source: eq:ia-components."""
+    """Return the components of B subsets in natural units. Source: eq:ia-components."""
     halves: dict[str, Geometry] = {
         half: sums[half].geometry(mass, sketches[half].totals, protocol.side, protocol.weighting)
         for half in halves_needed(protocol.components)
@@ -272,13 +274,13 @@ def _closed_forms(
             exact[name] = self_moments(sketches[half].norms, family, side, weighting)
         elif sketches:
             if half not in pairs:
-                pairs[half] = pair_sums([sketches[one] for one in halves_needed({name: 1.0})])
+                pairs[half] = pair_sums([sketches[part] for part in halves_needed({name: 1.0})])
             exact[name] = pair_moments(pairs[half], kind, family, side, weighting)
     return exact
 
 
 def _named(protocol: InteractionProtocol) -> dict[str, tuple[Half, Kind]]:
-    """`joint.pair` as ("joint", "pair"); the names were checked when the protocol was read."""
+    """Split component names such as `joint.pair` into ("joint", "pair"); they were validated with the protocol."""
     halves: dict[str, Half] = {str(half): half for half in get_args(Half)}
     kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
     parts = ((name, name.split(".")) for name in protocol.components)

@@ -38,7 +38,7 @@ from grasp.inspect.neighbours import COMPARED, disagreement
 from grasp.predict.predictor import RowMoments
 from grasp.progress import Progress, Silent
 from grasp.results import Result
-from grasp.store.checksummed_parquet import sealed_batches
+from grasp.store.checksummed_parquet import read_checksummed_batches
 from grasp.store.contents import readable_table
 from grasp.text import json_text
 from grasp.yaml_files import describe
@@ -225,14 +225,14 @@ def _label_scores(
         code_N[none_N] = len(column.values) + np.arange(len(none_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
     near = disagreement(sketch_ND, code_N, k_nearest, progress)
-    alone = int(near.alone_N.sum())
+    n_singletons = int(near.is_singleton_N.sum())
     if near.share_N.min() == near.share_N.max():
-        why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
+        why = f"every row is alone with its {label}" if n_singletons else f"{label} is the same for all neighbours"
         return {}, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
-    notes = [f"{alone} rows are alone with their {label}: geometry says nothing of them"] if alone else []
-    if near.found < 1:
+    notes = [f"{n_singletons} rows are alone with their {label}: geometry says nothing of them"] if n_singletons else []
+    if near.recall < 1:
         notes.append(
-            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.found:.0%} of "
+            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.recall:.0%} of "
             f"the {k_nearest} nearest were found"
         )
     return {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
@@ -333,14 +333,14 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
             n_cut += not is_whole
             yield [text] if is_whole else []
 
-    found = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
+    pairs = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
     note = None
     try:
-        found |= _by_tokens(BuildSource(artifact), units)
+        pairs |= _by_tokens(BuildSource(artifact), units)
     except GraspError as err:
         if n_cut:
             note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
-    return sorted(found), note
+    return sorted(pairs), note
 
 
 def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
@@ -348,10 +348,10 @@ def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[P
     rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
     assert isinstance(rows, RowStore)
     prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
-    joined = encode([unit["prompt"] + unit["completion"] for unit in units])
+    whole = encode([unit["prompt"] + unit["completion"] for unit in units])
     apart = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    keys = [_pieces(ids, eos_id) for ids in (*joined, *apart)]
-    single = [own[0] if len(own) == 1 else b"" for own in keys]
+    keys = [_pieces(ids, eos_id) for ids in (*whole, *apart)]
+    single = [pieces[0] if len(pieces) == 1 else b"" for pieces in keys]
     shards = (rows.shard(k) for k in range(rows.n_shards))
     row_keys = (_pieces(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
     return {(unit % len(units), row) for unit, row in _pairs(single, row_keys)}
@@ -390,27 +390,27 @@ class ShownSuspects:
 
 def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
     """The first rows of a table that `grasp detect --out` wrote of this artifact."""
-    written = "the .parquet that grasp detect --out writes"
-    with readable_table(f"--detect: {path}", SettingsError, written):
+    expected = "the .parquet that grasp detect --out writes"
+    with readable_table(f"--detect: {path}", SettingsError, expected):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
         batch = None
-        for part in sealed_batches(path):  # all of it is proven
+        for part in read_checksummed_batches(path):  # all of it is proven
             batch = part.slice(0, SHOWN) if batch is None else batch
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
-        raise SettingsError(f"--detect: {path} does not say what was detected; expected {written}")
+        raise SettingsError(f"--detect: {path} does not say what was detected; expected {expected}")
     try:
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
     except ValidationError as err:
-        raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {written}") from err
-    own = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
-    theirs = record.made_from | {"rows": str(record.rows)}
-    if others := [what for what in own if own[what] != theirs.get(what)]:
-        listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
+        raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {expected}") from err
+    expected_source = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
+    recorded_source = record.made_from | {"rows": str(record.rows)}
+    if others := [what for what in expected_source if expected_source[what] != recorded_source.get(what)]:
+        listed = ", ".join(f"{what} {recorded_source.get(what)!r}, here {expected_source[what]!r}" for what in others)
         raise SettingsError(f"--detect: {path} was made from another artifact: {listed}; run grasp detect on this one")
     lines = batch.to_pylist()
     places = row_places(artifact, [line["row_id"] for line in lines])
-    if strange := [line["row_id"] for line in lines if line["row_id"] not in places]:
-        raise SettingsError(f"--detect: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
+    if unknown := [line["row_id"] for line in lines if line["row_id"] not in places]:
+        raise SettingsError(f"--detect: {path}: {unknown[0]!r} is no row of the artifact; run grasp detect on it")
     index = np.array([places[line["row_id"]] for line in lines], dtype=np.int64)
     pictures: Sequence[bytes | None] = [None] * len(index)
     if BuildSource(artifact).has_images:

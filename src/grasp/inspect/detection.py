@@ -69,7 +69,7 @@ def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
     )
     hits_N = np.cumsum(planted_N[np.argsort(-score_N, kind="stable")], dtype=np.int64)
     rank_N = np.arange(1, n_rows + 1)
-    best = int(np.argmax(2 * hits_N / (rank_N + count)))
+    best_index = int(np.argmax(2 * hits_N / (rank_N + count)))
     return Detection(
         n_rows=n_rows,
         n_planted=count,
@@ -78,7 +78,7 @@ def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
         auroc_high=min(value + reach, 1.0),
         average_precision=average_precision(score_N, planted_N),
         at_k=_cut(hits_N, count, k),
-        best=_cut(hits_N, count, best + 1),
+        best=_cut(hits_N, count, best_index + 1),
     )
 
 
@@ -92,10 +92,10 @@ def auroc(score_N: F64, planted_N: Bool) -> float:
     return float(placement(score_N[planted_N], np.sort(score_N[~planted_N])).mean())
 
 
-def placement(some: F64, others: F64) -> F64:
+def placement(value_N: F64, reference_M: F64) -> F64:
     """Share of the other numbers, sorted, that lie below each of some, ties half."""
-    below = np.searchsorted(others, some, "left") + np.searchsorted(others, some, "right")
-    return np.asarray(below / (2 * len(others)))
+    below = np.searchsorted(reference_M, value_N, "left") + np.searchsorted(reference_M, value_N, "right")
+    return np.asarray(below / (2 * len(reference_M)))
 
 
 def average_precision(score_N: F64, planted_N: Bool) -> float:

@@ -26,16 +26,17 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.arrays import F64, I64
+from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import only_target, row_index
-from grasp.build.add_targets import loaded_kernels
+from grasp.build.add_targets import load_kernels
 from grasp.build.modality import Pictured, vision
-from grasp.build.model_pass import ModelPass, row_examples
+from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
-from grasp.inspect.explanation import EffectParts, Explanation, joined_words
-from grasp.inspect.rescoring import reopened
-from grasp.kernels.gradient import Gradient, room
+from grasp.inspect.explanation import EffectParts, Explanation, join_words
+from grasp.inspect.rescoring import reopen_source
+from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch
 from grasp.kernels.pooled import Pooled
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
@@ -44,10 +45,11 @@ from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.targets.units import UnitTokens
 
-KEPT_PAIRS = 100
+MAX_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
-OWN_SCALE = "effects on one question are on its own scale: compare them with those of other rows on this question"
+UNIT_SCALE_NOTE = "effects on one question are on its own scale: compare them with those of other rows on this question"
 POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
 
 
@@ -59,7 +61,7 @@ def explain(
     unit: str | None = None,
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    own: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Explanation | Pictured:
     """Why does a row count for a target? Shows what each of its words adds.
 
@@ -82,20 +84,20 @@ def explain(
         ArtifactError: rows were not kept, or model or corpus are not those of the build.
         ModelError: the model is not where it was.
     """
-    return Explainer(artifact, own).explain(target, row, unit=unit, match=match, protocol=protocol)
+    return Explainer(artifact, overrides).explain(target, row, unit=unit, match=match, protocol=protocol)
 
 
 class Explainer:
     """Model and rows of an artifact, opened once, when the first row is explained."""
 
-    def __init__(self, artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> None:
         self.artifact = artifact
-        self._own = own
-        self._asked: tuple[Any, _Question] | None = None
+        self._overrides = overrides
+        self._request: tuple[Any, _Question] | None = None
 
     @cached_property
     def _origin(self) -> BuildSource:
-        return reopened(self.artifact, self._own)
+        return reopen_source(self.artifact, self._overrides)
 
     def explain(
         self,
@@ -109,17 +111,17 @@ class Explainer:
         """See `explain`."""
         artifact = self.artifact
         if BuildSource(artifact).has_images:
-            (found,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
-            return found
+            (explanation,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+            return explanation
         target = only_target(artifact, target)
         if match is not None:
             artifact.relevance_name(match)  # or it says what there is
         index = int(row_index(artifact, [row])[0])
-        asked = target, unit, match, protocol
-        if self._asked is None or self._asked[0] != asked:
+        request = target, unit, match, protocol
+        if self._request is None or self._request[0] != request:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
-            self._asked = asked, _Question(self._origin, predictor, by_position=unit is not None)
-        return self._asked[1].explanation(index, row)
+            self._request = request, _Question(self._origin, predictor, by_position=unit is not None)
+        return self._request[1].explanation(index, row)
 
 
 class _Question:
@@ -135,19 +137,43 @@ class _Question:
         self.artifact, self.model, self.rows = origin.artifact, origin.model, origin.rows
         self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
-        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
-        kernels = loaded_kernels(self.artifact, self.model, self.settings)
-        asked = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
-        self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in asked)})
+        self.unit_tokens: list[UnitTokens] = []
+        kernels = load_kernels(self.artifact, self.model, self.settings)
+        used_kernels = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
+        self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in used_kernels)})
         self.ready = ModelPass.choose(self.model, self.settings)
+        self.n_columns, self.n_positions, self.kernels = len(self.units), 1, used_kernels
+        if not by_position and self._prepare_from_artifact():
+            return
+        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
         units = self.ready.units(self.unit_tokens, self.units["unit_id"].to_pylist())
-        self.n_columns, self.n_positions = len(self.units), 1
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)
-            units = self._alone(units, self._unit_gradients(n))
-        self.kernels = asked
-        for kernel in asked:
+            units = self._single_positions(units, self._unit_gradients(n))
+        for kernel in used_kernels:
             kernel.prepare(units)
+
+    def _prepare_from_artifact(self) -> bool:
+        """Prepare the kernels by what the artifact stores of the target's units, and return whether it does.
+
+        Of gradients it stores the mean over the units, which has the place of one unit: all units of a target have the
+        same weight there.
+        """
+        prefix = f"{UNITS}{self.predictor.units.targets[0]}."
+        arrays = {
+            name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)
+        }
+        if len(arrays.get("0.rows", ())) != len(self.units):
+            return False
+        batch = {name: array for name, array in arrays.items() if name.startswith("0.")}
+        ((_, units),) = read_batches(batch, self.ready, self.model.vocab_size)
+        for kernel in self.kernels:
+            if isinstance(kernel, Gradient):
+                assert self.ready.sampled is not None
+                kernel.prepare_mean(self.ready.sampled, arrays)
+            else:
+                kernel.prepare(units)
+        return True
 
     def _unit_gradients(self, n: int) -> Tensor | None:
         """Gradients of the loss at each position of the unit, (n, K)."""
@@ -156,29 +182,31 @@ class _Question:
             return None
         (tokens,) = self.unit_tokens
         places = np.arange(len(tokens.input_ids))
-        alone = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
-        gradient_PK = room(n, sampled, self.settings.gradient_memory_mb)
-        for index in sampled.batches(alone):
-            taken_BK, _ = sampled.compute([alone[int(i)] for i in index])
-            gradient_PK[torch.from_numpy(index)] = taken_BK.to(gradient_PK.device, gradient_PK.dtype)
+        examples = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
+        gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
+        for index in sampled.batches(examples):
+            gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
+            gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)
         return gradient_PK
 
-    def _alone(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
+    def _single_positions(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
         """The positions of one row, or unit, each as a row of its own.
 
         A summary is damped as a whole: of it a position has the hidden state, and its own share of the mistake.
         """
         n = len(batch.row_P)
-        every_P = torch.arange(n, device=batch.row_P.device)
-        alone = replace(batch.at_positions(every_P, every_P, n), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P)
+        place_P = torch.arange(n, device=batch.row_P.device)
+        positions = replace(
+            batch.at_positions(place_P, place_P, n), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
+        )
         used_P = np.ones(n)
         if batch.tail is not None:
             spec = self.settings.summary_positions or "all"
             used_P = position_mask(spec, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n, axis=0)
-        residual_PV = csr_array(alone.summary.residual_NV.multiply((used_P / used_P.sum())[:, None]))
-        vars(alone)["summary"] = PooledFeatures(hidden_PH, residual_PV)
-        return alone
+        residual_PV = csr_array(positions.summary.residual_NV.multiply((used_P / used_P.sum())[:, None]))
+        vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
+        return positions
 
     def _by_position(
         self, batch: Batch, token_P: I64, summed_P: I64, example: Example
@@ -197,14 +225,18 @@ class _Question:
                 yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if isinstance(kernel, Pooled):
-                yield kernel.name, summed_P, kernel.score(self._alone(batch.tail or batch)).double().cpu().numpy()
+                yield (
+                    kernel.name,
+                    summed_P,
+                    kernel.score(self._single_positions(batch.tail or batch)).double().cpu().numpy(),
+                )
         n = len(token_P)
         for start in range(0, n, BATCH_ROWS):
             chosen_P = torch.arange(start, min(start + BATCH_ROWS, n), device=batch.row_P.device)
-            alone = batch.at_positions(chosen_P, chosen_P - start, len(chosen_P))
+            positions = batch.at_positions(chosen_P, chosen_P - start, len(chosen_P))
             for kernel in self.kernels:
                 if not isinstance(kernel, Gradient | Pooled):
-                    part_PC = kernel.score(alone).double().cpu().numpy()
+                    part_PC = kernel.score(positions).double().cpu().numpy()
                     yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n * self.n_positions)
 
     def explanation(self, index: int, row: str) -> Explanation:
@@ -221,18 +253,23 @@ class _Question:
 
         # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
-        added_C = np.zeros(self.n_columns)
+        added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
             if name in added_L:
+                if part_PC.shape[1] < self.n_columns:  # one column has the place of all
+                    added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
+                    by_mean.add(name)
+                    continue
                 weighted_PC = part_PC * parts.weights[name]
                 added_L[name][tokens] += weighted_PC.sum(axis=1)
                 added_C += weighted_PC.sum(axis=0)
                 if self.by_position:
                     pair_LC[tokens] += weighted_PC.astype(np.float32)
-        here = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
-        stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in here}
-        total = sum(here.values())
+        added_C += sum((parts.weights[name] * parts.stored[name] for name in by_mean), np.zeros(self.n_columns))
+        recomputed = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
+        stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in recomputed}
+        total = sum(recomputed.values())
         gap = total + parts.text + parts.average - parts.effect
 
         # a token without a part in a loss has no number
@@ -259,7 +296,7 @@ class _Question:
                 }
             )
             pairs = _strongest(pair_LC, table, answer, tokens_of_unit.first)
-            notes.append(OWN_SCALE)
+            notes.append(UNIT_SCALE_NOTE)
         else:  # what the row adds to each question, the most helped first
             questions = self.units.select(["unit_id", "prompt", "completion"])
             questions = questions.append_column("contribution", pa.array(added_C))
@@ -268,9 +305,9 @@ class _Question:
             if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
                 share = f"{questions['unit_id'][0].as_py()} alone gets {adds_E[0] / adds_E.sum():.0%} of the help"
                 notes.append(f"{share}: the effect on the target rests on it")
-        if len(here) > 1:
-            notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in here.items()))
-        if "pooled" in here:
+        if len(recomputed) > 1:
+            notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
+        if "pooled" in recomputed:
             notes.append(POOLED)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
@@ -293,7 +330,7 @@ class _Question:
             average=parts.average,
             gap=gap,
             kernels=pa.table(
-                {"kernel": list(here), "contribution": list(here.values()), "stored": list(stored.values())}
+                {"kernel": list(recomputed), "contribution": list(recomputed.values()), "stored": list(stored.values())}
             ),
             answer=answer,
             pairs=pairs,
@@ -304,10 +341,10 @@ class _Question:
 
 def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
     """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
-    row_words, starts = joined_words(row["text"].to_pylist())
-    answer_words, heard = joined_words(answer["text"].to_pylist()[first:])
+    row_words, starts = join_words(row["text"].to_pylist())
+    answer_words, heard = join_words(answer["text"].to_pylist()[first:])
     pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
-    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:KEPT_PAIRS], pair_WC.shape)
+    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:MAX_PAIRS], pair_WC.shape)
     return pa.table(
         {
             "row_position": starts[places],

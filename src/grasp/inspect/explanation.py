@@ -24,7 +24,7 @@ SHOWN_WORDS = 400  # of a row, on a terminal
 SHOWN_PAIRS = 10
 SHOWN_QUESTIONS = 5  # that are helped most, and hurt most
 STRONG = 0.2  # of the strongest word: weaker ones get no number
-ROOM = 7  # columns of a number
+NUMBER_WIDTH = 7  # columns of a number
 DEEPEST = 0.5  # shade of HTML: text stays readable on it, light or dark
 CONTEXT = 4  # tokens before the one of a pair
 READING_NUMBERS = "a word's number: what the row teaches by saying it there; above 0 it helps"
@@ -107,9 +107,9 @@ class Explanation(Result):
         parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, colour=colour)]
         if self.answer is not None:
             parts += ["", "question: " + ending(self.prompt), "", "its answer, by what each word received:"]
-            said = ~np.isnan(self.received)
-            answer = [token for token, is_said in zip(self.answer_tokens, said, strict=True) if is_said]
-            parts += _paragraph(answer, self.received[said], colour=colour)
+            has_loss = ~np.isnan(self.received)
+            answer = [token for token, is_scored in zip(self.answer_tokens, has_loss, strict=True) if is_scored]
+            parts += _paragraph(answer, self.received[has_loss], colour=colour)
         for title, names, lines in self._tables():
             parts += ["", text_table(title, names, lines, left=0)]
         return "\n".join([*parts, "", READING_COLOURS if colour else READING_NUMBERS, *map(plain, self.notes)])
@@ -128,20 +128,20 @@ class Explanation(Result):
             ]
             yield title, ["adds", "row says", "answer says"], lines
         if self.questions is not None:
-            every = self.questions.to_pylist()
-            helped = [one for one in every if one["contribution"] > 0][:SHOWN_QUESTIONS]
-            hurt = [one for one in every[::-1] if one["contribution"] < 0][:SHOWN_QUESTIONS]
-            for title, some in (
+            questions = self.questions.to_pylist()
+            helped = [question for question in questions if question["contribution"] > 0][:SHOWN_QUESTIONS]
+            hurt = [question for question in questions[::-1] if question["contribution"] < 0][:SHOWN_QUESTIONS]
+            for title, selected in (
                 ("questions it helps most: their part of the effect", helped),
                 ("questions it hurts most", hurt),
             ):
                 lines = [
                     [
-                        signed(one["contribution"]),
-                        one["unit_id"],
-                        plain(f"{ending(one['prompt'], 100)} -> {one['completion'].strip()}"),
+                        signed(question["contribution"]),
+                        question["unit_id"],
+                        plain(f"{ending(question['prompt'], 100)} -> {question['completion'].strip()}"),
                     ]
-                    for one in some
+                    for question in selected
                 ]
                 if lines:
                     yield title, ["adds", "unit_id", "text"], lines
@@ -171,25 +171,25 @@ class Explanation(Result):
         }
 
 
-def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
+def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     """Tokens joined to words, and the first token of each.
 
     A token goes on with a word where a letter or a digit follows another; of scripts that part no words, each is one.
     """
-    joined: list[str] = []
+    words: list[str] = []
     starts: list[int] = []
     for place, token in enumerate(tokens):
-        if joined and (not token or (token[0].isalnum() and joined[-1][-1:].isalnum() and token[0] < UNPARTED)):
-            joined[-1] += token
+        if words and (not token or (token[0].isalnum() and words[-1][-1:].isalnum() and token[0] < UNPARTED)):
+            words[-1] += token
         else:
-            joined.append(token)
+            words.append(token)
             starts.append(place)
-    return joined, np.array(starts, dtype=np.int64)
+    return words, np.array(starts, dtype=np.int64)
 
 
 def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float], list[float]]:
     """Words, what each adds, and that over the most that any does; NaN and 0 where no token of it carries loss."""
-    words, starts = joined_words(tokens)
+    words, starts = join_words(tokens)
     known_W = np.add.reduceat(~np.isnan(adds_L), starts, dtype=np.int64) > 0
     adds_W = np.add.reduceat(np.nan_to_num(adds_L), starts)
     share_W = adds_W / (np.abs(adds_W).max(initial=0.0) or 1.0)
@@ -228,7 +228,7 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]
     for word, add, share in list(zip(words, adds_W, shares, strict=True))[start:stop]:
         shown = visible(word).strip() if word.isspace() and abs(share) >= STRONG else re.sub(r"\s+", " ", word)
         shown = printable(shown)
-        width = len(shown) + (ROOM if abs(share) >= STRONG else 0)
+        width = len(shown) + (NUMBER_WIDTH if abs(share) >= STRONG else 0)
         if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
             lines.append(line.rstrip())
             line, used, shown = "", 0, shown.lstrip(" ")
@@ -273,14 +273,14 @@ class EffectParts:
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
         """Args: predictor: additive, of one target or of some of its units."""
-        level, columns_E = predictor.task, predictor.units.columns_E
+        task, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
         for kernel in kernel_weights(predictor.protocol):
-            here_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
-            stored[kernel] = np.asarray(here_1E[0], dtype=np.float64)
-            counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
-            weights[kernel] = counted_E * predictor.unit_shares[kernel] / len(columns_E)
-        average = -sum(float(level.shares[kernel][0] * level.scales[kernel].mean_E[0]) for kernel in stored)
+            relevance_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
+            stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
+            sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
+            weights[kernel] = sign_weight_E * predictor.unit_shares[kernel] / len(columns_E)
+        average = -sum(float(task.shares[kernel][0] * task.scales[kernel].mean_E[0]) for kernel in stored)
         return cls(float(predictor.effect_NT[index, 0]), predictor.text_of(index), average, stored, weights)
 
     @property

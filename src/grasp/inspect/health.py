@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import agreement
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import joined
+from grasp.build.model_pass import merge_batches
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.inspect import health_metrics as measures
-from grasp.inspect.health_metrics import Check, judged, missing
+from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import (
     SampleFeatures,
     environment_subsets,
-    features_alone,
+    features_one_by_one,
     forward_only,
-    redrawn,
-    reopened,
+    rank_twice,
+    reopen_source,
     sample_features,
     sample_rows,
 )
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, geometry, kernel_weights
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 from grasp.text import json_text, plain
@@ -42,7 +42,7 @@ from grasp.text import json_text, plain
 T = TypeVar("T")
 
 MIN_ROWS = 8
-ALONE_ROWS = 16
+SINGLE_ROWS = 16
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
 ENVIRONMENT = "70% of pairs or more in order"
 SMALL_TAIL = "at most 20%"
@@ -52,7 +52,7 @@ SPREAD = "half of the units have at most 20% of their squared relevance in one r
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Checks(Result):
+class Health(Result):
     """Whether an artifact is fit for what a protocol uses of it.
 
     Attributes:
@@ -67,30 +67,30 @@ class Checks(Result):
 
     def __repr__(self) -> str:
         lines = [self.headline]
-        for one in self.checks:
-            lines += [plain(f"[{one.verdict}] {one.name}: {one.measured}")]
-            lines += ["    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}")]
+        for check in self.checks:
+            lines += [plain(f"[{check.verdict}] {check.name}: {check.measured}")]
+            lines += ["    " + plain(f"healthy: {check.healthy}{f'; change: {check.advice}' if check.advice else ''}")]
         return "\n".join([*lines, *map(plain, self.notes)])
 
     def to_json(self) -> str:
         """All checks with their numbers."""
-        data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(one) for one in self.checks]}
+        data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(check) for check in self.checks]}
         return json_text(data)
 
 
-TOLD = {"look": "need a look", "not measured": "were not measured"}
+VERDICT_TEXT = {"look": "need a look", "not measured": "were not measured"}
 
 
 def check(
     artifact: ArtifactReader,
     *,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     rows: int = 256,
     subsets: int = 64,
     seed: int = 0,
-    own: Mapping[str, Any] | None = None,
-) -> Checks:
+    overrides: Mapping[str, Any] | None = None,
+) -> Health:
     """Check the approximations that a protocol uses, on a sample of the artifact's own rows and of subsets of them.
 
     Args:
@@ -109,7 +109,7 @@ def check(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     if environment is None:
         generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
         weight_BN = np.zeros((subsets, len(index)))
@@ -118,19 +118,19 @@ def check(
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
-    origin = _or_error(lambda: reopened(artifact, own))
+    origin = _or_error(lambda: reopen_source(artifact, overrides))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
-    chosen = as_protocol(protocol, artifact)
+    chosen = resolve_protocol(protocol, artifact)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
 
-    checks = []
+    results = []
     for kernel in weighed:  # over all rows
         share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
         middle, most = float(np.median(share_E)), int(share_E.argmax())
         worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
-        checks.append(
-            judged(
+        results.append(
+            judge_check(
                 f"tail, {kernel}",
                 f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
                 f"{share_E[most]:.0%} of {worst}",
@@ -141,13 +141,13 @@ def check(
                 {"median": middle, "most": float(share_E[most])},
             )
         )
-    checks.append(_draw(subject, chosen, seed))
+    results.append(_draw(subject, chosen, seed))
     if isinstance(features, GraspError):
-        checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
+        results.append(unmeasured_check("residual beyond top-k", SMALL_TAIL, str(features)))
     else:
         share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
-        checks.append(
-            judged(
+        results.append(
+            judge_check(
                 "residual beyond top-k",
                 f"{share:.1%} of its absolute mass",
                 SMALL_TAIL,
@@ -156,43 +156,43 @@ def check(
                 {"share": share},
             )
         )
-    checks.append(_batches(subject))
+    results.append(_batches(subject))
     if environment is None:
-        checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
+        results.append(unmeasured_check("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
         for points in agreement(artifact, environment, chosen).points:
-            found = measures.stability(points.predicted_B, points.realized_B)
-            checks.append(
-                judged(
+            stability = measures.stability(points.predicted_B, points.realized_B)
+            results.append(
+                judge_check(
                     f"ranking stability, {points.target}",
-                    f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
-                    f"{found.certain:.0%}",
+                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, "
+                    f"by the errors of the pair {stability.certain:.0%}",
                     ENVIRONMENT,
-                    found.accuracy >= 0.7,
+                    stability.accuracy >= 0.7,
                     "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell "
                     "noise from error",
-                    asdict(found),
+                    asdict(stability),
                 )
             )
-    if chosen.interacts or "pooled" in weighed:
-        checks += geometry().checks(subject, chosen)
+    if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
+        results += geometry().checks(subject, chosen)
 
-    counts = Counter(one.verdict for one in checks)
+    counts = Counter(result.verdict for result in results)
     table = pa.table(
         {
-            "check": [one.name for one in checks],
-            "verdict": [one.verdict for one in checks],
-            "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
-            "measured": [one.measured for one in checks],
-            "healthy": [one.healthy for one in checks],
-            "advice": [one.advice for one in checks],
+            "check": [result.name for result in results],
+            "verdict": [result.verdict for result in results],
+            "number": pa.array([next(iter(result.numbers.values()), None) for result in results], pa.float64()),
+            "measured": [result.measured for result in results],
+            "healthy": [result.healthy for result in results],
+            "advice": [result.advice for result in results],
         }
     )
-    headline = f"{counts['healthy']} of {len(checks)} checks are healthy"
-    headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
+    headline = f"{counts['healthy']} of {len(results)} checks are healthy"
+    headline += "".join(f", {counts[v]} {text}" for v, text in VERDICT_TEXT.items() if counts[v])
     source = "nothing" if isinstance(features, GraspError) else features.source
     notes = (f"{len(index)} rows, {len(weight_BN)} {compared}, full features from {source}",)
-    return Checks(table, f"{headline}.", notes, checks=tuple(checks), source=source)
+    return Health(table, f"{headline}.", notes, checks=tuple(results), source=source)
 
 
 @dataclass(frozen=True)
@@ -220,19 +220,19 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
 def _batches(subject: Subject) -> Check:
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
     if isinstance(subject.origin, GraspError):
-        return missing("batch invariance", healthy, str(subject.origin))
-    index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
+        return unmeasured_check("batch invariance", healthy, str(subject.origin))
+    index = subject.index[:: max(1, len(subject.index) // SINGLE_ROWS)][:SINGLE_ROWS]
     rows, model = subject.origin.rows.rows(index), subject.origin.model
     batches = list(forward_only(subject.origin).batches(rows))
-    together = joined(batches, len(index)).summary
-    alone = features_alone(subject.origin, index)
-    spread = float(np.abs(alone.hidden_NH - alone.hidden_NH.mean(axis=0)).mean()) or 1.0
-    hidden = float(np.abs(alone.hidden_NH - together.hidden_NH).max()) / spread
-    residual = float(abs(alone.residual_NV - together.residual_NV).max())
+    together = merge_batches(batches, len(index)).summary
+    single = features_one_by_one(subject.origin, index)
+    spread = float(np.abs(single.hidden_NH - single.hidden_NH.mean(axis=0)).mean()) or 1.0
+    hidden = float(np.abs(single.hidden_NH - together.hidden_NH).max()) / spread
+    residual = float(abs(single.residual_NV - together.residual_NV).max())
     worst = max(hidden, residual)
     kind = str(model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
-    return judged(
+    return judge_check(
         "batch invariance",
         f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
@@ -248,15 +248,15 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     name = "moments drawn again"
     for part in (subject.origin, subject.features):
         if isinstance(part, GraspError):
-            return missing(name, STEADY_RANKS, str(part))
+            return unmeasured_check(name, STEADY_RANKS, str(part))
     assert isinstance(subject.origin, BuildSource)
     assert isinstance(subject.features, SampleFeatures)
     try:
-        agreed, positions = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
+        agreed, positions = rank_twice(subject.artifact, subject.features, subject.origin, protocol, seed)
     except ArtifactError as err:
-        return missing(name, STEADY_RANKS, str(err))
+        return unmeasured_check(name, STEADY_RANKS, str(err))
     worst = min(agreed, key=agreed.__getitem__)
-    return judged(
+    return judge_check(
         name,
         f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
         f"{len(agreed)} targets, between two samples of {positions:,} positions",

@@ -25,19 +25,19 @@ class Check:
     numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
 
 
-def judged(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
+def judge_check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
     """A measurement; the advice is kept where it is not good."""
     return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
 
 
-def missing(name: str, healthy: str, why: str) -> Check:
+def unmeasured_check(name: str, healthy: str, why: str) -> Check:
     """A measurement that could not be taken."""
     return Check(name, "not measured", healthy, "not measured", why, {})
 
 
-def rank_agreement(one_B: F64, other_B: F64) -> float:
+def rank_agreement(first_B: F64, second_B: F64) -> float:
     """Spearman's rho as a number; nan where one of the two is constant."""
-    return float(spearman(one_B, other_B))
+    return float(spearman(first_B, second_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:
@@ -55,10 +55,10 @@ def mass_outside(residual_NV: csr_array) -> float:
     A whole residual adds up to 0, so that what is missing, all of it positive, is minus the sum of what is there. With
     a soft cap on the logits it adds up to 0 only nearly, and so is this.
     """
-    kept = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
-    missing = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
-    total = kept + missing
-    return float(np.mean(ratio(missing, total)))
+    retained = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
+    cut_off = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
+    total = retained + cut_off
+    return float(np.mean(ratio(cut_off, total)))
 
 
 @dataclass(frozen=True, slots=True)

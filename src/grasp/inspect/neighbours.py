@@ -29,8 +29,8 @@ class Disagreement:
     """How far the labels round a row are others than its own."""
 
     share_N: F64
-    alone_N: Bool  # rows that are alone with their label: these get the median share, an opinion neither way
-    found: float  # share of the nearest neighbours that were found
+    is_singleton_N: Bool  # rows that are alone with their label: these get the median share, an opinion neither way
+    recall: float  # share of the nearest neighbours that were found
 
 
 def disagreement(
@@ -55,10 +55,10 @@ def disagreement(
             row_Q = row_N[start : start + QUERIES]
             cosine_QM = np.matmul(unit_ND[row_Q], other_MD.T, out=cosines[: len(row_Q), : len(other_M)])
             cosine_QM[other_M == row_Q[:, None]] = -np.inf
-            best_QK = _largest(cosine_QM, k)
-            cosine_QK = np.take_along_axis(cosine_QM, best_QK, axis=1)
+            nearest_QK = _largest(cosine_QM, k)
+            cosine_QK = np.take_along_axis(cosine_QM, nearest_QK, axis=1)
             weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
-            other_QK = label_N[other_M[best_QK]] != label_N[row_Q, None]
+            other_QK = label_N[other_M[nearest_QK]] != label_N[row_Q, None]
             share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
             if (checked_Q := checked_N[row_Q]).any():  # how many are as near as the exact k nearest; copies are alike
                 row_C = row_Q[checked_Q]
@@ -67,10 +67,10 @@ def disagreement(
                 least_C = np.partition(exact_CN, -k, axis=1)[:, -k]
                 hits += float((cosine_QK[checked_Q] >= least_C[:, None] - 1e-6).mean(axis=1).sum())
             progress.advance(len(row_Q), 0)
-    alone_N = np.bincount(label_N)[label_N] == 1
-    if alone_N.any() and not alone_N.all():
-        share_N[alone_N] = np.median(share_N[~alone_N])
-    return Disagreement(share_N, alone_N, hits / checked_N.sum() if checked_N.any() else 1.0)
+    is_singleton_N = np.bincount(label_N)[label_N] == 1
+    if is_singleton_N.any() and not is_singleton_N.all():
+        share_N[is_singleton_N] = np.median(share_N[~is_singleton_N])
+    return Disagreement(share_N, is_singleton_N, hits / checked_N.sum() if checked_N.any() else 1.0)
 
 
 def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
@@ -119,6 +119,6 @@ def _largest(value_QM: F32, k: int) -> I64:
         np.maximum(largest_QW, value_QM[:, start : start + width], out=largest_QW)
     block_QK = np.argpartition(largest_QW, width - k, axis=1)[:, -k:]
     column_QM = (block_QK[:, :, None] + width * np.arange(BLOCK)).reshape(len(value_QM), -1)
-    rest = np.arange(BLOCK * width, value_QM.shape[1])
-    column_QM = np.concatenate([column_QM, np.tile(rest, (len(value_QM), 1))], axis=1)
+    remainder = np.arange(BLOCK * width, value_QM.shape[1])
+    column_QM = np.concatenate([column_QM, np.tile(remainder, (len(value_QM), 1))], axis=1)
     return np.take_along_axis(column_QM, _largest(np.take_along_axis(value_QM, column_QM, axis=1), k), axis=1)

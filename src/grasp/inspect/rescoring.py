@@ -16,9 +16,9 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import ModelPass, joined, observe_part, read_batches
+from grasp.build.model_pass import ModelPass, merge_batches, observe_part, read_batches
 from grasp.build.provenance import BuildSource
-from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
+from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
 from grasp.kernels.kernel import Batch, make_kernels
@@ -26,11 +26,11 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
-from grasp.predict.predictor import UnitSelection, counted
+from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
@@ -66,15 +66,15 @@ class SampleFeatures:
         value_PK = self.batch.residual.value_PK.float().cpu().numpy()
         n, k = index_PK.shape
         entries = (value_PK.ravel(), index_PK.ravel(), np.arange(0, n * k + 1, k))
-        found = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # the batch stays as it is
-        found.sum_duplicates()
-        found.eliminate_zeros()
-        return found
+        residual_PV = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # the batch stays as it is
+        residual_PV.sum_duplicates()
+        residual_PV.eliminate_zeros()
+        return residual_PV
 
 
-def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> BuildSource:
+def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:
     """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub."""
-    origin = BuildSource(artifact, own)
+    origin = BuildSource(artifact, overrides)
     _ = origin.rows
     name = origin.settings.model.path
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
@@ -87,7 +87,7 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
     return origin
 
 
-def features_alone(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
+def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Summaries of each row run by itself."""
     ready, rows = forward_only(origin), origin.rows
     parts = [batch.summary for i in range(len(row_index)) for _, batch in ready.batches(rows.rows(row_index[[i]]))]
@@ -108,8 +108,8 @@ def sample_features(
     if not artifact.keeps_features:
         if isinstance(origin, GraspError):
             raise origin
-        found = list(forward_only(origin).batches(origin.rows.rows(row_index)))
-        return SampleFeatures(row_index, joined(found, len(row_index)).rows(0, len(row_index)), "the model")
+        batches = list(forward_only(origin).batches(origin.rows.rows(row_index)))
+        return SampleFeatures(row_index, merge_batches(batches, len(row_index)).rows(0, len(row_index)), "the model")
     size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
     place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     place_N[row_index] = np.arange(len(row_index))
@@ -119,7 +119,7 @@ def sample_features(
             if (place_B >= 0).any():
                 chosen_B = np.flatnonzero(place_B >= 0)
                 parts.append((place_B[chosen_B], batch.only(chosen_B)))
-    return SampleFeatures(row_index, joined(parts, len(row_index)).rows(0, len(row_index)), "kept features")
+    return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 
 def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
@@ -132,14 +132,14 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 
 
 def environment_subsets(
-    artifact: ArtifactReader, environment: Environment, row_index: NDArray[np.int64], subsets: int
+    artifact: ArtifactReader, environment: TrainingRuns, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
     """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N)."""
-    blocks = Joined.from_environment(environment, artifact).blocks
+    blocks = Alignment.from_runs(environment, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
@@ -149,7 +149,7 @@ def environment_subsets(
 MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady than that of a large build
 
 
-def redrawn(
+def rank_twice(
     artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
     """Rank the rows of a sample twice, as the protocol counts them, by moments of samples without a row in common.
@@ -171,21 +171,24 @@ def redrawn(
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
     units = ready.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
-    every = features.batch
+    features_batch = features.batch
     # score of every row for every target: kernels in units of their own spread, added with their weights
     columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings, counts = [], []
     for sample in samples:
         rows = origin.rows.rows(sample)
         corpus = observe_part(ready, rows, states_every=max(1, rows.n_tokens // STATES))
-        made = make_kernels(kernels, origin.model, settings, corpus)
-        total_NT = np.zeros((every.n_rows, len(columns.targets)))
-        for kernel in made:
+        prepared_kernels = make_kernels(kernels, origin.model, settings, corpus)
+        total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
+        for kernel in prepared_kernels:
             kernel.prepare(units)
-            blocks = range(0, every.n_rows, BATCH_ROWS)
-            parts = [kernel.score(every.rows(at, min(at + BATCH_ROWS, every.n_rows))).cpu().numpy() for at in blocks]
+            blocks = range(0, features_batch.n_rows, BATCH_ROWS)
+            parts = [
+                kernel.score(features_batch.rows(at, min(at + BATCH_ROWS, features_batch.n_rows))).cpu().numpy()
+                for at in blocks
+            ]
             relevance_NE = np.concatenate(parts)[:, columns.columns_E]
-            score_NT = columns.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel.name)))
+            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, fitted.negative_of(kernel.name)))
             weight = kernels[kernel.name]
             total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)

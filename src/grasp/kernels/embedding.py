@@ -2,14 +2,14 @@ r"""The inner product of preconditioned input-embedding gradients, without a bac
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} [x_t = x_s] c(x_t) <delta~_t, delta~_s>
 
-The gradient of the loss at position t by the embedding matrix is onehot(x_t) (x) the gradient at that embedding. The
-residual stream carries an embedding straight to the output, so the body's Jacobian is taken to be the identity and the
-gradient at the embedding to be that at the hidden state, delta_t = W^T xi_t, with W the output matrix. It is exact
-where the body is the identity.
+The gradient of the loss at position t with respect to the embedding matrix is onehot(x_t) (x) the gradient with respect
+to that embedding. The residual stream carries an embedding directly to the output, so the Jacobian of the body is
+approximated by the identity, and the gradient at the embedding by that at the hidden state, delta_t = W^T xi_t, with W
+the output matrix. The approximation is exact if the body is the identity.
 
-This is the kernel `output_layer` with delta in the place of h and onehot(x) in that of xi, so its functions are used as
-they are; only tokens that units have cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and
-c(x) = (f_x + eps)^-alpha, with f_x the share of the token, in the place of D.
+This is the kernel `output_layer` with delta instead of h and onehot(x) instead of xi, and reuses its functions; only
+positions whose token occurs in a unit cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and
+c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with `input_relevance`.
 
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
@@ -25,7 +25,7 @@ from grasp.models.residuals import SparseResidual, hidden_gradient
 
 
 def input_tokens(token_P: Tensor) -> SparseResidual:
-    """One-hot input tokens, in the form of residuals with one entry a position."""
+    """Return one-hot input tokens as sparse residuals with one entry per position."""
     value_P = torch.ones_like(token_P, dtype=torch.float32)
     return SparseResidual(index_PK=token_P[:, None], value_PK=value_P[:, None], loss_P=torch.zeros_like(value_P))
 
@@ -33,33 +33,34 @@ def input_tokens(token_P: Tensor) -> SparseResidual:
 def input_relevance(
     targets: TokenTargets, head: OutputHead, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
 ) -> Tensor:
-    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+    """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
         targets: `prepare_targets` of the units' `hidden_gradient` and `input_tokens`, whitened uncentred.
         residual: sparse residuals at the rows' used positions.
-        token_P: the input token at each of them.
-        row_P: which row each belongs to, in [0, n_rows), in order.
+        token_P: input token at each of them.
+        row_P: row of each position, in [0, n_rows), ascending.
     Positive: training on the row should lower the unit's loss.
     Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
-    Cost: O(K H) a position whose token a unit has, and for each such token a vector of H for every row.
+    Cost: O(K H) per position whose token occurs in a unit, and a vector of H per such token and row.
     """
-    match_P = targets.compact_V[token_P] >= 0  # the others have nothing to be multiplied with
+    match_P = targets.compact_V[token_P] >= 0  # the inner product is 0 at all other positions
     delta_PH = hidden_gradient(head, residual.at(match_P))
     matched = token_relevance(targets, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
+    # `token_relevance` averages over the matched positions; the mean is over all positions of a row.
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
     return matched * (matched_N / positions_N)[:, None]
 
 
 class Embedding(Kernel):
-    """The kernel as a build calls it."""
+    """The embedding kernel."""
 
     name = "embedding"
     kinds = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).found, self.settings, centred=False)
+        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
         tokens, of_units = input_tokens(units.input_P), (units.row_P, units.n_rows)
         self._targets = prepare_targets(units.delta_PH, tokens, *of_units, whitener, ROWS_AT_ONCE)
 

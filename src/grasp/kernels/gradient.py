@@ -1,19 +1,21 @@
-r"""Would a step on the row and a step on the unit move the weights the same way? All layers.
+r"""The inner product of preconditioned gradients of all layers, on a sample of coordinates.
 
     a_{i,e} = n_i sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
 
-g_i is the gradient of row i's mean loss over its n_i tokens with loss, g_e that of unit e's, both at the model before
-it is trained further, and v the second moment over rows. A row counts with all of its loss, as in training, where a
-batch's loss is the mean over its tokens: a row of a hundred moves the model more than one of two. No projection: the
-cosine of a row and a unit is tiny, and k random numbers drown it below some 10^5. Instead j runs over a sample of the
-coordinates of each matrix, each counted 1 / (share sampled) times.
+g_i is the gradient of row i's mean loss over its n_i tokens with loss, g_e that of unit e, both at the model before it
+is trained further, and v the second moment over rows. The factor n_i makes the sum of a row's losses count, as in
+training, where the loss of a batch is the mean over its tokens: a row of a hundred tokens changes the model more than a
+row of two. Gradients are not projected: the cosine of a row and a unit is tiny, and the error of a projection to fewer
+than some 10^5 numbers exceeds it. Instead j runs over a sample of the coordinates of each matrix, each weighted by
+1 / (sampled share).
 
 The sample. The gradient of a matrix is a sum over positions of outer products delta_t a_t^T. Its X outputs and its Y
-inputs are each dealt at random into n groups, and coordinate (x, y) is taken where x and y are in groups of the same
-number. So a share of 1/n is taken, in n tiles that are small matrix products, and every output and every input is in
-one tile. A coordinate is taken with probability 1/n: counted n times, sums over the sample are unbiased. For a single
-position, with u_g and w_g what group g adds to <delta, delta'> and <a, a'>, the estimate of sum_g u_g sum_h w_h is
-n sum_g u_g w_g: its error has the product of the two spreads alone, where coordinates drawn one by one add each.
+inputs are each divided at random into n groups, and coordinate (x, y) is sampled if x and y are in groups of the same
+number. The sampled share is 1/n, in n tiles that are small matrix products, and every output and every input is in one
+tile. A coordinate is sampled with probability 1/n, so that sums over the sample, times n, are unbiased. For a single
+position, with u_g and w_g the terms of group g in <delta, delta'> and <a, a'>, the estimate of sum_g u_g sum_h w_h is
+n sum_g u_g w_g: its error is the product of the two spreads, while independently sampled coordinates add both.
+Start with `SampledGradients` and `Gradient`.
 
 Shape letters: B rows of a batch, T positions, X outputs, Y inputs, G groups, R and C members of a group, K coordinates
 of the whole sample, E units.
@@ -34,7 +36,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError, SettingsError
-from grasp.kernels.kernel import OWN_TOKENS, Batch, CorpusMoments, Kernel
+from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
@@ -42,19 +44,20 @@ from grasp.models.gradients import Example, LayerSet, PerExample, UntakenLayerEr
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
-COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
-CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+COORDINATES = 2_000_000  # of the 106 million of SmolLM2-135M: LDS within .02 of that of all coordinates
+CPU_SHARE, GPU_SHARE = 8, 2  # divisor of the forward batch: a backward pass stores the inputs of every layer
 MEGABYTE = 1 << 20
-CHUNK = 1 << 17  # coordinates that are multiplied at once, of units' sides that are widened as they are used
+SIDE = "gradient.side"  # name of the mean that `unit_means` returns
+CHUNK = 1 << 17  # coordinates that are widened and multiplied at once
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The coordinates of one block that are taken: member r of group g with member c of the same group."""
+    """The sampled coordinates of one block: member r of group g with member c of the same group."""
 
-    left_GR: Tensor  # int64, outputs; X where a group has fewer
-    right_GC: Tensor  # int64, inputs; Y where a group has fewer
-    start: int  # its first coordinate in the whole sample
+    left_GR: Tensor  # int64, outputs; X is padding
+    right_GC: Tensor  # int64, inputs; Y is padding
+    start: int  # position of its first coordinate in the sample
 
     @property
     def size(self) -> int:
@@ -62,12 +65,12 @@ class Tiles:
 
     @property
     def weight(self) -> float:
-        """What a coordinate counts for: 1 / the share taken."""
+        """Return the weight of a coordinate, 1 / (sampled share)."""
         return float(len(self.left_GR))
 
     def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
-        """The coordinates taken of every row's gradient, (B, size), of factors as `by_member` lays them."""
-        left_BGRT, right_BGCT = (  # a group's members beside each other
+        """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`."""
+        left_BGRT, right_BGCT = (  # members of a group become adjacent
             factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
             for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
         )
@@ -75,38 +78,39 @@ class Tiles:
 
 
 def by_member(factor_BTX: Tensor) -> Tensor:
-    """(B, X + 1, T): the positions of each output (or input) beside each other, and of one more that is all zeros."""
+    """Transpose a factor to (B, X + 1, T), and append a row of zeros, to which padding refers."""
     return F.pad(factor_BTX.mT, (0, 0, 0, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinateSample:
-    """Which coordinates of all blocks are taken, in the order of the blocks."""
+    """The sampled coordinates of all blocks, in the order of the blocks."""
 
     tiles: tuple[Tiles, ...]
-    weight_K: Tensor  # what each counts for, float32
+    weight_K: Tensor  # weight of each coordinate, float32
 
     @classmethod
     def draw(cls, layers: LayerSet, count: int, seed: int, device: torch.device) -> Self:
-        """About `count` coordinates, the same share of every matrix, and those of norms whole.
+        """Sample about `count` coordinates: the same share of every matrix, and all of vectors (norms, biases).
 
-        The draw depends on the seed and on a block's name and shape alone.
+        The sample depends only on the seed and on name and shape of each block.
         """
         tiles, start = [], 0
         matrices = sum(block.size for block in layers.blocks if block.left > 1)
         whole = layers.size - matrices
         groups = max(1, round(matrices / max(1, count - whole)))
         for block in layers.blocks:
-            own = max(1, min(groups, block.left, block.right))
+            block_groups = max(1, min(groups, block.left, block.right))
             sides = []
             for width, side in ((block.left, "outputs"), (block.right, "inputs")):
-                # Groups are of one size; empty places are dealt as well, as number `width`: so an output and an input
-                # meet in a group with a probability of exactly 1 / G.
-                places = -(-width // own) * own
+                # Groups have equal sizes, and padding (number `width`) is shuffled too, so that an output and an input
+                # are
+                # in the same group with probability exactly 1 / G.
+                places = -(-width // block_groups) * block_groups
                 place = np.append(np.arange(width), np.full(places - width, width))
-                if own > 1:
+                if block_groups > 1:
                     place = stream(seed, "gradient", block.name, side).permutation(place)
-                sides.append(torch.from_numpy(place.reshape(own, -1)).to(device))
+                sides.append(torch.from_numpy(place.reshape(block_groups, -1)).to(device))
             tiles.append(Tiles(sides[0], sides[1], start))
             start += tiles[-1].size
         weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
@@ -119,19 +123,20 @@ class CoordinateSample:
 
 @dataclass(frozen=True, slots=True)
 class SampledGradients:
-    """The coordinates taken of the gradients of rows or units, a batch of like lengths at a time."""
+    """Compute sampled coordinates of the gradients of rows or units, in batches of similar lengths."""
 
     engine: PerExample
     sample: CoordinateSample
     batch_tokens: int
-    untaken: tuple[str, ...] = ()  # layers that have no gradient a row
+    untaken: tuple[str, ...] = ()  # layers without per-example gradients
 
     @classmethod
     def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
-        """Choose layers and coordinates; two short rows go through the model.
+        """Choose layers and coordinates; two short rows are passed through the model.
 
-        Layers are those of the body without what is frozen. Embeddings and head are large, and token and input look at
-        them; of a small model they hold most there is to see. Layers that have no gradient a row are found one by one.
+        The layers are those of the body that are not frozen. Embeddings and head are covered by the kernels `embedding`
+        and `output_layer`, and would dominate the sample of a small model. Layers without per-example gradients are
+        detected one by one.
         """
         if not isinstance(model, ReferenceModel):
             raise ModelError("features.kernels: got gradient, but the model is a classifier; expected a causal LM")
@@ -155,48 +160,55 @@ class SampledGradients:
                     raise
         if engine is None:
             raise ModelError(
-                f"{type(root).__name__}: no layer has a gradient for each row ({', '.join(untaken[:3])}); say --rule "
+                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(untaken[:3])}); use --rule "
                 "forward"
             )
-        wanted, there = settings.gradient_coordinates, engine.layers.size
-        if isinstance(wanted, int) and wanted > there:
-            raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
-        some = there if model.frozen else COORDINATES  # an adapter is small, and all that is trained
-        count = min(some if wanted is None else there if wanted == "all" else wanted, there)
+        requested, n_parameters = settings.gradient_coordinates, engine.layers.size
+        if isinstance(requested, int) and requested > n_parameters:
+            raise SettingsError(
+                f"features.gradient_coordinates: got {requested:,}, its layers have {n_parameters:,}; say all"
+            )
+        default_count = n_parameters if model.frozen else COORDINATES  # an adapter is small, so all of it is used
+        count = min(
+            default_count if requested is None else n_parameters if requested == "all" else requested, n_parameters
+        )
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
         share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
         return cls(engine, sample, max(1, model.batch_tokens // share), tuple(untaken))
 
     def describe(self) -> str:
-        """One line: how much of the model is looked at."""
+        """Describe the sample in one line."""
         layers = self.engine.layers
-        frozen = ", frozen ones left out" * bool(self.engine.model.frozen)
-        named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
-        taken = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
-        return taken + frozen + named * bool(self.untaken)
+        frozen = ", without frozen ones" * bool(self.engine.model.frozen)
+        named = ", ".join(self.untaken[:3])
+        omitted = f"; skipped layers without per-example gradients: {named} ({len(self.untaken)} in total)"
+        summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
+        return summary + frozen + omitted * bool(self.untaken)
 
     def batches(self, examples: Sequence[Example]) -> list[I64]:
-        """Which examples go through the model together."""
+        """Return the indices of the examples of each batch."""
         return self.engine.batches(examples, self.batch_tokens)
 
     def compute(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """The coordinates of each example's gradient, (B, K), and the hidden states that the head sees, (B, L, H)."""
+        """Return the coordinates of each example's gradient, (B, K), and the inputs of the head, (B, L, H)."""
         model = self.engine.model
-        taken_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
-        last: tuple[Tensor, Tensor] | None = None  # what a layer received; q, k and v receive the same, one by one
+        gradient_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
+        last: tuple[Tensor, Tensor] | None = (
+            None  # the last layer's input: q, k and v share theirs, so it is transposed once
+        )
 
         def consume(number: int, use: Use, rows: slice) -> None:
             nonlocal last
             if last is None or last[0] is not use.right:
                 last = use.right, by_member(use.right)
             tile = self.sample.tiles[number]
-            taken_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
+            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
 
         outcome = self.engine.run(examples, consume)
-        return taken_BK, outcome.hidden_BLH
+        return gradient_BK, outcome.hidden_BLH
 
     def by_position(self, example: Example, side_EK: Tensor) -> F64:
-        """What each position's own delta and input add to the products with E units, (L, E); they add up to a_i."""
+        """Return the contribution of each position to the products with E units, (L, E); they sum to a_i."""
         product_LE = torch.zeros(
             len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
         )
@@ -218,7 +230,7 @@ class GradientSquares(Moments):
     def __init__(self, corpus: CorpusMoments) -> None:
         self.count = 0
         self._square_K: F64 | None = None
-        self._found: F64 | None = None
+        self._loaded: F64 | None = None
 
     def observe(self, batch: Batch) -> None:
         assert batch.gradient_BK is not None
@@ -234,41 +246,41 @@ class GradientSquares(Moments):
         self._square_K = square_K if self._square_K is None else self._square_K + square_K
 
     @property
-    def found(self) -> F64:
-        """v, (K,), with the digits of float32, in which it is kept, so that both are the same.
+    def value(self) -> F64:
+        """Return v, (K,), rounded to float32, in which it is stored, so that a resumed build has the same digits.
 
         Raises:
             ModelError: no row has a finite gradient.
         """
-        if self._found is not None:
-            return self._found
+        if self._loaded is not None:
+            return self._loaded
         if self._square_K is None or not self.count:
             raise ModelError(
-                "the gradients of all rows sampled are not finite; use --dtype bfloat16 or float32, or --rule forward"
+                "no row of the sample has a finite gradient; use --dtype bfloat16 or float32, or --rule forward"
             )
         return (self._square_K / self.count).astype(np.float32).astype(np.float64)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return {"gradient.square": self.found.astype(np.float32)}
+        return {"gradient.square": self.value.astype(np.float32)}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._found = np.asarray(arrays["gradient.square"], dtype=np.float64)
+        self._loaded = np.asarray(arrays["gradient.square"], dtype=np.float64)
 
 
 def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
-    """What products of coordinates are multiplied by, (K,): n / (v + damping mean v), the mean over all parameters.
+    """Return the preconditioner, (K,): n / (v + damping mean v), with the mean over all parameters.
 
-    A coordinate in which no gradient is ever other than 0 counts like any other, with v = 0.
+    A coordinate whose gradients are all 0 has v = 0, and the damping keeps its factor finite.
     """
     mean = float((square_K * weight_K).sum() / weight_K.sum())
     return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
 
 
 class Gradient(Kernel):
-    """The kernel as a build calls it. Rows' and units' coordinates have the digits of bfloat16.
+    """The gradient kernel. Coordinates of rows and units are rounded to bfloat16.
 
-    bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by less
-    than 2^-8 of the root of its terms' squares, far under what another sample of coordinates moves.
+    bfloat16 has 8 binary digits. The rounding errors of some 10^6 terms are independent, so that the error of the sum
+    is below 2^-8 of the root of the sum of squares of its terms, far below the error of sampling coordinates.
     """
 
     name = "gradient"
@@ -276,54 +288,68 @@ class Gradient(Kernel):
     kinds = (GradientSquares,)
 
     def prepare(self, units: Batch) -> None:
-        """Precondition the units' coordinates, in the place where they are: memory holds them once."""
+        """Precondition the units' coordinates in place, since a copy would double the memory."""
         assert units.gradient_BK is not None
         assert units.sampled is not None
         self.sampled, self.side_EK = units.sampled, units.gradient_BK
-        square_K, sample = self.moments(GradientSquares).found, self.sampled.sample
+        square_K, sample = self.moments(GradientSquares).value, self.sampled.sample
         if len(square_K) != sample.size:
             raise ModelError(
-                f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
-                "sample; build again"
+                f"gradients: second moments of {len(square_K):,} coordinates, but the sample of this model has "
+                f"{sample.size:,}; rebuild"
             )
         precondition_K = gradient_preconditioner(
             square_K, sample.weight_K.double().cpu().numpy(), self.settings.gradient_damping
         )
         work = self.sampled.engine.work
         factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
-        self._own_E = np.zeros(units.n_rows)
+        self._self_relevance_E = np.zeros(units.n_rows)
         for e in range(units.n_rows):
-            taken_K = self.side_EK[e].to(factor_K.device, work)
-            side_K = taken_K * factor_K
-            self._own_E[e] = float(taken_K.double() @ side_K.double())
+            gradient_K = self.side_EK[e].to(factor_K.device, work)
+            side_K = gradient_K * factor_K
+            self._self_relevance_E[e] = float(gradient_K.double() @ side_K.double())
             rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
             self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
 
+    def unit_means(self, columns_E: I64) -> dict[str, NDArray[Any]]:
+        """Return the mean of the preconditioned coordinates of some units, (K,), in bfloat16 as unsigned 16-bit."""
+        side_K = torch.zeros(self.side_EK.shape[1], dtype=torch.float32)
+        for e in columns_E.tolist():
+            side_K += self.side_EK[e].float().cpu()
+        return {SIDE: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
+
+    def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take the mean of units that `unit_means` gave as the only unit, in the place of `prepare`."""
+        self.sampled = sampled
+        self.side_EK = torch.from_numpy(arrays[SIDE]).view(torch.bfloat16)[None].to(self.model.device)
+
     def score(self, batch: Batch) -> Tensor:
-        """Return the relevance of rows, (B, E). A row whose gradient is not finite gets 0 for every unit."""
+        """Return the relevance of rows, (B, E); a row without a finite gradient gets 0 for every unit."""
         assert batch.gradient_BK is not None
         work, device = self.sampled.engine.work, self.model.device
         product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
         for start in range(0, batch.gradient_BK.shape[1], CHUNK):
-            taken_BK, side_EK = (
-                kept[:, start : start + CHUNK].to(device, work) for kept in (batch.gradient_BK, self.side_EK)
+            gradient_BK, side_EK = (
+                side[:, start : start + CHUNK].to(device, work) for side in (batch.gradient_BK, self.side_EK)
             )
-            product_BE += taken_BK @ side_EK.T
-        product_BE *= batch.positions_B.to(device)[:, None]  # a row counts with all of its loss
+            product_BE += gradient_BK @ side_EK.T
+        product_BE *= batch.positions_B.to(device)[:, None]  # n_i: the sum of a row's losses counts
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()
 
-    def own(self, units: Batch) -> F64:
-        return self._own_E * OWN_TOKENS  # a row counts with all of its loss, of some hundred tokens or thousands
+    def self_relevance(self, units: Batch) -> F64:
+        return (
+            self._self_relevance_E * TYPICAL_ROW_TOKENS
+        )  # a row counts with all of its loss, of some hundred tokens or thousands
 
 
 KERNEL = Gradient
 
 
-def room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
-    """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends.
+def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+    """Allocate the units' gradients, (n_units, K), in memory, or in an unlinked memory-mapped temporary file.
 
-    In memory it is as wide as the rows' side, if there is room for that: then nothing is widened batch by batch.
+    In memory they have the dtype of the rows' gradients if they fit, so that they need not be converted per batch.
     """
     shape, work = (n_units, gradients.sample.size), gradients.engine.work
     narrow, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
@@ -335,12 +361,12 @@ def room(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
     if size > free:
         raise SettingsError(
             f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
-            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; take fewer coordinates or "
-            "units, or name another place by TMPDIR"
+            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; use fewer coordinates or "
+            "units, or set TMPDIR"
         )
     handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
     try:
         return torch.from_file(name, shared=True, size=count, dtype=narrow).view(shape)
     finally:
         os.close(handle)
-        os.unlink(name)  # the mapping keeps it
+        os.unlink(name)  # the mapping keeps the data until the process ends

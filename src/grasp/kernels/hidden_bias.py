@@ -1,10 +1,12 @@
-r"""The inner product of gradients of one vector that is added to every hidden state, by one forward pass.
+r"""The inner product of gradients with respect to a bias of the hidden states, from one forward pass.
 
     a_{i,e} = <delta~_i, delta~_e>,  delta_i = 1/|P_i| sum_{t in P_i} W^T xi_t
 
-It asks what a row and a unit want said more often, wherever it is said: the tone, not the fact. A short fine-tuning of
-a model that knows the language moves little else. It is the mean of the kernel `embedding` over all pairs of positions,
-whatever their tokens.
+It compares which tokens a row and a unit make more likely, independent of the context: style rather than facts. A short
+fine-tuning of a pretrained model changes little else. It equals the kernel `embedding` without the
+condition that input tokens agree and without their weights. Since the sum over pairs factorises, a row is reduced to
+its mean gradient.
+Start with `shift_relevance`.
 Shape letters: P row positions, S unit positions, E units, H hidden width.
 """
 
@@ -16,11 +18,11 @@ from grasp.kernels.whitening import DeltaMoments, Whitener
 
 
 def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whitener) -> Tensor:
-    """Whitening and the mean over positions folded into the units, (E, H), float32.
+    """Return the units' mean gradients, whitened twice, (E, H), float32; rows then need no whitening.
 
     Args:
         delta_SH: `hidden_gradient` at the units' supervised positions.
-        unit_S: which unit each belongs to.
+        unit_S: unit of each position.
         whitener: fitted to their moments, uncentred.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a bias of the hidden states.
     """
@@ -29,11 +31,11 @@ def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whit
 
 
 def shift_relevance(unit_EH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
-    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+    """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
         delta_PH: `hidden_gradient` at the rows' used positions.
-        row_P: which row each belongs to, in [0, n_rows).
+        row_P: row of each position, in [0, n_rows).
     Positive: training on the row should lower the unit's loss.
     """
     return _means(delta_PH, row_P, n_rows) @ unit_EH.T
@@ -45,13 +47,13 @@ def _means(value_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
 
 
 class HiddenBias(Kernel):
-    """The kernel as a build calls it."""
+    """The kernel of a bias of the hidden states."""
 
     name = "hidden_bias"
     kinds = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).found, self.settings, centred=False)
+        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
         self._unit_EH = prepare_shift(units.delta_PH, units.row_P, units.n_rows, whitener)
 
     def score(self, batch: Batch) -> Tensor:

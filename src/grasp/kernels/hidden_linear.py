@@ -1,14 +1,16 @@
-r"""The inner product of gradients of one matrix that acts on every hidden state, by one forward pass.
+r"""The inner product of gradients with respect to a linear map of the hidden states, from one forward pass.
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> <delta~_t, delta~_s>
 
-The kernel `hidden_bias` asks what a row wants said more often, wherever: the gradient of a vector b that is added to
-every hidden state. This one asks what it wants said more often in situations like these: the gradient of the matrix M
-in h + M (h - mean) + b, which the output matrix reads. It is the kernel `output_layer` with the mistake brought back to
-hidden space, delta = W^T xi: H coordinates in place of V, none of which is a token that the moments hardly saw. Either
-side is whitened with a large ridge, since of H^2 directions a corpus shows few well.
+The kernel `hidden_bias` compares which tokens a row makes more likely in any context: the gradient of a vector b that
+is added to every hidden state. This one compares them in similar contexts: the gradient of the matrix M in
+h + M (h - mean) + b, which the output matrix reads. It is the kernel `output_layer` with the residual mapped back to
+hidden space, delta = W^T xi: H coordinates instead of V, so that rare tokens, whose moments are noisy, have no
+coordinate of their own. Both sides are whitened with a large ridge, since a corpus determines few of the H^2
+directions.
 
-It is computed pair by pair, by two matrix products over positions: no matrix of a row or a unit, H x H each, is formed.
+The inner product of two outer products is the product of two inner products, so it is computed per pair of positions by
+two matrix products; the H x H gradients of rows and units are never formed. Start with `tilt_relevance`.
 Shape letters: P row positions, S unit positions, N rows, E units, H hidden width.
 """
 
@@ -21,12 +23,12 @@ from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.knn import units_at_once
 from grasp.kernels.whitening import DeltaMoments, HiddenMoments, SecondMoments, whitening_map
 
-RIDGE = 1.0  # in units of tr / H: at 0.1 rankings move when moments are drawn again (experiments/finetune)
+RIDGE = 1.0  # in units of tr / H: at 0.1 rankings depend on the sample of moments (experiments/finetune)
 
 
 @dataclass(frozen=True, slots=True)
 class TiltTargets:
-    """The questions' side of the kernel, prepared once a build."""
+    """The units' side of the kernel, computed once per build."""
 
     mean_H: Tensor
     v_SH: Tensor  # W_h^2 (h_s - mean) / |P_e|
@@ -43,13 +45,14 @@ def prepare_tilt(
     Args:
         hidden_SH: hidden states at the units' supervised positions.
         delta_SH: `hidden_gradient` there.
-        unit_S: which unit each position belongs to.
+        unit_S: unit of each position.
         hidden: moments of hidden states.
         delta: moments of `hidden_gradient`.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a matrix that acts on the hidden states.
     """
     device = hidden_SH.device
     mean_H = torch.from_numpy(hidden.mean_H).to(device)
+    # W^2 on the units' side replaces W on both sides: <W x, W y> = <x, W^2 y>, W symmetric.
     hidden_HH, delta_HH = (
         torch.from_numpy(map_HH @ map_HH).to(device)
         for map_HH in (
@@ -63,18 +66,18 @@ def prepare_tilt(
 
 
 def tilt_relevance(targets: TiltTargets, hidden_PH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
-    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+    """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
         hidden_PH: hidden states at the rows' used positions.
         delta_PH: `hidden_gradient` there.
-        row_P: which row each belongs to, in [0, n_rows).
-    Positive: training on the row should lower the unit's loss. Cost: 4 H operations a position times S.
+        row_P: row of each position, in [0, n_rows).
+    Positive: training on the row should lower the unit's loss. Cost: 4 H S operations per position.
     """
     centred_PH = hidden_PH.float() - targets.mean_H
     sum_NE = centred_PH.new_zeros(n_rows, targets.n_units)
     step = units_at_once(row_P)
-    for start in range(0, len(targets.unit_S), step):
+    for start in range(0, len(targets.unit_S), step):  # blocks of unit positions bound the memory of the (P, S) pairs
         block = slice(start, start + step)
         pair_PS = (centred_PH @ targets.v_SH[block].T).mul_(delta_PH @ targets.u_SH[block].T)
         pair_NS = pair_PS.new_zeros(n_rows, pair_PS.shape[1]).index_add_(0, row_P, pair_PS)
@@ -83,13 +86,13 @@ def tilt_relevance(targets: TiltTargets, hidden_PH: Tensor, delta_PH: Tensor, ro
 
 
 class HiddenLinear(Kernel):
-    """The kernel as a build calls it."""
+    """The kernel of a linear map of the hidden states."""
 
     name = "hidden_linear"
     kinds = (HiddenMoments, DeltaMoments)
 
     def prepare(self, units: Batch) -> None:
-        moments = self.moments(HiddenMoments).found, self.moments(DeltaMoments).found
+        moments = self.moments(HiddenMoments).value, self.moments(DeltaMoments).value
         self._targets = prepare_tilt(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
 
     def score(self, batch: Batch) -> Tensor:

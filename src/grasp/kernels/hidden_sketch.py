@@ -1,4 +1,4 @@
-"""The sketch of a row's mean hidden state: whitened, then mapped to fewer numbers that keep inner products.
+"""The sketch of a row's mean hidden state: whitened, then projected so that inner products are preserved.
 
 Shape letters: B rows, P positions, H hidden width, D sketch width.
 """
@@ -11,7 +11,7 @@ from grasp.kernels.sketch import SummarySketch, gaussian_projection
 
 
 class HiddenSketch(SummarySketch):
-    """The sketch as a build calls it. Source: eq:feature-sketch."""
+    """The sketch of hidden states. Source: eq:feature-sketch."""
 
     name = "hidden_sketch"
 
@@ -23,6 +23,7 @@ class HiddenSketch(SummarySketch):
         whitener = self.whitener()
         project_DH = gaussian_projection(self.settings.hidden_width, self.model.hidden_size, self.settings.seed)
         self._mean_H = torch.from_numpy(whitener.mean_H).to(self.model.device)
+        # Whitening and projection are linear and applied to the mean of a row, so one matrix does both.
         self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:

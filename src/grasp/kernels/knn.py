@@ -1,15 +1,16 @@
-r"""What a language model that only looks up near hidden states learns from a row.
+r"""The first-order effect of a row on a kernel language model, which predicts from nearby hidden states.
 
     a_{i,e} = 1/|P_e| sum_{s in P_e} [ A_is / (A_s + (lambda p_s + 1/M) B_s) - B_is / ((1 + lambda) B_s) ]
     B_is = 1/|P_i| sum_{t in P_i} k(h~_t, h~_s),  k(x, y) = exp(-|x - y|^2 / 2 tau^2)
-    A_is: the same sum over those t whose next token is the unit's
+    A_is: the same sum over the positions t whose next token is the unit's
 
-A row helps where it says the unit's next token in the same situation, and harms where it says another one. The kernel
-language model of a subset gives a unit's token the probability (sum_i A_is + lambda p_s B_s) / (sum_i B_is +
-lambda B_s), p_s the reference model's own; a_ie is its logarithm to first order in what row i adds. A_s and B_s are
-means over M sampled positions of the corpus. What the sample does not have may be there once: B_s counts one position
-more, which stands where the unit's does, and 1/M goes to p_s. h~ is whitened, and tau is a quarter of the distance
-between two positions of the corpus, root mean square.
+A row helps if it has the unit's next token in a similar context, and harms if it has another one. The kernel language
+model of a subset gives the unit's token the probability (sum_i A_is + lambda p_s B_s) / (sum_i B_is + lambda B_s), with
+p_s the probability of the reference model; a_ie is the derivative of its logarithm with respect to the weight of row i.
+A_s and B_s are means over M sampled positions of the corpus. A pseudo-count of one position at the unit's own hidden
+state is added to B_s, and 1/M to lambda p_s, since tokens that the sample lacks may occur in the corpus. h~ is
+whitened,
+and tau is a quarter of the root mean square distance of two positions. Start with `neighbour_relevance`.
 
 Shape letters: P row positions, S unit positions, M sampled positions, E units, H hidden width, X = H + 2.
 """
@@ -25,31 +26,31 @@ from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import HiddenMoments, SampledStates, SecondMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
-WIDTH = 0.25  # tau in distances
+WIDTH = 0.25  # tau, in root mean square distances
 PRIOR = 0.1  # lambda
-LARGEST = 32_768.0  # that float16 is asked to hold
-SAMPLED = 2_048  # positions of the sample that are looked at together
-# Pairs held at once: 4 MB in float32, small enough to stay near the cores. A GPU wants more at once.
+LARGEST = 32_768.0  # largest stored number; float16 ends at 65504
+SAMPLED = 2_048  # sampled positions per block
+# Pairs per block: 4 MB in float32, which fits the cache of a core. A GPU needs larger blocks.
 BLOCK_ELEMENTS = 1024 * 1024
 GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourTargets:
-    """The questions' side of the kernel, prepared once a build: positions in order of label."""
+    """The units' side of the kernel, computed once per build, with positions sorted by label."""
 
     mean_H: Tensor
     map_HH: Tensor  # whitening, divided by tau
     point_SX: Tensor
     label_S: Tensor
-    same_S: Tensor  # what k adds where labels agree, divided by |P_e|
-    other_S: Tensor  # what it takes away anywhere
+    same_S: Tensor  # weight of k if labels agree, divided by |P_e|
+    other_S: Tensor  # weight that is subtracted at every position
     unit_S: Tensor
     n_units: int
 
     @property
     def most_E(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """What no relevance exceeds: of a row whose every position stands where the unit's do."""
+        """Return an upper bound of |relevance|, (E,): k <= 1, reached if all positions coincide with the unit's."""
         most_S = torch.maximum(self.same_S, self.other_S)
         return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
 
@@ -68,24 +69,28 @@ def prepare_neighbours(
 
     Args:
         hidden_SH: hidden states at the units' supervised positions.
-        residual: their residuals, of which labels and losses are used.
-        unit_S: which unit each position belongs to.
-        moments: those that `whitener` was fitted to.
-        states_MH: hidden states at some positions of the corpus.
-        label_M: the token that follows each.
+        residual: residuals, of which labels and losses are used.
+        unit_S: unit of each position.
+        moments: moments of `whitener`.
+        states_MH: hidden states at sampled positions of the corpus.
+        label_M: next token of each.
     Source: ours, not in the paper; the linearised kernel language model.
     """
     device = hidden_SH.device
     label_S, by_label = torch.sort(residual.label_P, stable=True)
     hidden_SH, unit_S, loss_S = hidden_SH[by_label], unit_S[by_label], residual.loss_P[by_label]
+    # E|h~ - h~'|^2 = 2 tr(W Sigma W) for independent positions
     spread = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
     map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
     point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
-    point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)  # the other side of a product
+    point_SX = torch.cat(
+        [point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1
+    )  # swap the last two coordinates, see `_points`
     point_MX = _points((torch.from_numpy(states_MH).to(device) - mean_H) @ map_HH)
     labels_M = torch.from_numpy(label_M).to(device)
     count = len(labels_M)
+    # Sums over the sample in float64: exp() spans many orders of magnitude. Ones are the pseudo-count.
     near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(near_S)
     for start in range(0, count, SAMPLED):
@@ -110,13 +115,13 @@ def prepare_neighbours(
 def neighbour_relevance(
     targets: NeighbourTargets, hidden_PH: Tensor, label_P: Tensor, row_P: Tensor, n_rows: int
 ) -> Tensor:
-    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+    """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
         hidden_PH: hidden states at the rows' used positions.
-        label_P: the next token at each of them.
-        row_P: which row each belongs to, in [0, n_rows).
-    Positive: training on the row should lower the unit's loss. Cost: O(H + S) a position times S unit positions.
+        label_P: next token at each of them.
+        row_P: row of each position, in [0, n_rows).
+    Positive: training on the row should lower the unit's loss. Cost: O(H S) per position.
     """
     point_PX, label_P = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
     sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
@@ -126,7 +131,7 @@ def neighbour_relevance(
         near_PS = (point_PX @ targets.point_SX[block].T).exp_()
         near_NS = near_PS.new_zeros(n_rows, near_PS.shape[1]).index_add_(0, row_P, near_PS)
         sum_NE.index_add_(1, targets.unit_S[block], near_NS.mul_(-targets.other_S[block]))
-        # all pairs of equal labels, few among all: those of the block are in order
+        # Pairs of equal labels are few. Labels of the block are sorted, so those of a position are one range of it.
         first_P = torch.searchsorted(targets.label_S[block], label_P)
         count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - first_P
         p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
@@ -137,29 +142,32 @@ def neighbour_relevance(
 
 
 def units_at_once(row_P: Tensor) -> int:
-    """Return how many unit positions are held against all positions of a batch."""
+    """Return how many unit positions are paired with all positions of a batch at once."""
     elements = BLOCK_ELEMENTS if row_P.device.type == "cpu" else GPU_BLOCK_ELEMENTS
     return max(1, elements // max(1, len(row_P)))
 
 
 def _points(white_PH: Tensor) -> Tensor:
-    """(x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2."""
+    """Return (x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2.
+
+    All exponents of the kernel then come from one matrix product.
+    """
     half_P1 = -0.5 * white_PH.square().sum(dim=1, keepdim=True)
     return torch.cat([white_PH, half_P1, torch.ones_like(half_P1)], dim=1)
 
 
 class Knn(Kernel):
-    """The kernel as a build calls it."""
+    """The nearest-neighbour kernel."""
 
     name = "knn"
     kinds = (HiddenMoments, SampledStates)
     unit = "logarithm of a probability, to first order; unitless"
 
     def prepare(self, units: Batch) -> None:
-        hidden = self.moments(HiddenMoments).found
+        hidden = self.moments(HiddenMoments).value
         whitener = Whitener.of(hidden, self.settings)
         of_units = units.row_P, units.n_rows
-        states = self.moments(SampledStates).found
+        states = self.moments(SampledStates).value
         self._targets = prepare_neighbours(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
 
     def score(self, batch: Batch) -> Tensor:

@@ -2,14 +2,15 @@ r"""The inner product of K-FAC-preconditioned gradients of the output layer, exa
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> (xi_t^T D xi_s)
 
-With v_s = W^2 (h_s - mean) everything that depends on moments sits on the unit's side, and the sum over t can be
-taken first, one vocabulary coordinate k at a time:
+With v_s = W^2 (h_s - mean) all moments are on the unit's side, and the sum over t can be computed first, for each
+vocabulary coordinate k:
 
     a_{i,e} = 1/(|P_i||P_e|) sum_s sum_{k in supp(xi_s)} D_k xi_{s,k} <v_s, G_{i,k}>
     G_{i,k} = sum_t xi_{t,k} (h_t - mean)
 
-so a row costs O(|P_i| K H) to form G on the coordinates that units use and O(H * nnz of all units' residuals) to
-contract it, in which a unit's positions are summed beforehand: nothing of size H x V, and only matrix products.
+A row costs O(|P_i| K H) to compute G at the coordinates that units use, and O(H nnz) to contract it, with nnz the
+nonzeros of all units' residuals after summing over the positions of a unit. No H x V matrix is formed, and all is done
+by matrix products. Start with `prepare_targets` and `token_relevance`.
 
 Shape letters: P row positions, S unit positions, E units, C coordinates of units, K kept per residual, H width.
 """
@@ -29,7 +30,7 @@ from grasp.models.residuals import SparseResidual
 # Elements of one block of G, (coordinates x rows x H): 64 MB in float32.
 BLOCK_ELEMENTS = 16 * 1024 * 1024
 
-# Units' weighted vectors are gathered once per build while they stay under 256 MB, else once per call.
+# Units' weighted vectors are computed once per build if they fit in 256 MB, else once per call.
 CACHED_ELEMENTS = 64 * 1024 * 1024
 
 
@@ -37,19 +38,19 @@ CACHED_ELEMENTS = 64 * 1024 * 1024
 class CoordinateBlock:
     """Vocabulary coordinates that are contracted together, by one batched matrix product.
 
-    Some coordinates (frequent tokens) are in the mistakes of every unit, most in those of a few. One matrix over all of
-    them would be mostly padding. So coordinates are sorted by how many units have them and cut into blocks; within a
-    block each is padded to the most that any of them has.
+    Few coordinates (frequent tokens) are in the residuals of every unit, most in those of a few units. A single matrix
+    would be mostly padding, so coordinates are sorted by their number of units and divided into blocks; within a block
+    they are padded to the largest number.
     """
 
-    first: int  # compact number of the first coordinate
+    first: int  # compact index of the first coordinate
     unit_CE: Tensor  # int64, units that have the coordinate, padded with E
     present_CE: Tensor  # bool, False where padded
     bag: tuple[Tensor, Tensor, Tensor]  # per (coordinate, unit): unit positions, offsets, weights D_k xi_{s,k} / |P_e|
-    vector_CEH: Tensor | None = None  # where it is kept
+    vector_CEH: Tensor | None = None  # if it is cached
 
     def vectors(self, v_SH: Tensor) -> Tensor:
-        """1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H)."""
+        """Return 1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H)."""
         if self.vector_CEH is not None:
             return self.vector_CEH
         padded = v_SH.new_zeros(*self.unit_CE.shape, v_SH.shape[1])
@@ -59,11 +60,11 @@ class CoordinateBlock:
 
 @dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """The questions' side of the kernel, prepared once a build, so that a row costs only its own positions."""
+    """The units' side of the kernel, computed once per build."""
 
     mean_H: Tensor
     v_SH: Tensor  # float32, W^2 (h_s - mean)
-    compact_V: Tensor  # int64, vocabulary coordinate -> compact number, -1 where no unit has it
+    compact_V: Tensor  # int64, vocabulary coordinate -> compact index, -1 if no unit has it
     blocks: tuple[CoordinateBlock, ...]
     n_units: int
 
@@ -75,9 +76,9 @@ def prepare_targets(
 
     Args:
         hidden_SH: hidden states at the units' supervised positions.
-        residual: their sparse residuals.
-        unit_S: which unit each position belongs to.
-        rows: rows a later call will pass at once; sets the size of coordinate blocks, not the result.
+        residual: sparse residuals at these positions.
+        unit_S: unit of each position.
+        rows: rows per later call, which determines the size of coordinate blocks, not the result.
     Source: eq:kfac-inner-product, taken per token. Deviation: no pooling before the outer product, no damping.
     """
     device, vocab = hidden_SH.device, len(whitener.precondition_V)
@@ -88,7 +89,7 @@ def prepare_targets(
     positions_E = torch.bincount(unit_S, minlength=n_units)
     weight_SK = residual.value_PK.double() * precondition_V[residual.index_PK] / positions_E[unit_S][:, None]
 
-    # Entries D_k xi_{s,k} / |P_e| that are not zero; coordinates by how many units have them, the most first.
+    # Nonzero entries D_k xi_{s,k} / |P_e|; coordinates sorted by their number of units, descending.
     keep = weight_SK.float() != 0
     coordinate, weight = residual.index_PK[keep], weight_SK.float()[keep]
     position = torch.arange(len(unit_S), device=device)[:, None].expand_as(keep)[keep]
@@ -99,16 +100,17 @@ def prepare_targets(
     compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=device)
     compact_V[by_units] = torch.arange(used, device=device)
 
-    # Entries in the order of (coordinate, unit): what one unit has at one coordinate is then one run of them.
+    # Sort entries by (coordinate, unit), so that those of one unit at one coordinate are contiguous.
     key, order = torch.sort(compact_V[coordinate] * n_units + unit_S[position], stable=True)
     pair, entries = torch.unique_consecutive(key, return_counts=True)
-    # where the runs begin, and where the last one ends: of entries by pair, of pairs by coordinate
+    # offsets of entries by (coordinate, unit) pair, and of pairs by coordinate
     offset, pair_offset = (F.pad(torch.cumsum(count, 0), (1, 0)) for count in (entries, units_V[by_units]))
     blocks = []
     first, counts = 0, units_V[by_units].cpu().numpy()
     while first < used:
-        # A block ends where a coordinate has half as many units as its first one: so padding at most doubles the work.
-        half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts fall
+        # A block ends at a coordinate with half as many units as its first one, so that padding at most doubles the
+        # work.
+        half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts are descending
         last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows)), used)
         low, high = int(pair_offset[first]), int(pair_offset[last])
         begin, end = int(offset[low]), int(offset[high])
@@ -126,34 +128,34 @@ def prepare_targets(
 
 
 def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
-    """Sum of weighted vectors of each run of `index`: a sparse-times-dense product, as an embedding bag."""
+    """Sum the weighted vectors of each run of `index`: a sparse-dense product, as an embedding bag."""
     return F.embedding_bag(index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True)
 
 
 def token_relevance(
     targets: TokenTargets, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
 ) -> Tensor:
-    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+    """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
         hidden_PH: hidden states at the rows' used positions.
-        residual: their sparse residuals.
-        row_P: which row each position belongs to, in [0, n_rows), in order.
+        residual: sparse residuals at these positions.
+        row_P: row of each position, in [0, n_rows), ascending.
     Positive: training on the row should lower the unit's loss. Source: eq:kfac-inner-product per token.
     """
     centred_PH = hidden_PH.float() - targets.mean_H
 
-    # Entries of the residual by (units' coordinate, row): `offset` says where those of each begin.
+    # Sort entries of the residual by (compact coordinate, row); `offset` is the first entry of each key.
     used = sum(len(block.unit_CE) for block in targets.blocks)
     n_keys = used * n_rows
     short = torch.int32 if n_keys + n_rows < torch.iinfo(torch.int32).max else torch.int64
     compact_V = torch.where(targets.compact_V < 0, used, targets.compact_V).to(short)
     key_PK = compact_V[residual.index_PK].mul_(n_rows).add_(row_P[:, None].to(short))
-    key_PK.clamp_(max=n_keys)  # what no unit has goes last
-    count, kept = key_PK.shape
+    key_PK.clamp_(max=n_keys)  # coordinates that no unit has get the last key
+    count, n_kept = key_PK.shape
     if key_PK.device.type == "cpu":
-        # scipy's turn from rows to columns, a sort by counting, needs a sixth of the time of torch's
-        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * kept
+        # scipy's CSR to CSC conversion is a counting sort, six times as fast as torch.sort
+        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * n_kept
         by_position = residual.value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
         by_key = csr_array(by_position, shape=(count, n_keys + 1)).tocsc()
         sorted_entries = by_key.indptr[: n_keys + 1], by_key.indices, by_key.data
@@ -161,14 +163,14 @@ def token_relevance(
     else:
         key, order = torch.sort(key_PK.reshape(-1), stable=True)
         offset = torch.searchsorted(key, torch.arange(n_keys + 1, device=key.device, dtype=key.dtype))
-        position, value = order // kept, residual.value_PK.reshape(-1)[order]
+        position, value = order // n_kept, residual.value_PK.reshape(-1)[order]
 
-    sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
+    sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last row receives the padding
     for block in targets.blocks:
         coordinates = len(block.unit_CE)
-        own = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
-        low, high = int(own[0]), int(own[-1])
-        gradient = weighted_sums(centred_PH, position[low:high], own - low, value[low:high])
+        block_offset = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
+        low, high = int(block_offset[0]), int(block_offset[-1])
+        gradient = weighted_sums(centred_PH, position[low:high], block_offset - low, value[low:high])
         gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
         product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
         sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
@@ -177,13 +179,13 @@ def token_relevance(
 
 
 class OutputLayer(Kernel):
-    """The kernel as a build calls it."""
+    """The main kernel: gradients of the output layer."""
 
     name = "output_layer"
     kinds = (HiddenMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).found, self.settings)
+        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
         of_units = units.row_P, units.n_rows
         self._targets = prepare_targets(units.hidden_PH, units.residual, *of_units, whitener, ROWS_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""Relevance by the summaries of rows and units, as in the paper: hidden match times residual match.
+"""Relevance from summaries of rows and units, as in the paper: hidden match times residual match.
 
 Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share.
 """
@@ -14,24 +14,25 @@ from grasp.arrays import F64, I64, Floats
 from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import SummaryMoments, Whitener
 
-# A coordinate that at least this share of the units has is kept dense: past it a dense row of E numbers costs less
-# than its scattered entries.
+# A coordinate of at least this share of the units is stored as a dense row of E numbers, which is then faster than
+# scattered entries.
 SHARED = 1 / 8
 
 
 def damp(match: Floats) -> Floats:
-    """sgn(x) log(1 + |x|): odd, strictly increasing, unitless. Source: eq:grasp-score."""
+    """Return sgn(x) log(1 + |x|): odd, strictly increasing, unitless. Source: eq:grasp-score."""
+    # log1p: log(1 + x) loses the digits of small matches
     return np.asarray(np.copysign(np.log1p(np.abs(match)), match))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedUnits:
-    """The questions' side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
+    """The units' side of the kernel, computed once per build: D xi_e, split by how many units share a coordinate."""
 
     hidden_EH: Floats
     shared_C: I64
-    shared_CE: Floats  # their D xi_e, dense
-    rare_VE: csr_array  # all other coordinates, sparse
+    shared_CE: Floats  # D xi_e, dense
+    rare_VE: csr_array  # the other coordinates, sparse
 
 
 def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondition_V: Floats) -> PreparedUnits:
@@ -80,13 +81,13 @@ def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedU
 
 
 class Pooled(Kernel):
-    """The kernel of the paper as a build calls it."""
+    """The kernel of the paper."""
 
     name = "pooled"
     kinds = (SummaryMoments,)
 
     def prepare(self, units: Batch) -> None:
-        self._whitener = Whitener.of(self.moments(SummaryMoments).found, self.settings)
+        self._whitener = Whitener.of(self.moments(SummaryMoments).value, self.settings)
         summary = units.summary
         white_EH = self._whitener.whiten(summary.hidden_NH)
         self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)
@@ -98,7 +99,7 @@ class Pooled(Kernel):
         white_BH = self._whitener.whiten(batch.summary.hidden_NH)
         return pooled_relevance(white_BH, batch.summary.residual_NV, self._units)
 
-    def own(self, units: Batch) -> F64:
+    def self_relevance(self, units: Batch) -> F64:
         return np.asarray(self._of(units), dtype=np.float64).diagonal().copy()
 
 

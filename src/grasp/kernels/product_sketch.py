@@ -1,4 +1,4 @@
-"""The sketch of the product of hidden states and mistakes, position by position: what the direct sum gives up.
+"""The sketch of token-level products of hidden states and residuals, which the direct sum of the paper lacks.
 
 Shape letters: B rows, D sketch width.
 """
@@ -11,7 +11,7 @@ from grasp.kernels.whitening import HiddenMoments, Whitener
 
 
 class ProductSketch(Sketch):
-    """The sketch as a build calls it."""
+    """The sketch of token-level products; see `ProductMaps`."""
 
     name = "product_sketch"
     kinds = (HiddenMoments,)
@@ -21,7 +21,7 @@ class ProductSketch(Sketch):
         return self.settings.product_width
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).found, self.settings)
+        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
         self._maps = ProductMaps.prepare(whitener, self.width, self.settings.seed, self.model.device)
 
     def score(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sketch of a row's mean mistake: preconditioned, then mapped to fewer numbers that keep inner products.
+"""The sketch of a row's mean residual: preconditioned, then projected so that inner products are preserved.
 
 Shape letters: B rows, P positions, K kept per residual, V vocabulary, D sketch width.
 """
@@ -12,7 +12,7 @@ from grasp.kernels.sketch import CountSketch, SummarySketch
 
 
 class ResidualSketch(SummarySketch):
-    """The sketch as a build calls it. Source: eq:feature-sketch."""
+    """The sketch of residuals. Source: eq:feature-sketch."""
 
     name = "residual_sketch"
 
@@ -23,6 +23,7 @@ class ResidualSketch(SummarySketch):
     def prepare(self, units: Batch) -> None:
         count = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
         self._bucket_V = torch.from_numpy(count.bucket).to(self.model.device)
+        # D^{1/2} on both sides of an inner product is the D of the residual match.
         weight_V = count.sign * np.sqrt(self.whitener().precondition_V)
         self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
 

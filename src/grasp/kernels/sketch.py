@@ -1,6 +1,6 @@
-"""Fixed seeded linear maps: JL for hidden states, CountSketch for residuals, TensorSketch for their product.
+"""Seeded random projections: JL for hidden states, CountSketch for residuals, TensorSketch for their product.
 
-One distribution on every device: maps are drawn with numpy and only applied with torch or scipy.
+Maps are drawn with numpy and applied with torch or scipy, so that they are equal on every device.
 Shape letters: P positions, N rows, H hidden width, V vocabulary, D sketch width, F frequencies.
 """
 
@@ -23,10 +23,10 @@ from grasp.settings import FeatureSettings
 
 
 def gaussian_projection(width: int, hidden_size: int, seed: int) -> F64:
-    """JL map P_h, (D, H), entries N(0, 1/D), so that inner products are kept in expectation.
+    """Draw a Johnson-Lindenstrauss map P_h, (D, H), with entries N(0, 1/D): inner products are unbiased.
 
-    Whitened hidden states are isotropic: no principal axis is better than another, hence a random map. Where the
-    sketch is as wide as the state the map is the identity and the sketch is exact.
+    Whitened hidden states are isotropic, so that no principal axis is better than another: hence a random map. If the
+    sketch is as wide as the state, the map is the identity and the sketch is exact.
     """
     if width >= hidden_size:
         return np.eye(hidden_size)
@@ -36,7 +36,7 @@ def gaussian_projection(width: int, hidden_size: int, seed: int) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class CountSketch:
-    """Each input coordinate goes to one of D buckets with a sign; unbiased for inner products."""
+    """A CountSketch: each coordinate is added to one of D buckets with a random sign; unbiased inner products."""
 
     bucket: I64
     sign: F64
@@ -52,7 +52,7 @@ class CountSketch:
         )
 
     def matrix(self, weight: F64 | float = 1.0) -> csr_array:
-        """(size, D) sparse map of diag(weight) followed by the sketch."""
+        """Return the sparse map of diag(weight) followed by the sketch, (size, D)."""
         size = len(self.bucket)
         return csr_array((self.sign * weight, self.bucket, np.arange(size + 1)), shape=(size, self.width))
 
@@ -61,7 +61,8 @@ class CountSketch:
 class ProductMaps:
     """TensorSketch of the token-level product G_i = mean_t h~_t (x) D^{1/2} xi_t: two random maps, whitening folded in.
 
-    <sketch_i, sketch_j> estimates <G_i, G_j> without bias, the geometry that the direct sum of the paper gives up. The
+    <sketch_i, sketch_j> is an unbiased estimate of <G_i, G_j>, which the direct sum of the paper does not represent.
+    The
     count sketches of the two factors are convolved by FFT per position and averaged in the frequency domain.
     """
 
@@ -85,13 +86,13 @@ class ProductMaps:
         )
 
     def apply(self, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int) -> Tensor:
-        """Sketches of `n_rows` rows, (n_rows, D), float32; `row_P` says which row each position belongs to."""
+        """Return sketches of `n_rows` rows, (n_rows, D), float32; `row_P` is the row of each position."""
         hidden_PD = (hidden_PH.float() - self.mean_H) @ self.hidden_HD
         residual_PD = torch.zeros_like(hidden_PD)
         signed_PK = residual.value_PK * self.weight_V[residual.index_PK]
         residual_PD.scatter_add_(1, self.bucket_V[residual.index_PK], signed_PK)
         # The count sketch of an outer product is the circular convolution of its factors': a product of spectra.
-        # The inverse transform is linear, so it is taken once a row, after the mean over positions.
+        # The inverse transform is linear, so it is applied once per row, after the mean over positions.
         product_PF = torch.fft.rfft(hidden_PD) * torch.fft.rfft(residual_PD)
         sum_NF = product_PF.new_zeros(n_rows, product_PF.shape[1]).index_add_(0, row_P, product_PF)
         positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
@@ -100,12 +101,12 @@ class ProductMaps:
 
 
 class Sketch(Kernel):
-    """A sketch of every row: it has nothing to do with units."""
+    """A sketch of every row, independent of the units."""
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Return how many numbers it has."""
+        """Return the number of columns."""
 
     @property
     def array(self) -> str:
@@ -116,17 +117,17 @@ class Sketch(Kernel):
 
 
 class SummarySketch(Sketch):
-    """A sketch of the summary of a row: with moments of summaries as in the paper, or with those of positions."""
+    """A sketch of the summary of a row, with moments over summaries as in the paper, or over positions."""
 
     @classmethod
     def kinds_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
         return (summary_moments(settings),)
 
     def whitener(self) -> Whitener:
-        """Return what whitens and preconditions summaries."""
-        return Whitener.of(self.moments(summary_moments(self.settings)).found, self.settings)
+        """Return the whitener of summaries."""
+        return Whitener.of(self.moments(summary_moments(self.settings)).value, self.settings)
 
 
 def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:
-    """Return the moments that whiten summaries: of summaries where they average some positions, else of positions."""
+    """Return the moments that whiten summaries: over summaries if these average some positions, else over positions."""
     return SummaryMoments if settings.summary_positions else HiddenMoments

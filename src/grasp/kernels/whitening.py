@@ -1,7 +1,7 @@
-"""Mergeable first and second moments of one dense and one sparse feature, in float64, and the whitening they give.
+"""Mergeable first and second moments of one dense and one sparse feature, in float64, and whitening by them.
 
-Output layer: hidden states and residuals. Input embedding: gradients at it and one-hot input tokens. Kernels share
-them: `Moments` is what they have in common.
+For the output layer these are hidden states and residuals, for the input embedding gradients and one-hot input tokens.
+Kernels share moments by class. Start with `Moments` and `Whitener`.
 Shape letters: P positions or rows, H hidden width, V vocabulary, M sampled positions.
 """
 
@@ -19,26 +19,30 @@ from grasp.settings import FeatureSettings
 if TYPE_CHECKING:
     from grasp.kernels.kernel import Batch, CorpusMoments
 
-STATES = 8_192  # positions whose hidden states are kept, about
+STATES = 8_192  # approximate number of positions whose hidden states are stored
 
 
 @dataclass(frozen=True, slots=True)
 class SecondMoments:
-    """Moments over `count` positions, or rows (of summaries), of the training corpus."""
+    """Moments over `count` positions, or rows (of summaries), of the corpus."""
 
     count: int
     mean_H: F64
     covariance_HH: F64  # population covariance
-    gamma_V: F64  # second moment of each sparse coordinate; of one-hot tokens the share of each
+    gamma_V: F64  # second moment of each sparse coordinate; for one-hot tokens their frequency
 
     @property
     def second_moment(self) -> F64:
-        """Uncentred second moment of the dense feature."""
+        """Return the uncentred second moment of the dense feature, (H, H)."""
         return self.covariance_HH + np.outer(self.mean_H, self.mean_H)
 
 
 class MomentAccumulator:
-    """Welford/Chan accumulation, so that batches, shards and workers merge without losing digits."""
+    """Accumulate moments by the updates of Welford and Chan, which merge without cancellation.
+
+    The scatter about the mean is updated, since E[x x^T] - mean mean^T cancels if the mean is large against the spread,
+    as it is in some dimensions of hidden states.
+    """
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         self.count = 0
@@ -70,12 +74,13 @@ class MomentAccumulator:
     def _merge(self, count: int, mean_H: F64, scatter_HH: F64) -> None:
         total = self.count + count
         shift_H = mean_H - self.mean_H
+        # Chan: S = S_a + S_b + n_a n_b / (n_a + n_b) (mean_b - mean_a)(mean_b - mean_a)^T
         self.scatter_HH += scatter_HH + np.outer(shift_H, shift_H) * (self.count * count / total)
         self.mean_H = self.mean_H + shift_H * (count / total)
         self.count = total
 
     def moments(self) -> SecondMoments:
-        """The moments so far; at least one sample."""
+        """Return the moments so far; requires at least one sample."""
         assert self.count > 0
         return SecondMoments(
             count=self.count,
@@ -86,7 +91,7 @@ class MomentAccumulator:
 
 
 def whitening_map(covariance_HH: F64, tau: float) -> F64:
-    """Symmetric inverse square root of Sigma + tau * tr(Sigma) / H * I, (H, H), float64.
+    """Return the symmetric inverse square root of Sigma + tau tr(Sigma) / H I, (H, H), float64.
 
     Source: eq:grasp-hidden-whiten. Deviation: none; the paper leaves the Tikhonov term open.
     A constant hidden state (trace 0) is left unscaled.
@@ -95,13 +100,15 @@ def whitening_map(covariance_HH: F64, tau: float) -> F64:
     ridge = tau * float(np.trace(covariance_HH)) / width
     if ridge <= 0.0:
         return np.eye(width)
+    # eigh, not Cholesky: the symmetric root does not depend on the order of the coordinates. Eigenvalues that rounding
+    # made negative are clipped.
     value_H, vector_HH = np.linalg.eigh(covariance_HH)
     scale_H = 1.0 / np.sqrt(np.maximum(value_H, 0.0) + ridge)
     return np.asarray((vector_HH * scale_H) @ vector_HH.T, dtype=np.float64)
 
 
 def preconditioner(gamma_V: F64, alpha: float, epsilon: float) -> F64:
-    """D = (gamma + eps)^-alpha, (V,), with eps relative to the mean gamma of coordinates that occur.
+    """Return D = (gamma + eps)^-alpha, (V,), with eps relative to the mean gamma of coordinates that occur.
 
     Source: eq:grasp-components. Deviation: the paper does not say what eps is relative to.
     """
@@ -120,7 +127,7 @@ class Whitener:
 
     @classmethod
     def fit(cls, moments: SecondMoments, *, tau: float, alpha: float, epsilon: float, centred: bool = True) -> Self:
-        """Gradients are not `centred`: W is then of their second moment, and the mean 0."""
+        """Compute the maps; if not `centred` (gradients), W is of the second moment, and the mean is 0."""
         return cls(
             mean_H=moments.mean_H if centred else np.zeros_like(moments.mean_H),
             map_HH=whitening_map(moments.covariance_HH if centred else moments.second_moment, tau),
@@ -129,19 +136,19 @@ class Whitener:
 
     @classmethod
     def of(cls, moments: SecondMoments, settings: FeatureSettings, *, centred: bool = True) -> Self:
-        """Fit it as the settings of a build say."""
+        """Compute the maps with the parameters of the build's settings."""
         weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         return cls.fit(moments, **weighing, centred=centred)
 
     def whiten(self, hidden_NH: NDArray[np.floating]) -> F64:
-        """h~ = W (h - mean), (N, H), float64. Source: eq:grasp-hidden-whiten."""
+        """Return h~ = W (h - mean), (N, H), float64. Source: eq:grasp-hidden-whiten."""
         return np.asarray((hidden_NH - self.mean_H) @ self.map_HH, dtype=np.float64)
 
 
 class Moments(ABC):
-    """What kernels need to know of the corpus, from a sample of its rows. Parts of the sample merge."""
+    """Statistics of the corpus that kernels need, estimated on a sample of rows; parts of the sample are merged."""
 
-    of_rows: ClassVar[bool] = False  # they are over rows, not over positions
+    of_rows: ClassVar[bool] = False  # moments over rows, not over positions
 
     @abstractmethod
     def __init__(self, corpus: "CorpusMoments") -> None: ...
@@ -152,22 +159,22 @@ class Moments(ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Add what another part of the sample has."""
+        """Add the moments of another part of the sample."""
 
     @abstractmethod
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the moments as named arrays, as an artifact keeps them; at least one row was observed."""
+        """Return the moments as named arrays, as an artifact stores them; requires at least one row."""
 
     @abstractmethod
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take the numbers of named arrays."""
+        """Load the moments from named arrays."""
 
 
 class FeatureMoments(Moments):
     """Second moments of one dense and one sparse feature; see its subclasses."""
 
     prefix: str
-    _found: SecondMoments | None = None
+    _loaded: SecondMoments | None = None
 
     def __init__(self, corpus: "CorpusMoments") -> None:
         self._sums = MomentAccumulator(*corpus.size)
@@ -176,25 +183,25 @@ class FeatureMoments(Moments):
         self._sums.merge(other._sums)
 
     @property
-    def found(self) -> SecondMoments:
-        """Return the moments of what was observed, or those that were loaded."""
-        return self._sums.moments() if self._found is None else self._found
+    def value(self) -> SecondMoments:
+        """Return the moments that were observed or loaded."""
+        return self._sums.moments() if self._loaded is None else self._loaded
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        found = self.found
+        moments = self.value
         return {
-            f"{self.prefix}.count": np.array([found.count], dtype=np.int64),
-            f"{self.prefix}.mean": found.mean_H,
-            f"{self.prefix}.covariance": found.covariance_HH,
-            f"{self.prefix}.gamma": found.gamma_V,
+            f"{self.prefix}.count": np.array([moments.count], dtype=np.int64),
+            f"{self.prefix}.mean": moments.mean_H,
+            f"{self.prefix}.covariance": moments.covariance_HH,
+            f"{self.prefix}.gamma": moments.gamma_V,
         }
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._found = second_moments(arrays, self.prefix)
+        self._loaded = second_moments(arrays, self.prefix)
 
 
 def second_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> SecondMoments:
-    """Return the moments that named arrays hold."""
+    """Return the moments of named arrays."""
     return SecondMoments(
         count=int(arrays[f"{prefix}.count"][0]),
         mean_H=np.asarray(arrays[f"{prefix}.mean"], dtype=np.float64),
@@ -204,7 +211,7 @@ def second_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> SecondMom
 
 
 class HiddenMoments(FeatureMoments):
-    """Of hidden states and mistakes at single positions."""
+    """Moments of hidden states and residuals over positions."""
 
     prefix = "hidden"
 
@@ -214,7 +221,7 @@ class HiddenMoments(FeatureMoments):
 
 
 class DeltaMoments(FeatureMoments):
-    """Of the loss's gradients by hidden states, and of input tokens (the share of each), at single positions."""
+    """Moments of gradients with respect to hidden states, and frequencies of input tokens, over positions."""
 
     prefix = "delta"
 
@@ -224,7 +231,7 @@ class DeltaMoments(FeatureMoments):
 
 
 class SummaryMoments(FeatureMoments):
-    """Of hidden states and mistakes averaged over each row. Source: eq:sequence-pooling."""
+    """Moments of hidden states and residuals averaged over each row. Source: eq:sequence-pooling."""
 
     prefix = "summary"
     of_rows = True
@@ -235,7 +242,7 @@ class SummaryMoments(FeatureMoments):
 
 
 class SampledStates(Moments):
-    """Hidden states at some positions of the sample, and the token that follows each."""
+    """Hidden states at every `states_every`-th position of the sample, and the next tokens."""
 
     def __init__(self, corpus: "CorpusMoments") -> None:
         self._every = corpus.states_every
@@ -243,21 +250,21 @@ class SampledStates(Moments):
         self._label: list[I64] = []
 
     def observe(self, batch: "Batch") -> None:
-        some = slice(self._every // 2, None, self._every)
-        self._hidden.append(batch.hidden_PH[some].float().cpu().numpy())
-        self._label.append(batch.residual.label_P[some].cpu().numpy())
+        every_nth = slice(self._every // 2, None, self._every)
+        self._hidden.append(batch.hidden_PH[every_nth].float().cpu().numpy())
+        self._label.append(batch.residual.label_P[every_nth].cpu().numpy())
 
     def merge(self, other: Self) -> None:
         self._hidden += other._hidden
         self._label += other._label
 
     @property
-    def found(self) -> tuple[F32, I64]:
+    def value(self) -> tuple[F32, I64]:
         """Return hidden states, (M, H), and labels, (M,)."""
         return np.concatenate(self._hidden), np.concatenate(self._label)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        hidden_MH, label_M = self.found
+        hidden_MH, label_M = self.value
         return {"states.hidden": hidden_MH, "states.label": label_M}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -28,9 +28,9 @@ from grasp.corpus.row_store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import Environment, Utilities
+from grasp.runs.retrained import TrainingRuns, Utilities
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 
@@ -46,14 +46,14 @@ Requirement = Literal["tokens", "model", "checkpoints", "environment"]
 class Retrained:
     """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped."""
 
-    environment: Environment
+    environment: TrainingRuns
     utilities: Utilities
     subsets: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_alignment(cls, alignment: Joined, utilities: Utilities) -> "Retrained":
+    def from_alignment(cls, alignment: Alignment, utilities: Utilities) -> "Retrained":
         """Rename the targets of `utilities` from the names in the runs to the artifact's names."""
-        renamed = replace(utilities, targets=alignment.own_names(utilities.targets))
+        renamed = replace(utilities, targets=alignment.artifact_targets_of(utilities.targets))
         return cls(alignment.environment, renamed, alignment.blocks)
 
 

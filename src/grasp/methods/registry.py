@@ -31,9 +31,9 @@ from grasp.extras import require
 from grasp.methods.contract import Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
-from grasp.runs.alignment import Joined
+from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
@@ -395,7 +395,7 @@ def method_rows(
     artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
-    environment: Environment | None = None,
+    environment: TrainingRuns | None = None,
     checkpoints: Sequence[Path | str] = (),
     cache: Path | str | None = None,
     progress: Progress | None = None,
@@ -409,8 +409,8 @@ def method_rows(
     """
     retrained = None
     if environment is not None:
-        alignment = Joined.from_environment(environment, artifact)
-        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.renamed.values()))
+        alignment = Alignment.from_runs(environment, artifact)
+        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
     inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, inputs, cache_path))

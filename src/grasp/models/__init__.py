@@ -1,5 +1,6 @@
-"""A reference model: what it knows of a token, its output head, and gradients of rows by its weights.
+"""The reference model: hidden states, logits and residuals at selected positions, and gradients of rows as factors.
 
-In: a Hugging Face checkpoint, rows of token ids. Out: hidden states and logits at chosen positions; gradients as
-factors. Read `causal_lm` first. `checkpoint` loads what it needs, `gradients` goes back through it.
+`checkpoint` loads Hugging Face checkpoints, `tokenizer` wraps tokenizers and chat templates, `causal_lm` and `head` run
+the model, `forward_pass` and `residuals` extract features, `gradients` runs backward passes, and `unit_loss` evaluates
+units. Start with `causal_lm.ReferenceModel`.
 """

@@ -1,6 +1,6 @@
-"""A Hugging Face causal LM as a reference model: hidden states as the head sees them, the head where asked.
+"""A Hugging Face causal LM as the reference model: its last hidden states and its output head.
 
-Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocabulary.
+Start with `ReferenceModel.load`. Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocabulary.
 """
 
 import hashlib
@@ -18,41 +18,41 @@ from grasp.models.head import TOLERANCE, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
-CHECKED_TOKENS = 32  # of the two rows that the load check reads
-# Rows in one batch at most: bounds what grows with rows rather than tokens when rows are short.
+CHECKED_TOKENS = 32  # length of the two rows of `ReferenceModel.check`
+# Maximum number of rows per batch. It bounds memory that grows with the number of rows if rows are short.
 BATCH_ROWS = 64
 
 
 class _HeadReachedError(Exception):
-    """The forward pass has come to the output layer."""
+    """The forward pass has reached the output layer."""
 
 
 class ReferenceModel:
-    """Frozen causal LM that gives hidden states and output head at chosen positions."""
+    """A frozen causal LM, from which hidden states and logits are read."""
 
     def __init__(self, model: nn.Module, tokenizer: HfTokenizer, *, batch_tokens: int = 8192) -> None:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        everything = sum(1 for _ in model.parameters())
-        self.frozen = tuple(frozen) if len(frozen) < everything else ()  # as given; all: it was only made to be read
+        n_parameters = sum(1 for _ in model.parameters())
+        # Parameters that the user froze. If all are frozen, the model was loaded for inference: none counts.
+        self.frozen = tuple(frozen) if len(frozen) < n_parameters else ()
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.head = output_head(self.model)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.work = torch.promote_types(self.dtype, torch.float32)  # in which logits become probabilities
+        self.work = torch.promote_types(self.dtype, torch.float32)  # dtype of probabilities
         rows, self.hidden_size = self.head.linear.get_parameter("weight").shape
         self.vocab_size = self.head.classes or rows
         self._dynamic_ropes = dynamic_ropes(model)
 
     @classmethod
     def load(cls, settings: ModelSettings) -> Self:
-        """Load checkpoint and tokenizer; prove that head(hidden) equals the model's logits and that no position
-        sees a later one.
+        """Load checkpoint and tokenizer, and verify that head(hidden) equals the model's logits and that it is causal.
 
         Raises:
-            ModelError: nothing there; the output head is of a kind that is not read; the model is not causal, or needs
-                other inputs than token ids.
+            ModelError: the checkpoint does not exist; its output head is not supported; the model is not causal, or
+                requires inputs other than token ids.
         """
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -63,10 +63,10 @@ class ReferenceModel:
 
     @classmethod
     def from_model(cls, model: nn.Module, tokenizer: Any, settings: ModelSettings) -> Self:
-        """A model of transformers and its tokenizer that are loaded; checked as `load` does.
+        """Wrap a loaded transformers model and its tokenizer, and verify it as `load` does.
 
         Raises:
-            ModelError: as `load`; weights of a type that is not read.
+            ModelError: as `load`; or the dtype of the weights is not supported.
         """
         dtype = dtype_name(next(model.parameters()).dtype)
         reader = HfTokenizer.from_settings(tokenizer, settings, len(tokenizer))
@@ -75,7 +75,7 @@ class ReferenceModel:
             if settings.check:
                 reference.check()
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as err:
-            # sizes of a config that do not go together, or a model that needs more than token ids
+            # inconsistent sizes in the config, or a model that requires other inputs
             reason = " ".join(str(err).split())[:300]
             raise ModelError(
                 f"{settings.path}: {type(model).__name__} in {dtype} fails on rows of token ids alone: {reason}"
@@ -85,46 +85,46 @@ class ReferenceModel:
 
     @property
     def batching(self) -> dict[str, Any]:
-        """What of a forward pass may move the last digits of the numbers."""
+        """Return the settings of a forward pass that can change its rounding errors."""
         return {"batch_tokens": self.batch_tokens}
 
     @property
     def reader(self) -> tuple[str, str]:
-        """What turns text into the model's input, and its fingerprint."""
+        """Return the kind of preprocessing (the tokenizer) and its fingerprint."""
         return "tokenizer", self.tokenizer.fingerprint
 
     @property
     def body(self) -> nn.Module:
-        """The part that transformers calls the base model; the whole model if it names none."""
+        """Return the base model in the sense of transformers; the whole model if there is none."""
         body: nn.Module = getattr(self.model, "base_model", self.model)
         return body
 
     @property
     def context(self) -> int | None:
-        """Positions that the model knows; none: it does not say."""
+        """Return the context length; None: the model does not define one."""
         context = context_of(self.model.config)
         if context is None:
             return None
         for name, module in self.model.named_modules():
-            # a table of positions that begins after its padding, as RoBERTa's does
+            # tables with an offset for padding, e.g. RoBERTa's, have fewer usable positions
             if isinstance(module, nn.Embedding) and module.num_embeddings == context and "position" in name:
                 return context if module.padding_idx is None else context - module.padding_idx - 1
         return context
 
     @torch.inference_mode()
     def hidden(self, ids_BL: Tensor) -> Tensor:
-        """Hidden states as the head sees them, (B, L, H), model dtype.
+        """Return the inputs of the head, (B, L, H), in the dtype of the model.
 
-        Rows are padded on the right; under causal attention padding cannot reach a real position, so no mask
-        is passed and the fast causal kernels stay in use.
+        Rows are padded on the right. With causal attention, padding does not affect other positions, so no mask is
+        passed, which allows fast causal kernels.
         """
         return self.run_body(ids_BL.to(self.device))
 
     def run_body(self, ids_BL: Tensor, **inputs: Tensor) -> Tensor:
-        """What the output layer receives, (B, L, H), with its graph where gradients are on; the layer is not applied.
+        """Run the model up to the output layer, and return the layer's input, (B, L, H), with its autograd graph.
 
         Raises:
-            ModelError: the layer receives something else than one state a token.
+            ModelError: the input of the layer is not one state per token.
         """
         reset_ropes(self._dynamic_ropes)
 
@@ -145,33 +145,34 @@ class ReferenceModel:
         if hidden_BLH.shape != (*ids_BL.shape, self.hidden_size):
             raise ModelError(
                 f"{type(self.model).__name__}: its output layer receives {tuple(hidden_BLH.shape)} for "
-                f"{tuple(ids_BL.shape)} tokens, expected one state of {self.hidden_size} numbers a token"
+                f"{tuple(ids_BL.shape)} tokens, expected one state of {self.hidden_size} numbers per token"
             )
         return hidden_BLH
 
     @torch.inference_mode()
     def logits(self, hidden_PH: Tensor) -> Tensor:
-        """Logits as the softmax sees them, (P, V), float32 (float64 of a model in float64)."""
+        """Return the inputs of the softmax, (P, V), float32 (float64 for a model in float64)."""
         dtype = self.head.linear.get_parameter("weight").dtype
         return self.head.link(self.head.linear_logits(hidden_PH.to(dtype)).to(self.work))
 
     def batches(self, length_N: I64, batch_tokens: int | None = None) -> list[I64]:
-        """Rows that go through the model together; see `batches`."""
+        """Group rows into batches; see the function `batches`."""
         return batches(length_N, batch_tokens or self.batch_tokens, length_class(self.model.config, length_N))
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare head(hidden) with the model's own logits on two rows, of which one is padded; then change what
-        comes after the first tokens of each, at which every hidden state must stay.
+        """Verify head(hidden) and causality on two rows, one of which is padded.
+
+        head(hidden) must equal the logits of the model, and hidden states must not change if later tokens change.
 
         Raises:
-            ModelError: the logits differ by more than rounding: the model does something after its last hidden state
-                that is not a linear head, a scale or a soft cap. Or a state changed: its losses would know the token
-                that they predict, and a row's features would depend on the padding beside it.
+            ModelError: the logits differ by more than rounding, so the head is not a linear layer with a scale or a
+                soft cap; or hidden states changed, so losses would depend on the token that they predict, and features
+                of a row on its padding.
         """
         name, tolerance = type(self.model).__name__, TOLERANCE[self.dtype]
         if "lsh" in (getattr(self.model.config, "attn_layers", None) or ()):
-            # rows as short as those below may fit in one chunk, in which nothing is sorted
+            # The rows below may be too short to reveal this: within one chunk nothing is sorted.
             raise ModelError(
                 f"{name}: its LSH attention sorts all tokens of a row into chunks, so that states depend on later "
                 "tokens; it is not a causal LM, so GRASP cannot read it"
@@ -179,13 +180,13 @@ class ReferenceModel:
         length = min(CHECKED_TOKENS, self.context or CHECKED_TOKENS)
         first = length // 2
         draws = np.random.default_rng(0).integers(self.vocab_size, size=(3, length))
-        draws[1] = np.where(np.arange(length) < first, draws[0], 0)  # the first tokens of the other row, and padding
+        draws[1] = np.where(np.arange(length) < first, draws[0], 0)  # first tokens of row 0, then padding
         ids_BL = torch.from_numpy(draws[:2]).to(self.device)
         hidden_BLH = self.hidden(ids_BL)
         reset_ropes(self._dynamic_ropes)
-        own = self.model(input_ids=ids_BL, use_cache=False).logits.to(self.work)
-        worst = float((own - self.logits(hidden_BLH.flatten(0, 1)).view_as(own)).abs().max())
-        allowed = tolerance * max(float(own.std()), 1e-6)
+        model_logits_BLV = self.model(input_ids=ids_BL, use_cache=False).logits.to(self.work)
+        worst = float((model_logits_BLV - self.logits(hidden_BLH.flatten(0, 1)).view_as(model_logits_BLV)).abs().max())
+        allowed = tolerance * max(float(model_logits_BLV.std()), 1e-6)
         if not worst <= allowed:
             raise ModelError(
                 f"{name}: head(hidden) differs from the model's logits by {worst:.3g}, expected at most {allowed:.3g}; "
@@ -201,24 +202,28 @@ class ReferenceModel:
             encoder = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
             hint = f"; its config has {encoder[0]}, set it to true for a decoder" if encoder else ""
             raise ModelError(
-                f"{name}: hidden states changed by {change:.3g} with tokens or padding that come after them, expected "
-                f"at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it{hint}"
+                f"{name}: hidden states changed by {change:.3g} with later tokens or padding, expected at most "
+                f"{allowed:.3g}; it is not a causal LM, so GRASP cannot read it{hint}"
             )
 
     def fingerprint(self) -> str:
-        """blake2b over the weights as loaded and the logit link."""
+        """Return a blake2b hash of the loaded weights and the logit link."""
         return weights_fingerprint(self.model, repr((self.head.scale, self.head.cap)).encode())
 
 
 def context_of(config: Any) -> int | None:
-    """Return how many positions a model knows, by its configuration; None: it does not say."""
+    """Return the context length of a configuration; None: it does not define one."""
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else None
 
 
-def weights_fingerprint(model: nn.Module, beside: bytes) -> str:
-    """blake2b over what else decides a model's output, and over its weights as loaded."""
-    digest = hashlib.blake2b(beside, digest_size=16)
+def weights_fingerprint(model: nn.Module, prefix: bytes) -> str:
+    """Return a blake2b hash of `prefix` and of the loaded weights.
+
+    Args:
+        prefix: anything else that determines the output of the model.
+    """
+    digest = hashlib.blake2b(prefix, digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -226,50 +231,51 @@ def weights_fingerprint(model: nn.Module, beside: bytes) -> str:
 
 
 def pad_rows(rows: Sequence[I32], labels: Sequence[int | Bool | None] | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L), padded on the right with 0, and which of them carry loss, (B, L).
+    """Return token ids (B, L), padded on the right with 0, and a mask of the tokens that carry loss, (B, L).
 
     Args:
-        labels: of each row the first token that carries loss, as all after it do, or a mask; None: 1.
+        labels: per row, the position of the first token that carries loss, or a mask of these tokens; None: 1.
     """
     ids_BL = np.zeros((len(rows), max((len(row) for row in rows), default=1)), dtype=np.int64)
     labelled_BL = np.zeros(ids_BL.shape, dtype=np.bool_)
-    for b, (row, own) in enumerate(zip(rows, labels or [None] * len(rows), strict=True)):
+    for b, (row, row_labels) in enumerate(zip(rows, labels or [None] * len(rows), strict=True)):
         ids_BL[b, : len(row)] = row
-        if isinstance(own, np.ndarray):
-            labelled_BL[b, : len(row)] = own
+        if isinstance(row_labels, np.ndarray):
+            labelled_BL[b, : len(row)] = row_labels
         else:
-            labelled_BL[b, own or 1 : len(row)] = True
+            labelled_BL[b, row_labels or 1 : len(row)] = True
     return torch.from_numpy(ids_BL), torch.from_numpy(labelled_BL)
 
 
 def batches(length_N: I64, batch_tokens: int, class_N: I64 | None = None) -> list[I64]:
-    """Cut rows into batches of at most `batch_tokens` padded tokens, alike in length; a pure function of lengths.
+    """Group rows of similar length into batches of at most `batch_tokens` tokens, including padding.
 
-    Longest first, so that padding is small and memory peaks at once. A single row longer than `batch_tokens` is a
-    batch of its own; no batch has more than `BATCH_ROWS` rows, or rows of two classes (see `length_class`).
+    The result depends on the lengths only. The longest rows come first, so that padding is small and peak memory is
+    reached in the first batch. A row longer than `batch_tokens` is a batch of its own. A batch has at most `BATCH_ROWS`
+    rows, all of the same class (see `length_class`).
     """
     order = np.argsort(-length_N, kind="stable")
-    out: list[I64] = []
+    batches_of_rows: list[I64] = []
     start = 0
     while start < len(order):
         rows = min(BATCH_ROWS, max(1, batch_tokens // max(1, int(length_N[order[start]]))))
-        some = order[start : start + rows]
+        batch = order[start : start + rows]
         if class_N is not None:
-            some = some[class_N[some] == class_N[some[0]]]  # classes fall with lengths
-        out.append(some)
-        start += len(some)
-    return out
+            batch = batch[class_N[batch] == class_N[batch[0]]]  # classes are sorted like lengths
+        batches_of_rows.append(batch)
+        start += len(batch)
+    return batches_of_rows
 
 
 # ------------------------------------------------------------------------------------------------- rotary embeddings
 
 
 def length_class(config: Any, length_N: I64) -> I64 | None:
-    """Classes of rows that must not share a batch, since their rotary embeddings differ; None: there is only one.
+    """Return the class of each row; rows of different classes must not share a batch. None: there is one class.
 
-    transformers computes the embeddings of a batch for its longest row. With longrope a row beyond the original context
-    changes the frequencies of all positions; with dynamic scaling each length beyond the context has its own.
-    The class never falls as rows get longer.
+    transformers computes rotary embeddings for the longest row of a batch. With longrope, a row longer than the
+    original context changes the frequencies of all positions; with dynamic scaling, every length beyond the context has
+    different frequencies. The class does not decrease with the length.
     """
     beyond_N, exact_N = np.zeros_like(length_N), np.zeros_like(length_N)
     for kind, border in _rope_borders(config):
@@ -282,14 +288,14 @@ def length_class(config: Any, length_N: I64) -> I64 | None:
 
 
 def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
-    """Rotary embeddings that depend on the length of a row: their type, and the length beyond which they do."""
+    """Yield rotary embeddings that depend on the length of a row: their type, and the length beyond which they do."""
     text = config.get_text_config(decoder=True)
-    whole = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     context = getattr(text, "max_position_embeddings", None)
-    for part in (whole, *whole.values()):  # of all layers, or by type of layer
-        if isinstance(part, dict):
-            kind = str(part.get("rope_type", part.get("type")))
-            original = part.get("original_max_position_embeddings") or getattr(
+    for group in (parameters, *parameters.values()):  # for all layers, or by layer type
+        if isinstance(group, dict):
+            kind = str(group.get("rope_type", group.get("type")))
+            original = group.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", context
             )
             if kind == "longrope" and original:
@@ -299,15 +305,15 @@ def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def dynamic_ropes(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Modules of transformers that keep the frequencies of the longest row that they have seen."""
+    """Return the modules that cache the frequencies of the longest row so far."""
     return tuple(module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", "")))
 
 
 def reset_ropes(modules: Iterable[nn.Module]) -> None:
-    """Put rotary embeddings back to how they were before any row."""
+    """Reset rotary embeddings to their initial state."""
     for module in modules:
         for name, frequencies in list(module.named_buffers(recurse=False)):
-            prefix, found, _ = name.partition("original_inv_freq")
-            if found:
+            prefix, match, _ = name.partition("original_inv_freq")
+            if match:
                 module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -1,9 +1,7 @@
-"""Rows and units on their way through the reference model: batches, and what a forward pass gives for each.
+"""Run rows and units through the reference model: hidden states and sparse residuals at the positions that are used.
 
-Of a batch: hidden states and sparse residuals at the positions that are used.
-
-Position t predicts token t + 1: a row of L has at most L - 1 supervised positions.
-Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
+Position t predicts token t + 1, so a row of L tokens has at most L - 1 supervised positions. Start with
+`forward_passes`. Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,48 +24,48 @@ from grasp.targets.units import UnitTokens
 
 @dataclass(frozen=True, slots=True)
 class BatchFeatures:
-    """What the model gave for a batch: hidden state and mistake at every position asked for, row by row."""
+    """Hidden states and residuals of a batch at all requested positions, row by row."""
 
     hidden_PH: Tensor
     residual: SparseResidual
     row_P: Tensor  # row of the batch
-    input_P: Tensor  # token at the position; its label is the next one
-    chosen: tuple[Tensor, ...]  # one boolean (P,) per position specification
+    input_P: Tensor  # token at the position; its label is the next token
+    chosen: tuple[Tensor, ...]  # one boolean mask (P,) per position specification
 
     def row_loss(self, n_rows: int) -> Tensor:
-        """Mean loss of each row over the positions used, nats a token."""
+        """Return the mean loss of each row over the used positions, in nats per token."""
         count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
         total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
         return total_B / count_B
 
     def take(self, which: int) -> tuple[Tensor, SparseResidual, Tensor]:
-        """Hidden states, residuals and rows at the positions of one specification."""
+        """Return hidden states, residuals and rows at the positions of one specification."""
         mask_P = self.chosen[which]
         if bool(mask_P.all()):
             return self.hidden_PH, self.residual, self.row_P
         return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
 
 
-Pass = tuple[I64, BatchFeatures]  # index of the rows of a batch, and their features
+Pass = tuple[I64, BatchFeatures]  # indices of the rows of a batch, and their features
 
 
-class OtherRows(Protocol):
-    """Rows that are no texts: their own model reads them."""
+class NonTextRows(Protocol):
+    """Rows of another modality, which are read by a model of that modality."""
 
     table: pa.Table
     n_tokens: int
 
     def __len__(self) -> int: ...
     def tokens_of(self, index: I64) -> int:
-        """Positions of some rows."""
+        """Return the number of positions of some rows."""
 
 
-Rows = RowShard | OtherRows
-Units = Sequence[UnitTokens] | OtherRows
+Rows = RowShard | NonTextRows
+Units = Sequence[UnitTokens] | NonTextRows
 
 
-class OtherReference(Protocol):
-    """A reference model of a room beside the road: its rows are no texts, and it runs them itself."""
+class NonTextReference(Protocol):
+    """A reference model of another modality, which runs its rows itself."""
 
     model: nn.Module
     head: OutputHead
@@ -75,28 +73,33 @@ class OtherReference(Protocol):
     dtype: torch.dtype
     hidden_size: int
     vocab_size: int
-    classes: tuple[str, ...]  # that its head tells apart
+    classes: tuple[str, ...]  # names of the outputs of its head
 
     @property
     def batching(self) -> dict[str, Any]:
-        """What of a forward pass may move the last digits of the numbers."""
+        """Return the settings of a forward pass that can change its rounding errors."""
 
     @property
     def reader(self) -> tuple[str, str]:
-        """What turns a row into the model's input, and its fingerprint."""
+        """Return the kind of preprocessing and its fingerprint."""
 
     def fingerprint(self) -> str:
-        """Of the weights as loaded."""
+        """Return a hash of the loaded weights."""
 
     def passes(self, rows: Any, n_specs: int, top_k: int) -> Iterator[Pass]:
-        """Batches of rows; all positions are used, whatever the `n_specs` specifications of positions say."""
+        """Yield batches of rows. All positions are used for each of the `n_specs` position specifications."""
 
 
-Reference = ReferenceModel | OtherReference
+Reference = ReferenceModel | NonTextReference
 
 
 def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
-    """Batches of rows or units, each with the index of its own and their features at the positions of `specs`."""
+    """Yield batches of rows or units: their indices, and their features at the positions of `specs`.
+
+    Args:
+        specs: position specifications, see `position_mask`.
+        top_k: number of probabilities per residual.
+    """
     if not isinstance(model, ReferenceModel):
         yield from model.passes(items, len(specs), top_k)
         return
@@ -120,12 +123,12 @@ def extract(
     top_k: int,
     hidden_BLH: Tensor | None = None,
 ) -> BatchFeatures:
-    """Run the body once and the head at the union of the positions that `specs` name.
+    """Run the body once, and the head at the union of the positions of all `specs`.
 
     Args:
-        labelled_BL: tokens that carry loss; never the first of a row, which nothing predicts.
+        labelled_BL: mask of the tokens that carry loss; never the first token of a row, which is not predicted.
         specs: position specifications, see `position_mask`.
-        hidden_BLH: what the body gave, where it has run.
+        hidden_BLH: output of the body, if it was already run.
     """
     ids_BL = ids_BL.to(model.device)
     labelled_BL = labelled_BL.to(model.device)
@@ -145,15 +148,15 @@ def extract(
 
 
 def position_mask(spec: str, labelled_BL: Tensor) -> Tensor:
-    """Boolean (B, L): position t of row b predicts a token that carries loss, and is used.
+    """Return a mask (B, L) of the positions that predict a token that carries loss and are used.
 
     Args:
-        spec: `all`, `tail:n` (the last n of them) or `stride:n` (every n-th, the last one included).
+        spec: `all`, `tail:n` (the last n of them) or `stride:n` (every n-th, including the last one).
     Source: eq:sequence-pooling (tail:32). Deviation: `all` and `stride` are ours.
     """
     supervised_BL = F.pad(labelled_BL[:, 1:], (0, 1))
     kind, _, number = spec.partition(":")
     if kind == "all":
         return supervised_BL
-    place_BL = supervised_BL.flip(1).cumsum(1).flip(1)  # 1 for the last supervised position, 2 for the one before it
-    return supervised_BL & (place_BL <= int(number) if kind == "tail" else (place_BL - 1) % int(number) == 0)
+    rank_BL = supervised_BL.flip(1).cumsum(1).flip(1)  # 1 for the last supervised position, 2 for the one before it
+    return supervised_BL & (rank_BL <= int(number) if kind == "tail" else (rank_BL - 1) % int(number) == 0)

@@ -1,13 +1,15 @@
-"""Gradients of rows by a causal LM's weights, as factors: one forward and one backward pass a batch.
+"""Per-example gradients with respect to the weights of a causal LM, as factors, by one forward and one backward pass.
 
-The gradient of a row by a matrix is a sum over positions of outer products, of what came back at the output with what
-was received:
+The gradient of example b with respect to a matrix is a sum over positions of outer products of the gradient at the
+output of the layer (left) and the input of the layer (right):
 
     G_b = sum_t left_{b,t} (x) right_{b,t}
 
-No weight asks for a gradient. A hook on every chosen module makes its output ask for one where nothing before it did,
-so the backward pass ends at the earliest chosen module and computes gradients of activations only. The factors go to
-a consumer at once and are not kept.
+Weights do not require gradients. A hook on every selected module makes its output require a gradient unless it already
+does, so the backward pass ends at the earliest selected module and computes gradients of activations only. Factors are
+passed to a consumer immediately and not stored.
+
+Start with `layers_of` and `PerExample.run`.
 
 Shape letters: B examples, L tokens, T positions of a factor, S supervised positions (padded), X left width, Y right
 width, P parameters of a norm, H hidden width, V vocabulary.
@@ -30,9 +32,9 @@ from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import TOLERANCE
 
-MAX_VECTOR = 1_000_000  # numbers in a module that is neither linear nor embedding: its gradients are held a row each
-TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
-CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
+MAX_VECTOR = 1_000_000  # parameters of a module that is neither linear nor embedding: gradients are stored per example
+TINY = torch.finfo(torch.float32).tiny  # losses above 87 nats are reported as 87; their gradients are exact
+CPU_LOGITS = 1 << 24  # elements of a chunk of logits
 CUDA_LOGITS = 1 << 28
 FLOAT16_HINT = "; float16 overflows, set dtype to bfloat16 or float32"
 
@@ -41,17 +43,17 @@ Output = Literal["loss", "margin", "sampled"]
 
 
 class UntakenLayerError(ModelError):
-    """Layers that have no gradient for each row of a batch: names of modules or of parameters."""
+    """Layers without per-example gradients, by names of modules or parameters."""
 
     def __init__(self, why: str, *layers: str) -> None:
-        named = ", ".join(f"!{layer}" for layer in layers[:3])
-        more = f" and so on ({len(layers)} in all)" * (len(layers) > 3)
-        super().__init__(f"layers: {why}; leave {'it' if len(layers) == 1 else 'them'} out with {named}{more}")
+        patterns = ", ".join(f"!{layer}" for layer in layers[:3])
+        more = f" and so on ({len(layers)} in total)" * (len(layers) > 3)
+        super().__init__(f"layers: {why}; exclude {'it' if len(layers) == 1 else 'them'} with {patterns}{more}")
         self.why, self.layers = why, layers
 
 
 class SharedPositionsError(Exception):
-    """An embedding was looked up once for all examples."""
+    """An embedding was looked up once for all examples of a batch."""
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
@@ -59,47 +61,49 @@ class SharedPositionsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One matrix whose gradient is a sum of outer products left x right, or the vectors of one module as (1, P)."""
+    """A matrix whose gradient is a sum of outer products left x right, or the vectors of one module as (1, P)."""
 
     name: str
-    kinds: tuple[Kind, ...]  # of its uses: a tied head is ("embedding", "linear")
+    kinds: tuple[Kind, ...]  # kind of each use: a tied head has ("embedding", "linear")
     left: int
-    right: int  # the bias, where it is covered, is the last column
-    weight: bool  # False: the bias alone
+    right: int  # includes one last column for the bias
+    weight: bool  # False: only the bias
     bias: bool
     parameters: tuple[str, ...]  # canonical names
-    transposed: bool = False  # the parameter is (right, left), as GPT-2 has it
-    head: bool = False  # of the model: it sees positions with a label only
+    transposed: bool = False  # the parameter has the shape (right, left), as in GPT-2
+    head: bool = False  # output layer of the model, which is applied to positions with a label only
 
     @property
     def size(self) -> int:
+        """Return the number of coordinates."""
         return self.left * self.right
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """Blocks of chosen parameters, with the modules that feed them."""
+    """Blocks of the selected parameters, and the modules that use them."""
 
     blocks: tuple[Block, ...]
-    modules: tuple[tuple[nn.Module, int], ...]  # each with its block
-    total: int  # parameters of the model
+    modules: tuple[tuple[nn.Module, int], ...]  # module and index of its block
+    total: int  # number of parameters of the model
 
     @property
     def size(self) -> int:
+        """Return the number of coordinates of all blocks."""
         return sum(block.size for block in self.blocks)
 
 
 def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
-    """The blocks of chosen parameters, in the order of the modules.
+    """Return the blocks of the selected parameters, in the order of the modules.
 
-    A block is what one matrix product owns: the weight of a linear layer with its bias, an embedding, the vectors of a
-    norm. A weight that several modules use, a tied head say, is one block without a bias, and its gradient the sum
-    over all uses.
+    A block has the parameters of one matrix product: the weight of a linear layer with its bias, an embedding, or the
+    vectors of a norm. A weight that several modules use, e.g. a tied head, is one block without a bias; its gradient is
+    the sum over all uses.
 
     Args:
-        chosen: canonical names of parameters, as `named_parameters` of the model gives them.
+        chosen: canonical names of parameters, as in `named_parameters` of the model.
     Raises:
-        UntakenLayerError: a parameter has no per-example form.
+        UntakenLayerError: per-example gradients of a parameter are not supported.
     """
     chosen, root = set(chosen), model.model
     canonical = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -108,12 +112,12 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
         for parameter in module.parameters(recurse=False):
             if (name := canonical[id(parameter)]) in chosen:
                 owners.setdefault(name, []).append((module_name, module))
-    together: dict[tuple[int, ...], list[str]] = {}
+    names_by_users: dict[tuple[int, ...], list[str]] = {}
     for name, users in owners.items():
-        together.setdefault(tuple(id(module) for _, module in users), []).append(name)
+        names_by_users.setdefault(tuple(id(module) for _, module in users), []).append(name)
     blocks: list[Block] = []
     modules: list[tuple[nn.Module, int]] = []
-    for names in together.values():
+    for names in names_by_users.values():
         users = owners[names[0]]
         _refuse_part_of_head(model, names[0], [module for _, module in users])
         roles = {canonical[id(parameter)]: role for role, parameter in users[0][1].named_parameters(recurse=False)}
@@ -124,19 +128,24 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
 
 
 def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
-    """The output layer is not called in a forward pass here: its gradient is that by one matrix."""
+    """Check that the output layer, which is not called during a pass, is selected as one complete matrix."""
     linear, kind = model.head.linear, type(model.head.linear).__name__
     if linear in users and not model.head.is_weight:
-        why = f"{name}: the logits are not those of all of this weight ({kind}), so it has no gradient by them here"
+        why = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
         raise UntakenLayerError(why, name)
     if any(user in list(linear.modules())[1:] for user in users):
-        raise UntakenLayerError(f"{name} is inside the output layer ({kind}), whose gradient is taken as a whole", name)
+        raise UntakenLayerError(f"{name} is inside the output layer ({kind}), which is supported as a whole only", name)
 
 
 def _block(
     names: tuple[str, ...], users: Sequence[tuple[str, nn.Module]], roles: Mapping[str, str], is_head: bool
 ) -> Block:
-    """The block of parameters that the same modules use; `roles` are their names in the first of these."""
+    """Return the block of parameters that are used by the same modules.
+
+    Args:
+        users: name and module of each use.
+        roles: names of the parameters within the first of these modules.
+    """
     name, module = users[0]
     kinds: tuple[Kind, ...] = tuple(
         "linear"
@@ -148,12 +157,12 @@ def _block(
     )
     if "vector" in kinds:
         if len(users) > 1:
-            raise UntakenLayerError(f"{names[0]} is shared by {len(kinds)} modules that are no linear layers", *names)
+            raise UntakenLayerError(f"{names[0]} is shared by {len(kinds)} modules that are not linear layers", *names)
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if total > MAX_VECTOR or list(module.children()):
             why = (
                 f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
-                "nor small, so they have no per-example form here"
+                "nor small, so its per-example gradients are not supported"
             )
             raise UntakenLayerError(why, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
@@ -161,8 +170,8 @@ def _block(
     for parameter in names:
         if roles[parameter] not in ("weight", "bias"):
             why = (
-                f"{parameter}: a {type(module).__name__} with another parameter than weight and bias has no "
-                "per-example form here"
+                f"{parameter}: per-example gradients of a {type(module).__name__} with other parameters than weight "
+                "and bias are not supported"
             )
             raise UntakenLayerError(why, parameter)
     has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
@@ -178,22 +187,23 @@ def _block(
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Factors of a batch in one block: positions that carry nothing have a right (or a left) factor of zero."""
+    """Factors of a batch in one block; positions without a contribution have a right (or a left) factor of zero."""
 
     left: Tensor  # (B, T, X), or int64 (B, T): coordinates of one-hot vectors
     right: Tensor  # (B, T, Y)
 
     @property
     def one_hot(self) -> bool:
+        """Return whether the left factors are coordinates of one-hot vectors."""
         return self.left.ndim == 2
 
 
-Consumer = Callable[[int, Use, slice], None]  # block, factors, and the examples of the batch that they belong to
+Consumer = Callable[[int, Use, slice], None]  # index of the block, factors, and their examples in the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens of a row or a unit; the labels that carry loss are ``input_ids[first:]``, first >= 1, or by a mask."""
+    """Tokens of a row or a unit; the labels are ``input_ids[first:]`` with first >= 1, or those of a mask."""
 
     input_ids: I32
     first: int = 1
@@ -201,26 +211,27 @@ class Example:
 
     @property
     def labels(self) -> int:
+        """Return the number of labels."""
         return len(self.input_ids) - self.first if self.labelled is None else int(self.labelled.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the forward pass said of each example: means over its labels, and hidden states as the head sees them."""
+    """Results of the forward pass: means over the labels of each example, and inputs of the head."""
 
-    loss_B: Tensor
-    doubt_B: Tensor  # 1 - p of the true label
+    loss_B: Tensor  # nats
+    doubt_B: Tensor  # 1 - p of the label
     hidden_BLH: Tensor
 
 
 class PerExample:
-    """Factors of per-example gradients of the mean over an example's labels of a function of its logits."""
+    """Computation of per-example gradient factors, of the mean over the labels of a function of the logits."""
 
     def __init__(self, model: ReferenceModel, layers: LayerSet) -> None:
-        """Run two short rows through the model, to see that every chosen parameter takes part.
+        """Run two short rows through the model to check that every selected parameter is used.
 
         Raises:
-            ModelError: a chosen parameter is not used, or in a way that leaves nothing per example.
+            ModelError: a selected parameter is not used, or such that per-example gradients are not supported.
         """
         self.model = model
         self.layers = layers
@@ -231,9 +242,9 @@ class PerExample:
         for module, number in layers.modules:
             if module is not model.head.linear:
                 self._body.setdefault(module, []).append(number)
-        self.pass_positions = False  # whether the model is given the position of every token of every row
+        self.pass_positions = False  # whether to pass `position_ids` of every row to the model
         self.probing = True
-        self._errors: list[UntakenLayerError] = []  # that probing met
+        self._errors: list[UntakenLayerError] = []  # errors found while probing
         length = min(6, model.context or 6)
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
@@ -245,25 +256,27 @@ class PerExample:
         try:
             self.run([Example(row) for row in ids], count)
         except SharedPositionsError:
-            self.pass_positions = True  # positions were looked up once for the whole batch
+            self.pass_positions = True  # without them, positions are looked up once for the whole batch
             calls.clear()
             self.run([Example(row) for row in ids], count)
         self.probing = False
-        self.calls = tuple(calls.count(number) for number in range(len(layers.blocks)))  # uses of each in one pass
+        self.calls = tuple(
+            calls.count(number) for number in range(len(layers.blocks))
+        )  # uses of each block in one pass
         failed = dict.fromkeys(layer for error in self._errors for layer in error.layers)
         idle = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
         if idle := [name for name in idle if name not in failed]:
-            why = f"{', '.join(idle[:3])} took no part in a row's loss: nothing can be attributed to it"
+            why = f"{', '.join(idle[:3])} does not affect the loss of a row, so it has no gradient"
             self._errors.append(UntakenLayerError(why, *idle))
         if self._errors:
             raise UntakenLayerError(self._errors[0].why, *failed, *idle)
 
     def note_untaken(self, error: UntakenLayerError) -> None:
-        """Remember a layer that has no gradient for each row until the probing pass is over."""
+        """Record a layer without per-example gradients, to report all of them after the probing pass."""
         self._errors.append(error)
 
     def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[I64]:
-        """Positions of the examples of each batch, alike in length; by default as many tokens as the model's own."""
+        """Return the indices of the examples of each batch; the default size is that of the model."""
         lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
         return self.model.batches(lengths, batch_tokens)
 
@@ -276,28 +289,28 @@ class PerExample:
         *,
         by_position: bool = False,
     ) -> Outcome:
-        """Hand the factors of every use of every block to `consume`.
+        """Compute the factors of every use of every block, and pass them to `consume`.
 
-        The gradient is that of the mean over the labels of each example. Blocks come in no particular order; those
-        of the head come in pieces of the batch. Three functions of a position's logits z with label y:
+        The gradient is that of the mean over the labels of each example. The order of blocks is not defined; those of
+        the head come in several parts of the batch. There are three functions of the logits z with label y:
 
             loss     -log p_y                      gradient  p - onehot_y
             margin   -log(p_y / (1 - p_y))         gradient  p without y - onehot_y
-            sampled  -log p_y', y' drawn from p    gradient  p - onehot_y'         (the Fisher of the model itself)
+            sampled  -log p_y', y' drawn from p    gradient  p - onehot_y'         (true Fisher of the model)
 
         Args:
-            uniforms: for `sampled`, one number in [0, 1) a label of each example, which picks the label by the inverse
-                of the cumulative p: the same for the same number, whatever else is in the batch.
-            by_position: of a single example every position's part of the gradient is handed on as an example's; they
-                add up to the whole. Not of the head.
+            uniforms: for `sampled`, one number in [0, 1) per label of each example, from which the label is drawn by
+                inverse transform sampling, so that it does not depend on the rest of the batch.
+            by_position: for a single example, treat every position as an example; the gradients of all positions sum to
+                that of the example. Not for the head.
         Raises:
-            ModelError: the loss of an example is not a number.
+            ModelError: the loss of an example is not finite.
         """
         device = self.model.device
         marks = [example.first if example.labelled is None else example.labelled for example in examples]
-        ids_BL, labelled_BL = (part.to(device) for part in pad_rows([one.input_ids for one in examples], marks))
-        scale_B = torch.tensor([1.0 / max(1, one.labels) for one in examples], dtype=self.work).to(device)
-        # supervised positions gathered to the left: a stable sort brings labelled tokens to the front, in their order
+        ids_BL, labelled_BL = (part.to(device) for part in pad_rows([example.input_ids for example in examples], marks))
+        scale_B = torch.tensor([1.0 / max(1, example.labels) for example in examples], dtype=self.work).to(device)
+        # Gather supervised positions: a stable sort moves labelled tokens to the front in their order.
         labels_B = labelled_BL.sum(dim=1)
         real_BS = torch.arange(int(labels_B.max()), device=device) < labels_B[:, None]
         token_BS = labelled_BL.int().argsort(dim=1, descending=True, stable=True)[:, : real_BS.shape[1]]
@@ -336,9 +349,10 @@ class PerExample:
         uniform_BS: Tensor | None,
         consume: Consumer,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean losses, mean doubts, and the gradient by the hidden states, a chunk of logits at a time.
+        """Return mean losses, mean doubts, and the gradient with respect to hidden states, in chunks of logits.
 
-        In bfloat16 and float16 it is that of the sum over labels: the mean over thousands of them would lose digits.
+        In bfloat16 and float16 the gradient is that of the sum over labels, since the mean over thousands of labels
+        would underflow or lose digits; the hooks multiply by the scale in float32.
         """
         model, head = self.model, self.model.head
         grad_BLH = torch.zeros_like(hidden_BLH)
@@ -378,10 +392,10 @@ class PerExample:
                 right = _augmented(hidden_BSH.to(self.work), self.layers.blocks[number])
                 consume(number, Use(value_BSV, right), rows)
         loss_B = torch.cat(losses)
-        bad = (~loss_B.isfinite()).nonzero()[:, 0]
-        if len(bad):
+        invalid = (~loss_B.isfinite()).nonzero()[:, 0]
+        if len(invalid):
             raise ModelError(
-                f"example {int(bad[0])} of a batch: its loss is {float(loss_B[bad[0]])} in "
+                f"example {int(invalid[0])} of a batch: its loss is {float(loss_B[invalid[0]])} in "
                 f"{str(model.dtype).split('.')[1]}, expected a number"
                 f"{FLOAT16_HINT if model.dtype == torch.float16 else ''}"
             )
@@ -389,20 +403,21 @@ class PerExample:
 
 
 class _Hooks:
-    """What modules received in one pass over a batch, and what came back at their outputs."""
+    """Forward and backward hooks of one pass over a batch, which combine inputs of modules and output gradients."""
 
     def __init__(
         self,
         engine: PerExample,
         consume: Consumer,
         shape: tuple[int, ...],  # (B, L)
-        scale_B: Tensor | None,  # what gradients are multiplied by
+        scale_B: Tensor | None,  # factor of gradients
         by_position: bool,
     ) -> None:
         self._engine, self._consume, self._shape = engine, consume, shape
         self._scale_B, self._by_position = scale_B, by_position
-        self._quiet = False  # a norm's gradients are found by calling it again
-        self._last: tuple[Tensor, bool, bool, Tensor] | None = None  # what a layer received, and its right factor
+        self._paused = False  # ignore calls, while the gradients of a norm are computed by calling it again
+        # input of the last layer, whether it has a weight and a bias, and its right factor
+        self._last: tuple[Tensor, bool, bool, Tensor] | None = None
 
     def forward(
         self,
@@ -412,15 +427,15 @@ class _Hooks:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> Tensor | None:
-        """Keep what a module received until the gradient by its output is there."""
-        if self._quiet or not torch.is_grad_enabled():  # the model itself cuts the graph here
+        """Record the input of a module until the gradient of its output is available."""
+        if self._paused or not torch.is_grad_enabled():  # the model itself disables gradients here
             return None
         try:
             return self._track(numbers, module, args, kwargs, output)
         except UntakenLayerError as err:
             if not self._engine.probing:
                 raise
-            self._engine.note_untaken(err)  # all layers are tried, so that one pass finds all that fail
+            self._engine.note_untaken(err)  # go on, to find all such layers in one pass
             return None
 
     def _track(
@@ -443,20 +458,20 @@ class _Hooks:
             raise SharedPositionsError
         if tuple(received.shape[:2]) != self._shape:
             why = (
-                f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry a token, "
-                f"{self._shape}: what belongs to which row is lost"
+                f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry per token, "
+                f"{self._shape}: rows cannot be distinguished"
             )
             raise UntakenLayerError(why, name)
         if self._engine.probing:
             _check_forward(module, name, received, output)
         tracked: Tensor = output
         if not output.requires_grad:
-            tracked = output.detach().requires_grad_().clone()  # a leaf may not be changed in place, its copy may
+            tracked = output.detach().requires_grad_().clone()  # a leaf must not be changed in place, a clone may
         tracked.register_hook(partial(self._backward, numbers, module, received))  # type: ignore[no-untyped-call]
         return tracked
 
     def _backward(self, numbers: Sequence[int], module: nn.Module, received: Tensor, grad: Tensor) -> None:
-        """Hand on the factors of every block that the module feeds."""
+        """Pass the factors of all blocks of a module to the consumer."""
         work = self._engine.work
         scaled = grad.to(work)
         if self._scale_B is not None:
@@ -466,20 +481,20 @@ class _Hooks:
         for number in numbers:
             block = self._engine.layers.blocks[number]
             if "vector" in block.kinds:
-                self._quiet = True
+                self._paused = True
                 try:
                     right = _vector_gradients(module, block, received.to(work), scaled)
                 finally:
-                    self._quiet = False
+                    self._paused = False
                 use = Use(right.new_ones(len(right), 1, 1), right[:, None, :])
             elif isinstance(module, nn.Embedding):
                 scale = _embedding_scale(module)
                 rows = scaled if scale == 1.0 else scaled * scale
-                if module.padding_idx is not None:  # as torch does: the padding token is not trained
+                if module.padding_idx is not None:  # torch does not train the padding token
                     rows = rows * (received != module.padding_idx)[..., None]
                 use = Use(received, rows)
             else:
-                # one object for layers that receive the same, q, k and v say, which come one by one
+                # Layers with the same input, e.g. q, k and v, follow each other: reuse the right factor.
                 last = self._last
                 same = (
                     last is not None and last[0].data_ptr() == received.data_ptr() and last[0].shape == received.shape
@@ -492,7 +507,7 @@ class _Hooks:
 
 
 def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tensor) -> None:
-    """A subclass may do more than its name says: its factors would then be those of another function."""
+    """Check that a module computes the function of its base class, since a subclass may override it."""
     try:
         if isinstance(module, nn.Embedding):
             expected = functional.embedding(received, module.weight) * _embedding_scale(module)
@@ -504,45 +519,45 @@ def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tenso
             return
         expected, output = expected.detach().float(), output.detach().float()
         spread, worst = float(expected.std()), float((expected - output).abs().max())
-    except RuntimeError as err:  # of shapes
-        why = f"{name} ({type(module).__name__}) does not multiply its input with its weight as it is: {err}"
+    except RuntimeError as err:  # shapes do not match
+        why = f"{name} ({type(module).__name__}) does not multiply its input by its weight: {err}"
         raise UntakenLayerError(why, name) from err
     if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(spread, 1e-6):
         why = (
-            f"{name} ({type(module).__name__}) gives something else than its weight times its input (off by "
-            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here"
+            f"{name} ({type(module).__name__}) does not return its weight times its input (off by {worst:.3g} of "
+            f"{spread:.3g}), so its per-example gradients are not supported"
         )
         raise UntakenLayerError(why, name)
 
 
 def _embedding_scale(module: nn.Embedding) -> float:
-    """What an embedding multiplies its rows by, as Gemma's does."""
+    """Return the factor by which an embedding scales its rows (Gemma)."""
     return float(getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0)))
 
 
 def _augmented(received: Tensor, block: Block) -> Tensor:
-    """The right factor of a linear layer: its input, and 1 for the bias."""
+    """Return the right factor of a linear layer: its input, and a column of ones for the bias."""
     if not block.bias:
         return received
-    one = received.new_ones(*received.shape[:-1], 1)
-    return torch.cat([received, one], dim=-1) if block.weight else one
+    ones = received.new_ones(*received.shape[:-1], 1)
+    return torch.cat([received, ones], dim=-1) if block.weight else ones
 
 
 def _vector_gradients(module: nn.Module, block: Block, received: Tensor, grad: Tensor) -> Tensor:
-    """Plain per-example gradients of the vectors of a norm, (B, P)."""
+    """Return the per-example gradients of the vectors of a norm, (B, P)."""
     vectors = {
         name: parameter.detach().to(received.dtype) for name, parameter in module.named_parameters(recurse=False)
     }
-    kept = [name for name in vectors if any(full.rpartition(".")[2] == name for full in block.parameters)]
+    names = [name for name in vectors if any(full.rpartition(".")[2] == name for full in block.parameters)]
 
-    def pull(one: Tensor, back: Tensor) -> dict[str, Tensor]:
+    def pull_back(input_row: Tensor, back: Tensor) -> dict[str, Tensor]:
         def forward(chosen: dict[str, Tensor]) -> Tensor:
-            out: Tensor = torch.func.functional_call(module, vectors | chosen, (one[None],))
+            out: Tensor = torch.func.functional_call(module, vectors | chosen, (input_row[None],))
             return out[0]
 
-        pullback = torch.func.vjp(forward, {name: vectors[name] for name in kept})[1]
+        pullback = torch.func.vjp(forward, {name: vectors[name] for name in names})[1]
         by_name: dict[str, Tensor] = pullback(back)[0]
         return by_name
 
-    by_name = torch.func.vmap(pull)(received, grad)
-    return torch.cat([by_name[name].flatten(1) for name in kept], dim=1)
+    by_name = torch.func.vmap(pull_back)(received, grad)
+    return torch.cat([by_name[name].flatten(1) for name in names], dim=1)

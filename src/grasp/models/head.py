@@ -1,6 +1,6 @@
-"""The output head: what happens between the last hidden state and the softmax.
+"""The output head of a causal LM: linear layer, scale and soft cap between the last hidden state and the softmax.
 
-Shape letters: P positions, H hidden width, V vocabulary.
+Start with `output_head`. Shape letters: P positions, H hidden width, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -15,42 +15,42 @@ from torch import Tensor, nn
 from grasp.errors import ModelError
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ADDED_ROWS = 4_096  # of W at once: on a CPU torch copies what it adds up to float32, and all of W may be gigabytes
+ADDED_ROWS = 4_096  # rows of W that are summed at once: on a CPU torch copies them to float32, and W may have gigabytes
 
-# Largest difference that passes as rounding, in units of the standard deviation of what is compared. Parts of a model
-# of float64 may compute in float32.
+# Largest difference attributed to rounding, in units of the standard deviation of the compared values. Parts of a
+# float64 model may compute in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-# Names under which configurations have a factor of the logits or its reciprocal, and a soft cap.
+# Config fields of a factor of the logits (or its reciprocal), and of a soft cap.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-WIDEST = 64.0  # the scale and the cap are read from what the model makes of outputs of its layer up to this size
-PROBE = 1_024.0  # a power of two, so that a product with it is exact; large against a bias, so that it leaves digits
+PROBE_RANGE = 64.0  # scale and cap are inferred from the logits for layer outputs in [-PROBE_RANGE, PROBE_RANGE]
+PROBE = 1_024.0  # a power of two, so that products are exact; larger than a bias, so that few digits cancel
 PROBED_TOKENS = 6
-PROBED_ROUNDING = 4  # units in the last place: of a division, a tanh and a product
+PROBED_ROUNDING = 4  # tolerance in units in the last place, for a division, a tanh and a product
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What happens between the last hidden state and the softmax: z = A h + b, then scale, then soft cap.
+    """The function from the last hidden state h to the logits: z = A h + b, then scale, then soft cap.
 
-    A is the weight W of an `nn.Linear`. Another module is applied as it is, and A is what it multiplies its input
-    with: W and a LoRA adapter, for example. If each row of A is a row of W times a factor of its own, the factor
-    counts as part of the slope, so that h (x) xi is the gradient by W.
+    For an `nn.Linear`, A is its weight W. For any other linear module, A is its effective matrix, e.g. W with a LoRA
+    adapter. If every row of A is a multiple of the same row of W, the factors are part of the slope, so that
+    h (x) xi is the gradient with respect to W.
     """
 
     linear: nn.Module
     scale: float = 1.0
     cap: float | None = None
-    classes: int | None = None  # logits that the model keeps of those that the layer gives; None: all
+    classes: int | None = None  # number of outputs of the layer that the model uses as logits; None: all
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer is nothing but W h + b."""
+        """Return whether the layer is exactly W h + b."""
         return type(self.linear) is nn.Linear
 
     def linear_logits(self, hidden_PH: Tensor, out: Tensor | None = None) -> Tensor:
-        """z = A h + b, (P, V), in the layer's dtype; written to `out` where the layer is a plain matrix."""
+        """Return z = A h + b, (P, V), in the dtype of the layer; written to `out` if the layer is a plain matrix."""
         if out is None or not self.is_plain or self.classes is not None:
             return self.linear(hidden_PH)[..., : self.classes]  # type: ignore[no-any-return]
         weight, bias = self.linear.weight, self.linear.bias
@@ -59,70 +59,71 @@ class OutputHead:
         return out.add_(bias) if isinstance(bias, Tensor) else out
 
     def matrix(self) -> Tensor:
-        """W if the slope makes up for the difference, else A, (V, H), in the model's dtype.
+        """Return W if `slope` contains the difference between A and W, else A; (V, H), in the dtype of the model.
 
         Raises:
-            ModelError: it is quantised: its numbers are not the weights. Or the layer is not linear in its input.
+            ModelError: the weight is quantised, or the layer is not linear in its input.
         """
         weight: Tensor = self.linear.weight  # type: ignore[assignment]
         if weight.dtype not in READABLE:
             raise ModelError(
                 f"{type(self.linear).__name__}: the output head is quantised to {weight.dtype}, expected float; build "
-                "with features.kernels that name output_layer alone"
+                "with --set features.kernels=[output_layer]"
             )
-        if not self.is_plain and self._applied.matrix is not None:
-            return self._applied.matrix
+        if not self.is_plain and self._effective_matrix.matrix is not None:
+            return self._effective_matrix.matrix
         return weight.detach()[: self.classes]
 
     @property
     def is_weight(self) -> bool:
-        """Whether h (x) xi is the gradient by all of the layer's weight."""
-        return self.classes is None and (self.is_plain or self._applied.matrix is None)
+        """Return whether h (x) xi is the gradient with respect to the complete weight of the layer."""
+        return self.classes is None and (self.is_plain or self._effective_matrix.matrix is None)
 
     @property
     def factor_V(self) -> Tensor | None:  # noqa: N802 - a shape suffix
-        """Rows of A divided by rows of W, (V,), in the dtype of probabilities; None: A is `matrix`."""
-        return None if self.is_plain else self._applied.factor_V
+        """Return the factor between each row of A and of W, (V,), float32 or float64; None: A is `matrix`."""
+        return None if self.is_plain else self._effective_matrix.factor_V
 
     @cached_property
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """Mean of the rows of `matrix`, (H,), float32."""
+        """Return the mean of the rows of `matrix`, (H,), float32."""
         matrix_VH = self.matrix()
-        parts = [some.sum(dim=0, dtype=torch.float32) for some in torch.split(matrix_VH, ADDED_ROWS)]
+        parts = [block.sum(dim=0, dtype=torch.float32) for block in torch.split(matrix_VH, ADDED_ROWS)]
         return torch.stack(parts).sum(dim=0) / len(matrix_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
-        """Logits as the softmax sees them."""
+        """Return the logits, i.e. the outputs z of the layer with scale and soft cap."""
         if self.scale != 1.0:
             z_PV = z_PV * self.scale
         return z_PV if self.cap is None else self.cap * torch.tanh(z_PV / self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d (matrix h), elementwise, from the logits themselves; 1 for an ordinary head.
+        """Return d logits / d (matrix h), elementwise, from the logits; 1 for a head without scale and cap.
 
         A tensor has the shape of the logits, or (V,).
         """
         slope: Tensor | float = self.scale
         if self.cap is not None:
+            # d/dx [cap tanh(x / cap)] = 1 - tanh^2, and tanh = logits / cap
             slope = self.scale * (1.0 - (logits / self.cap) ** 2)
         return slope if self.factor_V is None else slope * self.factor_V
 
     @cached_property
-    def _applied(self) -> "_Applied":
-        return _applied(self.linear, self.classes)
+    def _effective_matrix(self) -> "_EffectiveMatrix":
+        return _effective_matrix(self.linear, self.classes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Applied:
-    """What a module that is no plain `nn.Linear` multiplies its input with, compared with its weight."""
+class _EffectiveMatrix:
+    """The matrix with which a linear module that is not an `nn.Linear` multiplies its input."""
 
-    matrix: Tensor | None = None  # (V, H); None: the weight, its rows times the factors
-    factor_V: Tensor | None = None  # None: 1
+    matrix: Tensor | None = None  # (V, H); None: the weight, with its rows multiplied by the factors
+    factor_V: Tensor | None = None  # None: all factors are 1
 
 
 @torch.no_grad()
-def _applied(linear: nn.Module, classes: int | None) -> _Applied:
-    """Read A from what a module gives for multiples of unit vectors.
+def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatrix:
+    """Compute the effective matrix A of a module from its outputs for multiples of unit vectors.
 
     Raises:
         ModelError: the module is not linear in its input.
@@ -134,41 +135,42 @@ def _applied(linear: nn.Module, classes: int | None) -> _Applied:
     matrix_VH = (linear(PROBE * unit_HH) - offset_V).T / PROBE
     hidden_PH = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(unit_HH)
 
-    def gives(expected: Tensor, **replaced: Tensor) -> bool:
-        found = torch.func.functional_call(linear, replaced, (hidden_PH,)) - offset_V
+    def computes(expected: Tensor, **replaced: Tensor) -> bool:
+        """Return whether the module, with some parameters replaced, has the expected output without its offset."""
+        actual = torch.func.functional_call(linear, replaced, (hidden_PH,)) - offset_V
         spread = max(float(expected.std()), 1e-6)
-        return float((found - expected).abs().max()) <= TOLERANCE[dtype] * spread
+        return float((actual - expected).abs().max()) <= TOLERANCE[dtype] * spread
 
     wide = torch.promote_types(dtype, torch.float32)
-    if not gives(hidden_PH.to(wide) @ matrix_VH.to(wide).T):
+    if not computes(hidden_PH.to(wide) @ matrix_VH.to(wide).T):
         raise ModelError(
-            f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; what "
-            "flows back through it is not known"
+            f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; its "
+            "gradient is unknown"
         )
-    eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another one
+    eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another dtype
     rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE)
     if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
-        return _Applied()
+        return _EffectiveMatrix()
     squares_V = weight_VH.to(wide).square().sum(dim=1).clamp(min=torch.finfo(wide).tiny)
     factor_V = (matrix_VH.to(wide) * weight_VH.to(wide)).sum(dim=1) / squares_V
     if (
         "weight" in dict(linear.named_parameters(recurse=False))
         and bool((factor_V != 0).all())
         and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
-        # those of rows that are normalised depend on the weight, and are no factors of another one
-        and gives(
+        # If the module normalises rows, the factors depend on the weight: they fail for permuted rows.
+        and computes(
             hidden_PH.to(wide) @ weight_VH.to(wide).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
         )
     ):
-        return _Applied(factor_V=factor_V[:classes])
-    return _Applied(matrix=matrix_VH[:classes].to(dtype).contiguous())
+        return _EffectiveMatrix(factor_V=factor_V[:classes])
+    return _EffectiveMatrix(matrix=matrix_VH[:classes].to(dtype).contiguous())
 
 
 def output_layer(model: nn.Module) -> nn.Module:
-    """The module that gives the logits of a Hugging Face causal LM.
+    """Return the output layer of a Hugging Face causal LM.
 
     Raises:
-        ModelError: there is none, or it is no matrix.
+        ModelError: there is none, or it has no weight matrix.
     """
     name = type(model).__name__
     find = getattr(model, "get_output_embeddings", None)
@@ -185,43 +187,43 @@ def output_layer(model: nn.Module) -> nn.Module:
 
 
 def output_head(model: nn.Module) -> OutputHead:
-    """Head, scale and soft cap of a Hugging Face causal LM.
+    """Determine the output layer, scale and soft cap of a Hugging Face causal LM.
 
-    The model runs once, with a grid of numbers in the place of what its output layer gives: what becomes of them is
-    compared with the scales and caps that its configuration names, and else with the scale that fits best.
+    The model runs once, and the output of its layer is replaced by a grid of numbers. The resulting logits are compared
+    with the scales and caps of the config, and then with the best fitting scale.
 
     Raises:
-        ModelError: the model has no linear output layer, or does something else to its output.
+        ModelError: the model has no linear output layer, or transforms its output in another way.
     """
     name, linear = type(model).__name__, output_layer(model)
     weight = linear.get_parameter("weight")
-    given_V, logits_V = _probe(model, linear, len(weight))
-    classes = len(logits_V) if len(logits_V) < len(given_V) else None
-    given_V = given_V[: len(logits_V)].double()
+    output_V, logits_V = _probe_link(model, linear, len(weight))
+    classes = len(logits_V) if len(logits_V) < len(output_V) else None
+    output_V = output_V[: len(logits_V)].double()
     allowed_V = PROBED_ROUNDING * torch.finfo(logits_V.dtype).eps * logits_V.abs().double()
-    logits_V, least = logits_V.double(), torch.inf
-    for scale, cap in _links(model.config, given_V, logits_V):
+    logits_V, smallest_difference = logits_V.double(), torch.inf
+    for scale, cap in _link_candidates(model.config, output_V, logits_V):
         head = OutputHead(linear, scale, cap, classes)
-        difference_V = (head.link(given_V) - logits_V).abs()
+        difference_V = (head.link(output_V) - logits_V).abs()
         if bool((difference_V <= allowed_V).all()):
             if not head.is_plain and weight.dtype in READABLE:
-                head.matrix()  # what is not linear is refused now
+                head.matrix()  # raises an error now if the layer is not linear
             return head
-        least = min(least, float(difference_V.max()))
+        smallest_difference = min(smallest_difference, float(difference_V.max()))
     raise ModelError(
-        f"{name}: its logits are not those of its output layer, times a scale, with a soft cap of a known name "
-        f"({', '.join(CAPS)}): off by {least:.3g} of {WIDEST:.0f}; GRASP cannot read such an output head"
+        f"{name}: its logits are not the outputs of its output layer with a scale or a soft cap of a known name "
+        f"({', '.join(CAPS)}): off by {smallest_difference:.3g} of {PROBE_RANGE:.0f}; GRASP cannot read this head"
     )
 
 
 @torch.no_grad()
-def _probe(model: nn.Module, linear: nn.Module, vocab: int) -> tuple[Tensor, Tensor]:
-    """Numbers in the place of the output layer's at one position, and the logits that the model makes of them."""
-    given: list[Tensor] = []
+def _probe_link(model: nn.Module, linear: nn.Module, vocab: int) -> tuple[Tensor, Tensor]:
+    """Replace the outputs of the layer by a grid of numbers; return the grid, (V,), and the resulting logits, (V,)."""
+    outputs: list[Tensor] = []
 
     def replace(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        given.append(torch.linspace(-WIDEST, WIDEST, output.shape[-1]).to(output))
-        return given[-1].expand_as(output).clone()
+        outputs.append(torch.linspace(-PROBE_RANGE, PROBE_RANGE, output.shape[-1]).to(output))
+        return outputs[-1].expand_as(output).clone()
 
     ids_1L = torch.arange(PROBED_TOKENS, device=next(model.parameters()).device)[None] % vocab
     handle = linear.register_forward_hook(replace)
@@ -229,26 +231,26 @@ def _probe(model: nn.Module, linear: nn.Module, vocab: int) -> tuple[Tensor, Ten
         logits = model(input_ids=ids_1L, use_cache=False).logits
     finally:
         handle.remove()
-    if not given:
+    if not outputs:
         raise ModelError(
             f"{type(model).__name__}: its output layer, a {type(linear).__name__}, is not called by its forward pass; "
-            "expected logits that this layer gives"
+            "expected that it computes the logits"
         )
     if logits.ndim != 3 or logits.shape[1] != ids_1L.shape[1]:
         raise ModelError(
             f"{type(model).__name__}: its logits for {ids_1L.shape[1]} tokens have the shape {tuple(logits.shape)}, "
-            "expected one distribution a token"
+            "expected one distribution per token"
         )
-    return given[-1], logits[0, -1]
+    return outputs[-1], logits[0, -1]
 
 
-def _links(config: Any, given_V: Tensor, logits_V: Tensor) -> Iterator[tuple[float, float | None]]:
-    """Scales and caps to try, those that the configuration names first."""
+def _link_candidates(config: Any, output_V: Tensor, logits_V: Tensor) -> Iterator[tuple[float, float | None]]:
+    """Yield candidate scales and caps, beginning with those of the config."""
     text = config.get_text_config(decoder=True)
-    named, caps = (
+    config_scales, caps = (
         [float(value) for name in names if isinstance(value := getattr(text, name, None), int | float) and value > 0]
         for names in (SCALES, CAPS)
     )
-    scales = [number for value in named for number in (value, 1.0 / value)]
+    scales = [number for value in config_scales for number in (value, 1.0 / value)]
     yield from product([*scales, 1.0], [*caps, None])
-    yield float(given_V @ logits_V / (given_V @ given_V)), None
+    yield float(output_V @ logits_V / (output_V @ output_V)), None

@@ -1,6 +1,6 @@
-"""Sparse output residuals: xi = p - onehot(label), top-k probabilities and the label kept; and their means over a row.
+"""Sparse output residuals xi = p - onehot(label), of which the top-k entries and the label are kept, and row averages.
 
-Shape letters: P positions, N rows, V vocabulary, K kept probabilities, H hidden width.
+Start with `head_residual`. Shape letters: P positions, N rows, V vocabulary, K kept probabilities, H hidden width.
 """
 
 from collections.abc import Sequence
@@ -15,50 +15,50 @@ from grasp.arrays import F32
 from grasp.errors import ModelError
 from grasp.models.head import OutputHead
 
-# Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores. A GPU wants more at once.
+# Logits in memory at the same time, in elements: 32 MB in float32 fit a CPU cache; a GPU needs larger chunks.
 LOGIT_ELEMENTS = 8 * 1024 * 1024
 GPU_LOGIT_ELEMENTS = 64 * 1024 * 1024
 
-# Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
+# Elements of a half-precision output matrix that are converted to float32 at once: 64 MB.
 GATHERED_ELEMENTS = 16 * 1024 * 1024
 
-# Two-level top-k pays when there are many more coordinates than are kept.
+# Two-level top-k is faster if there are many more coordinates than k.
 TOP_K_BLOCK = 16
 TWO_LEVEL_RATIO = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SparseResidual:
-    """Residuals at P positions, K + 1 entries each; the last is the label's, 0 where the label is in the top K."""
+    """Residuals at P positions, with K + 1 entries each; the last is the label's, or 0 if the label is in the top K."""
 
     index_PK: Tensor  # int64, vocabulary coordinates
     value_PK: Tensor  # d loss / d (W h), W the output layer's weight; float32 (float64 of a model in float64)
     loss_P: Tensor  # the same dtype, nats
-    rest_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of those that are kept
+    rest_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of `value_PK`
 
     @property
     def label_P(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """The true next token at each position, int64."""
+        """Return the next token at each position, int64."""
         return self.index_PK[:, -1]
 
     def at(self, chosen_P: Tensor | slice) -> "SparseResidual":
-        """Those at some of the positions, by mask, index or slice."""
+        """Return the residuals at some positions, given by mask, index or slice."""
         rest_P = None if self.rest_P is None else self.rest_P[chosen_P]
         return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P], rest_P)
 
 
 def top_k(values_PV: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of each row, (P, k), in no stated order.
+    """Return the indices of the k largest values of each row, (P, k), in no particular order.
 
-    Coordinates are split into strided blocks of `TOP_K_BLOCK`; the k largest lie inside the k blocks with the
-    largest maxima, so only those are searched. Exact up to the choice among equal values.
+    Coordinates are divided into strided blocks of `TOP_K_BLOCK`. The k largest values are in the k blocks with the
+    largest maxima, so only these are searched. The result is exact, up to ties.
     """
     vocab = values_PV.shape[1]
     blocks = vocab // TOP_K_BLOCK
     if blocks >= TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
         whole = blocks * TOP_K_BLOCK
         grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
-        # Each of the k largest is in a block whose maximum is at least as large, and only k blocks can be that good.
+        # Each of the k largest values is in a block whose maximum is at least as large; there are at most k of these.
         block_PK = top_k(grid.amax(dim=1), k)
         stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
         candidate = (block_PK[:, :, None] + stride).flatten(1)
@@ -68,11 +68,11 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     k = min(k, vocab)
     if values_PV.device.type != "cpu":
         return values_PV.topk(k, dim=1, sorted=False).indices
-    # on a CPU numpy's vectorised partition needs a quarter of torch's time; of values alone half of that of indices
+    # On a CPU, numpy's vectorised partition takes a quarter of torch's time, and that of values half of argpartition's.
     values, first = values_PV.numpy(), vocab - k
     least_P = np.partition(values, first, axis=1)[:, first]
     place = np.flatnonzero(values >= least_P[:, None])
-    if len(place) != len(values) * k:  # equal values at the edge
+    if len(place) != len(values) * k:  # ties with the k-th value
         return torch.from_numpy(np.argpartition(values, first, axis=1)[:, first:])
     return torch.from_numpy((place % vocab).reshape(-1, k))
 
@@ -80,38 +80,38 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
 def sparse_residual(
     logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0, *, scratch: Tensor | None = None
 ) -> SparseResidual:
-    """Top-k + label residual from logits as the softmax sees them.
+    """Compute residuals from logits, and keep the k largest probabilities and the label.
 
     Args:
-        logits_PV: float32, or float64 of a model in float64; the residual has the same dtype.
-        label_P: int64, the true next token.
-        slope: d logits / d (W h) where the architecture scales or caps its logits, so that h (x) xi stays the exact
-            gradient of the output layer's weight W; a tensor has the shape of the logits, or (V,).
-        scratch: (P, V) in the logits' dtype, is overwritten; none: allocated here.
-    Source: eq:token-residual. Deviation: with a scaled or capped head xi carries the slope; else none.
+        logits_PV: inputs of the softmax, float32, or float64 for a model in float64; the residual has the same dtype.
+        label_P: int64, the next token.
+        slope: d logits / d (W h) if the model scales or caps its logits, so that h (x) xi is the exact gradient with
+            respect to the weight W of the output layer; a tensor has the shape of the logits, or (V,).
+        scratch: buffer (P, V) in the dtype of the logits, which is overwritten. Default: allocate one.
+    Source: eq:token-residual. Deviation: with a scaled or capped head, xi contains the slope; else none.
     """
-    kept_PK = top_k(logits_PV, k)
-    index_PK = torch.cat([kept_PK, label_P[:, None]], dim=1)
+    top_PK = top_k(logits_PV, k)
+    index_PK = torch.cat([top_PK, label_P[:, None]], dim=1)
     slope_PK = slope.expand_as(logits_PV).gather(1, index_PK) if isinstance(slope, Tensor) else slope
     probability_PV = torch.softmax(logits_PV, dim=1, out=scratch)
     value_PK = probability_PV.gather(1, index_PK)
     logit_PK = logits_PV.gather(1, index_PK)
-    # The largest probability is at least 1 / V: its logarithm gives the normaliser without loss of digits.
+    # log Z = z_top - log p_top. The largest probability is at least 1 / V, so its logarithm is accurate.
     top_logit_P, top = logit_PK.max(dim=1)
     log_norm_P = top_logit_P - value_PK.gather(1, top[:, None])[:, 0].log()
-    is_label_PK = kept_PK == label_P[:, None]
+    is_label_PK = top_PK == label_P[:, None]
     value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
     value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
     value_PK *= slope_PK
     rest_P = None
-    if isinstance(slope, Tensor):  # with slopes of their own the values of all logits do not add up to 0
+    if isinstance(slope, Tensor):  # with a slope per logit, the values of all logits do not sum to 0
         whole_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
         rest_P = whole_P - value_PK.sum(dim=1)
     return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], rest_P)
 
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
-    """Apply the head to P hidden states, a bounded number of logits at a time, and keep the sparse residual."""
+    """Apply the head to P hidden states in chunks of bounded size, and return their sparse residuals."""
     elements = LOGIT_ELEMENTS if hidden_PH.device.type == "cpu" else GPU_LOGIT_ELEMENTS
     count = min(max(1, elements // vocab), len(hidden_PH))
     buffer = hidden_PH.new_empty(count, vocab)
@@ -139,17 +139,17 @@ def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
 
 @dataclass(frozen=True, slots=True)
 class PooledFeatures:
-    """Averages over a row's pooled positions; hidden states not yet whitened, residuals not yet scaled."""
+    """Averages over the pooled positions of each row, before whitening of hidden states and scaling of residuals."""
 
     hidden_NH: F32
-    residual_NV: csr_array  # float32, coordinates sorted, each at most once a row
+    residual_NV: csr_array  # float32, with sorted unique coordinates
 
 
 def pool(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int, vocab: int) -> PooledFeatures:
-    """Average hidden states and sparse residuals over each row's positions.
+    """Average hidden states and sparse residuals over the positions of each row.
 
     Args:
-        row_P: which row each position belongs to, in [0, n_rows); every row has at least one.
+        row_P: row of each position, in [0, n_rows); every row has at least one position.
     Source: eq:sequence-pooling. Deviation: none.
     """
     count_N = torch.bincount(row_P, minlength=n_rows).float()
@@ -174,22 +174,22 @@ def pool(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
 
 
 def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
-    """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), in the residual's dtype.
+    """Return delta = W^T xi, the gradient of the loss by the hidden state, (P, H), in the dtype of the residual.
 
-    The residual carries the slope of a scaled or capped head; a bias does not matter. What top-k cut off is taken to be
-    spread evenly over the vocabulary. Without it, a vector that all rows of W have in common would add as much as the
-    mistake itself. A whole residual adds up to 0, so what is missing of that is what was cut off; where slopes differ
-    by logit the residual says how much it is.
+    The residual contains the slope of a scaled or capped head; a bias has no effect. The mass that top-k cut off is
+    assumed to be uniform over the vocabulary: otherwise a vector that all rows of W have in common would contribute as
+    much as the residual itself. A complete residual sums to 0, so the sum of the entries is minus the mass that was cut
+    off; if the slope differs by logit, that mass is `rest_P`.
 
     Raises:
-        ModelError: the residuals of such a head were kept without it.
+        ModelError: the residuals of such a head were stored without `rest_P`.
     """
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK
     if weight_VH.dtype == value_PK.dtype:
         delta_PH = torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
     else:
-        # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
+        # Half-precision values would lose digits, and a float32 copy of the matrix can have gigabytes.
         count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
         delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
         for start in range(0, len(index_PK), count):
@@ -199,7 +199,7 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     missing_P = value_PK.sum(dim=1) if residual.rest_P is None else -residual.rest_P
     if residual.rest_P is None and (head.cap is not None or head.factor_V is not None):
         raise ModelError(
-            "features: kept by another version, without what top-k cut off of a capped output head; build the artifact "
-            "again"
+            "features: stored by another version, without the residual mass that top-k cut off of a capped output "
+            "head; build the artifact again"
         )
     return delta_PH.sub_(torch.outer(missing_P, head.mean_H.to(value_PK.dtype)))

@@ -1,6 +1,7 @@
-"""Wrap a Hugging Face tokenizer as the corpus wants it: token ids, offsets, special tokens, chats; and train a BPE.
+"""Wrap Hugging Face tokenizers: token ids, offsets, special tokens and chat templates; and train byte-level BPE.
 
-`HfTokenizer.render` writes a conversation by the tokenizer's chat template, as trainers do, and finds its answers.
+`HfTokenizer.render` renders a conversation by the tokenizer's chat template, as trainers do, and locates its answers.
+Start with `HfTokenizer`.
 """
 
 import hashlib
@@ -35,16 +36,16 @@ from grasp.settings import CHAT_DATE, ModelSettings
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
-LONGEST_CHARACTER = 4  # tokens, where each is a byte
-# verbose: a text longer than the context is no mistake here, rows are cut later
+LONGEST_CHARACTER = 4  # tokens of a character if each is a byte
+# verbose=False: no warning about texts longer than the context, since rows are cut later
 PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-STAND_IN = "graspstandin"  # a word that no conversation holds
+STAND_IN = "graspstandin"  # a placeholder word that occurs in no conversation
 STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
-PROBE = "a"  # a text that shows what a tokenizer puts around it
-CLOCK = "strftime_now"  # the function by which templates write today's date
-DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # of `strftime`
+PROBE = "a"  # a text that reveals which special tokens a tokenizer adds
+CLOCK = "strftime_now"  # function of templates that returns the current date
+DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # format codes of `strftime`
 DIRECTIVES += [f"%-{letter}" for letter in "dmHIMSj"]  # without leading zeros
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks the assistant's words in some templates
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins a block that marks the assistant's text
 
 
 class HfTokenizer:
@@ -52,11 +53,11 @@ class HfTokenizer:
 
     Args:
         tokenizer: any transformers tokenizer.
-        vocab_size: ids of the *model's* vocabulary, which is often padded beyond the tokenizer's.
-        add_bos_token: whether texts begin with BOS; None: as the tokenizer itself does.
-        chat_date: date given to chat templates that write today's date; None: `CHAT_DATE`.
+        vocab_size: size of the *model's* vocabulary, which is often padded beyond the tokenizer's.
+        add_bos_token: whether texts begin with BOS; None: the default of the tokenizer.
+        chat_date: date for chat templates that insert the current date; None: `CHAT_DATE`.
     Raises:
-        ModelError: BOS is asked for, and the tokenizer has none.
+        ModelError: `add_bos_token` is true and the tokenizer has no BOS token.
     """
 
     def __init__(
@@ -72,29 +73,29 @@ class HfTokenizer:
         self.add_bos_token = add_bos_token
         self.chat_date = chat_date or CHAT_DATE
         if add_bos_token and tokenizer.bos_token_id is None:
-            raise ModelError("model.add_bos_token: got true, but the tokenizer has no BOS token; leave it out")
+            raise ModelError("model.add_bos_token: got true, but the tokenizer has no BOS token; remove it")
 
     @classmethod
     def from_settings(cls, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings, vocab_size: int) -> Self:
-        """Wrap the tokenizer of a model as its settings say."""
+        """Wrap a tokenizer according to the settings of its model."""
         return cls(tokenizer, vocab_size=vocab_size, add_bos_token=settings.add_bos_token, chat_date=settings.chat_date)
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-text token; none: there is none."""
+        """Return the id of the end-of-text token; None: there is none."""
         eos_id: int | None = self.tokenizer.eos_token_id
         return eos_id
 
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the tokenizer puts before and after a text: what a call adds to the ids of `encode`."""
+        """Return the ids that the tokenizer adds before and after a text, compared with those of `encode`."""
         bare, whole = self.encode([PROBE])[0], list(self.tokenizer(PROBE)["input_ids"])
         begin = next((k for k in range(len(whole)) if bare and whole[k : k + len(bare)] == bare), None)
         return ((), ()) if begin is None else (tuple(whole[:begin]), tuple(whole[begin + len(bare) :]))
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids that begin every text: those that the tokenizer adds itself, with or without BOS as the settings say."""
+        """Return the ids at the beginning of every text: those of the tokenizer, and BOS by `add_bos_token`."""
         prefix, bos_id = self._around[0], self.tokenizer.bos_token_id
         if self.add_bos_token is None or (bos_id in prefix) is self.add_bos_token:
             return prefix
@@ -102,109 +103,111 @@ class HfTokenizer:
 
     @property
     def suffix_ids(self) -> tuple[int, ...]:
-        """Ids that end every document: those that the tokenizer adds itself, else EOS."""
+        """Return the ids at the end of every document: those of the tokenizer, or else EOS."""
         return self._around[1] or (() if self.eos_id is None else (self.eos_id,))
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Ids that stand in for an empty prompt: BOS, else EOS, as in lm-evaluation-harness."""
+        """Return the ids that replace an empty prompt: BOS, or else EOS, as in lm-evaluation-harness."""
         first = next((i for i in (self.tokenizer.bos_token_id, self.eos_id) if i is not None), None)
         return self.prefix_ids or (() if first is None else (first,))
 
     def describe(self) -> str:
-        """Return which special tokens texts begin and end with, in a line."""
+        """Return one line about the special tokens at the beginning and the end of texts."""
         begin, end = (
             " ".join(repr(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids)))
             for ids in (self.prefix_ids, self.suffix_ids)
         )
-        why = "the tokenizer adds" if self.add_bos_token is None else "model.add_bos_token says"
-        first = f"texts begin with {begin}, as {why}" if begin else f"texts begin without BOS, as {why}"
+        source = "added by the tokenizer" if self.add_bos_token is None else "set by model.add_bos_token"
+        first = f"texts begin with {begin} ({source})" if begin else f"texts begin without BOS ({source})"
         if not begin and self.add_bos_token is None:
-            first = "texts begin without a special token, as the tokenizer adds none"
-        chats = "; chats begin and end as their template writes them" if self.writes_chats else ""
+            first = "texts begin without a special token (the tokenizer adds none)"
+        chats = "; chats begin and end as in their template" if self.writes_chats else ""
         return f"special tokens: {first}; documents end with {end or 'none'}{chats}"
 
     @property
     def writes_chats(self) -> bool:
-        """Return whether it has a chat template."""
+        """Return whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
     def writes_date(self) -> bool:
-        """Return whether its chat template writes today's date."""
+        """Return whether the chat template inserts the current date."""
         return CLOCK in json.dumps(self.tokenizer.chat_template)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what turns text into ids; it does not depend on where the tokenizer was loaded from."""
+        """Return a hash of the rules that convert text to ids; it does not depend on the path of the tokenizer."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             text = json.dumps([type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())])
         else:
             rules = json.loads(backend.to_str())
-            for name in ("padding", "truncation"):  # which a call may have left in it
+            for name in ("padding", "truncation"):  # state of earlier calls
                 rules.pop(name, None)
             text = json.dumps(rules, sort_keys=True)
         prefix = f" {self.prefix_ids}" if self.prefix_ids else ""
         return hashlib.blake2b(f"{self.eos_id}{prefix} {text}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, no special tokens added, nothing cut."""
+        """Return the token ids of each text, without special tokens and truncation."""
         ids: list[list[int]] = self.tokenizer(list(texts), **PLAIN)["input_ids"] if texts else []
         return ids
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span] | None]]:
-        """Return the ids of `encode` and the characters of each token; None for a tokenizer that is not a fast one."""
+        """Return the ids of `encode` and the character span of each token; None: the tokenizer is not a fast one."""
         if not self.tokenizer.is_fast or not texts:
             return [(ids, None) for ids in self.encode(texts)]
         encoded: Any = self.tokenizer(list(texts), return_offsets_mapping=True, **PLAIN)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each row of token ids, without special tokens and without tidying up spaces."""
+        """Return the text of each row of token ids, without special tokens and without clean-up of spaces."""
         texts: list[str] = self.tokenizer.batch_decode(
             list(rows), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; joined they are the text, special tokens included.
+        """Return the text of each token; joined, they are the whole text, including special tokens.
 
-        A character that takes several tokens stands at the last of them, and the others are empty.
+        A character of several tokens is the text of the last of them, and the others have an empty text.
         """
-        found, begin, told = [], 0, 0  # the text of ids[begin:told] is told: a decoder treats the first token otherwise
+        # Decoders treat the first token of a text differently, so a token's text is the difference between decoding
+        # with and without it after some context: ids[context_start:decoded], whose text is complete.
+        pieces, context_start, decoded = [], 0, 0
         for stop in range(1, len(ids) + 1):
-            before, now = (
-                str(self.tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-                for some in (ids[begin:told], ids[begin:stop])
+            before, after = (
+                str(self.tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                for part in (ids[context_start:decoded], ids[context_start:stop])
             )
-            whole = not now.endswith("\ufffd") or stop - told >= LONGEST_CHARACTER or stop == len(ids)
-            found.append(now[len(before) :] if whole else "")
-            if whole:
-                begin, told = told, stop
-        return found
+            complete = not after.endswith("\ufffd") or stop - decoded >= LONGEST_CHARACTER or stop == len(ids)
+            pieces.append(after[len(before) :] if complete else "")
+            if complete:
+                context_start, decoded = decoded, stop
+        return pieces
 
     def render(self, conversation: Conversation, *, last_only: bool = False) -> RenderedChat:
-        """Write a conversation by the chat template, and find each answer that carries loss, with the mark at its end.
+        """Render a conversation by the chat template, and locate each answer that carries loss, with its end token.
 
-        A template that marks the assistant's words with `{% generation %}` says itself where they are. Otherwise an
-        answer is what its turn adds to the text up to it; the beginning of the turn belongs to the prompt. So the text
-        up to a turn must be the beginning of the whole, which fails if a template rewrites turns once others follow.
+        If the template marks the assistant's text with `{% generation %}`, the marks are used. Otherwise an answer is
+        the text that its turn adds after the generation prompt. This requires that the text up to a turn is a prefix of
+        the whole text, which fails if the template changes turns when others follow.
 
         Args:
-            last_only: only the last answer carries loss.
+            last_only: whether only the last answer carries loss.
         Raises:
-            UnusableConversationError: the template refuses the turns, writes nothing of an answer, or writes it in a
-                way that its place cannot be told.
+            UnusableConversationError: the template rejects the turns, omits an answer, or renders it such that it
+                cannot be located.
             ModelError: there is no chat template.
         """
         require("jinja2", extra="chat", feature="a chat template")
         if not self.tokenizer.chat_template:
             raise ModelError(
-                "the tokenizer has no chat template, so turns cannot be written out; give it one "
-                "(tokenizer.chat_template = ..., save_pretrained) and name its directory with --tokenizer; or, of "
-                "questions and answers in columns, "
-                """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
+                "the tokenizer has no chat template, so conversations cannot be rendered; add one "
+                "(tokenizer.chat_template = ..., save_pretrained) and pass its directory with --tokenizer; or, for "
+                "questions and answers in columns, add "
+                """--set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
             )
         conversation, text, marked = self._written(conversation)
         answers = conversation.answers[-1:] if last_only else conversation.answers
@@ -215,16 +218,16 @@ class HfTokenizer:
         unwritten: list[tuple[str, int]] = []
         for k in answers:
             if not spans_of.get(k):
-                raise UnusableConversationError("unmarked", f"turn {k}: nothing of it is marked")
+                raise UnusableConversationError("unmarked", f"turn {k}: no part of it is marked")
             answer = spans_of[k][0][0], spans_of[k][-1][1]
             unwritten += [(reason, k) for reason in self._unwritten(conversation, k, answer, text)]
         return RenderedChat(text, tuple(span for k in answers for span in spans_of[k]), tuple(unwritten))
 
     def _written(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
-        """Return a conversation as the template can take it, its text, and what of that is marked as the assistant's.
+        """Return a conversation in a form that the template accepts, its text, and the spans marked as the assistant's.
 
-        Arguments of tool calls are given as they come. If the template refuses them, writes JSON text as a quoted
-        string or an object as Python does, they are given as objects, or else as JSON texts.
+        Arguments of tool calls are passed unchanged. If the template rejects them, quotes JSON text,
+        or an object in Python syntax, they are passed as objects, or else as JSON text.
         """
         forms = [conversation]
         if any("tool_calls" in turn for turn in conversation.turns):
@@ -244,9 +247,9 @@ class HfTokenizer:
         return rendered[0]
 
     def _garbles_arguments(self, conversation: Conversation) -> bool:
-        """Return whether the template quotes arguments that are JSON text, or writes objects as Python does.
+        """Return whether the template quotes arguments that are JSON text, or renders objects in Python syntax.
 
-        Other arguments take their place, which do not stand elsewhere in the conversation.
+        The arguments are replaced by ones that do not occur elsewhere in the conversation.
         """
 
         def probe(arguments: Any) -> Any:
@@ -257,11 +260,11 @@ class HfTokenizer:
         text, _ = self._render(with_arguments(conversation, probe))
         return str(STAND_IN_ARGUMENTS) in text or json.dumps(json.dumps(STAND_IN_ARGUMENTS)) in text
 
-    def _render(self, conversation: Conversation, **how: Any) -> tuple[str, list[Span]]:
-        """Return turns as text, and what of it the template marks as the assistant's.
+    def _render(self, conversation: Conversation, **options: Any) -> tuple[str, list[Span]]:
+        """Render turns as text, and return the spans that the template marks as the assistant's.
 
         Raises:
-            UnusableConversationError: the template refuses the turns.
+            UnusableConversationError: the template rejects the turns.
         """
         jinja = require("jinja2", extra="chat", feature="a chat template")
         tools = list(conversation.tools) or None
@@ -276,14 +279,14 @@ class HfTokenizer:
                 chat_template=template,
                 return_assistant_tokens_mask=has_marks,
                 **self.tokenizer.special_tokens_map,
-                **how,
+                **options,
             )
         except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
             raise UnusableConversationError("refused", " ".join(str(err).split())[:200]) from err
         return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
 
     def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
-        """Return the characters of turn k: what stands between the prompt for it and its end."""
+        """Return the character span of turn k, between the generation prompt and the end of the turn."""
         prompt, _ = self._render(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
         whole = self._render(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
         if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
@@ -291,9 +294,13 @@ class HfTokenizer:
         raise UnusableConversationError("rewritten", f"turn {k}")
 
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> dict[int, list[Span]]:
-        """Return the spans that are marked of each turn of the assistant; those that touch are one."""
-        spoken = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
-        turn_of = spoken * len(marked) if len(spoken) == 1 else self._turns_of_marks(conversation, spoken, text, marked)
+        """Return the marked spans of each turn of the assistant; adjacent spans are merged."""
+        assistant_turns = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
+        turn_of = (
+            assistant_turns * len(marked)
+            if len(assistant_turns) == 1
+            else self._turns_of_marks(conversation, assistant_turns, text, marked)
+        )
         spans_of: dict[int, list[Span]] = {}
         for k, (start, stop) in zip(turn_of, marked, strict=True):
             spans = spans_of.setdefault(k, [])
@@ -304,52 +311,52 @@ class HfTokenizer:
         return spans_of
 
     def _turns_of_marks(
-        self, conversation: Conversation, spoken: list[int], text: str, marked: list[Span]
+        self, conversation: Conversation, assistant_turns: list[int], text: str, marked: list[Span]
     ) -> list[int]:
-        """Return of which of the assistant's turns, `spoken`, each marked span is.
+        """Return the turn of each marked span.
 
-        The turn before each of them gets a word that stands nowhere else. Spans between two such words are of the turn
-        after the first.
+        A unique word is inserted in the turn before each turn of the assistant. Spans between two such words belong to
+        the turn after the first word.
         """
-        words = {k - 1: f"{STAND_IN}{k}." for k in spoken}
+        words = {k - 1: f"{STAND_IN}{k}." for k in assistant_turns}
         turns = [
             {**turn, "content": _with_word(turn["content"], words[k])} if k in words else turn
             for k, turn in enumerate(conversation.turns)
         ]
         probed, spans = self._render(replace(conversation, turns=tuple(turns)))
-        places = [probed.find(word) for word in words.values()]
+        positions = [probed.find(word) for word in words.values()]
         if (
             any(probed.count(word) != 1 for word in words.values())
-            or places != sorted(places)
+            or positions != sorted(positions)
             or [probed[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
-            or any(begin < places[0] for begin, _ in spans)
+            or any(begin < positions[0] for begin, _ in spans)
         ):
-            raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(spoken)} answers")
-        return [spoken[bisect_right(places, begin) - 1] for begin, _ in spans]
+            raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(assistant_turns)} answers")
+        return [assistant_turns[bisect_right(positions, begin) - 1] for begin, _ in spans]
 
     def _unwritten(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
-        """Return what the template leaves out of an answer, whole or in part, as keys of `text.SKIPPED`.
+        """Return the parts of an answer that the template omits completely or partially, as keys of `text.SKIPPED`.
 
         Args:
-            answer: where it stands; the prompt may hold its beginning, `<think>` say.
-            text: the whole conversation; a template may write the reasoning and not mark it.
+            answer: span of the answer; its beginning, e.g. `<think>`, may be part of the prompt.
+            text: text of the whole conversation; a template may render the reasoning without marking it.
         Raises:
-            UnusableConversationError: it writes nothing of the answer.
+            UnusableConversationError: the template omits the whole answer.
         """
         turn = conversation.turns[k]
         parts = {name: part for name, part in answer_parts(turn).items() if part}
         no_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
         begin = max(0, answer[0] + 1 - len(turn["content"]))
-        place_of = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
-        lacking = [name for name, part in parts.items() if name in place_of and not _holds(place_of[name], part)]
+        searched = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
+        lacking = [name for name, part in parts.items() if name in searched and not _contains(searched[name], part)]
         if "tool_calls" in parts and self._writes_same(conversation, k, no_calls, text):
             lacking.append("tool_calls")
         if len(lacking) == len(parts):
             bare = {name: part for name, part in no_calls.items() if name not in REASONING}
             if any(self._writes_same(conversation, k, {**bare, "content": words}, text) for words in ("", STAND_IN)):
-                what = "words" if "content" in lacking else " and ".join(lacking)
+                missing = "words" if "content" in lacking else " and ".join(lacking)
                 shown = parts.get("content") or parts[lacking[0]]
-                raise UnusableConversationError("unwritten", f"turn {k}: {what} {str(shown)!r:.40}")
+                raise UnusableConversationError("unwritten", f"turn {k}: {missing} {str(shown)!r:.40}")
         return [
             *(["cut_answer"] if "content" in lacking else []),
             *(["no_calls"] if "tool_calls" in lacking else []),
@@ -357,7 +364,7 @@ class HfTokenizer:
         ]
 
     def _writes_same(self, conversation: Conversation, k: int, turn: Mapping[str, Any], text: str) -> bool:
-        """Return whether the template writes the same text with another turn k; one that it refuses is not the same."""
+        """Return whether the text is the same with another turn k; a turn that the template rejects is different."""
         turns = (*conversation.turns[:k], dict(turn), *conversation.turns[k + 1 :])
         try:
             return self._render(replace(conversation, turns=turns))[0] == text
@@ -365,29 +372,29 @@ class HfTokenizer:
             return False
 
     def save(self, directory: Path) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained` reads."""
+        """Save the files that `AutoTokenizer.from_pretrained` reads."""
         self.tokenizer.save_pretrained(directory)
 
 
 def _clock_macro(today: date) -> str:
-    """Return a Jinja macro that takes the place of `strftime_now` on one day, at midnight.
+    """Return a Jinja macro that replaces `strftime_now` by midnight of a fixed day.
 
-    transformers passes no functions on to templates. The line break at the end is trimmed with the block.
+    transformers does not pass functions to templates. Jinja trims the line break at the end.
     """
     moment = datetime.combine(today, time())
     changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
     return f"{{%- macro {CLOCK}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
 
 
-def _holds(written: str, part: object) -> bool:
-    """Return whether a text holds some words, as they are or in JSON; templates strip and add white space."""
+def _contains(written: str, part: object) -> bool:
+    """Return whether a text contains some words, unchanged or as JSON, ignoring white space that templates change."""
     words = str(part)
     squeezed = "".join(written.split())
-    return any("".join(one.split()) in squeezed for one in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
+    return any("".join(form.split()) in squeezed for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
 
 
 def _with_word(content: Any, word: str) -> str:
-    """Return content with a word in its middle, since templates look at how a turn begins and ends."""
+    """Insert a word in the middle of a content, since templates inspect the beginning and the end of a turn."""
     if not isinstance(content, str):
         return word
     half = len(content) // 2
@@ -395,12 +402,15 @@ def _with_word(content: Any, word: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most `vocab_size` tokens, end-of-text token (id 0) included.
+    """Train byte-level BPE with at most `vocab_size` tokens, including the end-of-text token (id 0).
 
-    Every byte has a token, so no text is out of vocabulary. The same texts give the same tokenizer.
+    Every byte has a token, so that all texts can be encoded. The same texts give the same tokenizer.
+
+    Raises:
+        ModelError: `vocab_size` is too small.
     """
     if vocab_size <= BYTES:
-        raise ModelError(f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: one a byte and end of text")
+        raise ModelError(f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: all bytes and end of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,6 +1,6 @@
-"""Loss of every unit under a causal LM: what retraining measures, before the sign is turned into a utility.
+"""Evaluate the loss of units under a causal LM. The utility that retraining measures is the negative loss.
 
-Shape letters: E units, B units of a batch, L tokens, P supervised positions, V vocabulary.
+Start with `evaluate_units`. Shape letters: E units, B units of a batch, L tokens, P supervised positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ from grasp.targets.units import UnitTokens
 
 
 def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
-    """Mean cross-entropy over each unit's supervised labels.
+    """Return the mean cross-entropy over the labels of each unit.
 
-    Units are batched by length and padded on the right, which causal attention cannot see: a unit's loss
-    does not depend on the others beyond rounding (1e-6 in float32).
+    Units are batched by length and padded on the right, which causal attention does not see, so the loss of a unit does
+    not depend on the other units of its batch beyond rounding (1e-6 in float32).
 
     Args:
-        model: any Hugging Face causal LM; called in inference mode as it is (put it in eval mode first).
-        batch_tokens: tokens of one forward pass, padding included; a longer unit goes alone.
+        model: any Hugging Face causal LM, in eval mode.
+        batch_tokens: tokens per forward pass, including padding; a longer unit is a batch of its own.
     Returns:
-        (E,) float64, nats a label, in the order of `unit_tokens`.
+        (E,) float64, nats per label, in the order of `unit_tokens`.
+    Raises:
+        ModelError: a loss is not finite.
     """
     device = next(model.parameters()).device
     losses_E = np.full(len(unit_tokens), np.nan)
@@ -44,17 +46,17 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
 
 
 def padded(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L), padded on the right with 0, and which of them carry loss, (B, L)."""
+    """Return token ids (B, L), padded on the right with 0, and a mask of the tokens that carry loss, (B, L)."""
     return pad_rows([unit.input_ids for unit in units], [unit.first for unit in units])
 
 
 def supervised(states_BLX: Tensor, labelled_BL: Tensor) -> Tensor:
-    """States (P, X) at the positions that predict labelled tokens, unit after unit."""
+    """Return the states (P, X) at the positions that predict labelled tokens, unit after unit."""
     return states_BLX[:, :-1][labelled_BL[:, 1:].to(states_BLX.device)]
 
 
 def mean_losses(logits_PV: Tensor, ids_BL: Tensor, labelled_BL: Tensor) -> F64:
-    """(B,) mean of ``logsumexp(z) - z[label]`` over the labelled tokens of each unit, in float64."""
+    """Return the mean of ``logsumexp(z) - z[label]`` over the labels of each unit, (B,) float64."""
     labels_P = ids_BL[labelled_BL].to(logits_PV.device)
     losses_P = F.cross_entropy(logits_PV.double(), labels_P, reduction="none").cpu()
     sums_B = torch.zeros(len(ids_BL), dtype=torch.float64)
@@ -64,8 +66,14 @@ def mean_losses(logits_PV: Tensor, ids_BL: Tensor, labelled_BL: Tensor) -> F64:
 
 
 def refuse_non_finite(losses_E: F64) -> None:
-    bad = np.flatnonzero(~np.isfinite(losses_E))
-    if bad.size:
+    """Check that all losses are finite.
+
+    Raises:
+        ModelError: some are not; the message has the position of the first unit.
+    """
+    invalid = np.flatnonzero(~np.isfinite(losses_E))
+    if invalid.size:
         raise ModelError(
-            f"unit {bad[0]}: the model's loss is {losses_E[bad[0]]}, expected a number ({bad.size} such units)"
+            f"unit {invalid[0]}: the loss of the model is {losses_E[invalid[0]]}, expected a finite number "
+            f"({invalid.size} such units)"
         )

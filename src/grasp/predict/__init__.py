@@ -1,7 +1,9 @@
-"""What changes for a target if rows are dropped, kept or re-weighted? The one predictor, which everything else calls.
+"""Predict how the utility of a target changes when rows are dropped, kept or re-weighted.
 
-In: an artifact (`rows`, `labels`), subsets with weights (`weights`, `families`, `subset_tables`) and a protocol
-(`protocol`). Out: the change against the whole corpus for every subset and target. All of the mathematics is in
-`predictor`; sums of rows over subsets are in `weights`. The verbs that ask are `grasp.api`. Protocols in which rows
-bear on one another leave by `protocol.geometry`. `sweep_torch` is the one module that may load torch.
+Input: an artifact, subsets with row weights (`weights`, `families`, `subset_tables`) and a scoring protocol
+(`scoring_rule`). Output: for every subset and target, the predicted change relative to the whole corpus.
+
+Start with `predictor.Predictor`, which holds the mathematics; `weights` sums row values over subsets, and `slices`
+evaluates every value of a label. Protocols with interactions between rows are implemented by `grasp.geometry`, which
+`scoring_rule.geometry` imports lazily. `sweep_torch` is the only module that imports torch.
 """

@@ -1,22 +1,24 @@
-"""The one predictor, all of it: relevance once, added up over a subset.
+"""The predictor: relevance of rows, combined once, then averaged over the rows of a subset.
 
-    effect_i    the row's relevance to the target, kernels added, mean 0 and standard deviation 1 over the rows
+    effect_i    relevance of row i to the target, summed over kernels, mean 0 and standard deviation 1 over the rows
     change(S)   sum_i w_i effect_i / sum_i w_i
 
-is all of it where all rows that are kept have one weight. The change is against the whole corpus: 0 is the corpus,
-positive is better. Its unit, *effect size*, does not depend on the question, and a slice's mean effect explains its
-rank: dropping a share p of the rows with the mean effect m changes -p / (1 - p) m.
+This is the whole prediction if all retained rows have the same weight. The change is relative to the whole corpus: 0
+is the corpus, positive is better. Its unit, *effect size*, is the same for all targets, and the mean effect of a slice
+determines its rank: dropping a share p of the rows with mean effect m changes -p / (1 - p) m.
 
-Repetition takes a part. Rows count by the law of exposure (`Exposure`), x_i in place of w_i, and together less than as
-many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is worth b effects, so
+Repetition has diminishing returns. A row of weight w_i has the effective weight x_i (`RepetitionLaw`), and rows that
+are repeated are together worth less than as many different rows: factor(S) = sum_i x_i / (number of retained rows). Any
+row that the model has not seen is worth b effect sizes (`NEW_ROW_VALUE`), so
 
-    change(S) = worth(S) (sum_i x_i effect_i / sum_i x_i + b) - b
+    change(S) = factor(S) (sum_i x_i effect_i / sum_i x_i + b) - b
 
-b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
+b is small compared with the value of a relevant row, and only matters if few rows are repeated very often.
 
-Top to bottom: what a row counts (`Exposure`), what it is worth (`KernelRelevance`, `Level`), what a subset is worth
-(`Predictor`). Sums over the rows of subsets are in `grasp.predict.weights`. Where rows bear on one another, or are not
-averaged, `grasp.geometry` has a predictor that is this and more.
+Start with `Predictor.from_artifact` and `Predictor.change`. Order of the module: effective weights (`RepetitionLaw`),
+effects of rows (`KernelRelevance`, `Level`), changes of subsets (`Predictor`). Weighted sums over rows are in
+`grasp.predict.weights`. Protocols with interactions between rows, or that do not average, are implemented by the
+subclass in `grasp.geometry`.
 Source: eq:method-additive, eq:component-predictor.
 Shape letters: B subsets, N rows, n rows of a block, E units, T targets, G slices, C columns (targets or units), D
 sketch width.
@@ -40,46 +42,46 @@ from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.predict.scoring_rule import (
     ScoringProtocol,
-    as_protocol,
     geometry,
     kernel_weights,
-    protocol_from,
+    parse_protocol,
+    resolve_protocol,
 )
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
-SIMILAR = ("hidden", "residual")  # sketches that tell how alike rows are
-TEXT = "text"  # beside the kernels: what the rows' text says of a task
-REPETITION = "repetition"  # beside the kernels, as a part of a change
-REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
-ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
-# A spread this small against the size of the numbers is rounding, not variance.
+SIMILAR = ("hidden", "residual")  # sketches that measure the similarity of rows
+TEXT = "text"  # name of the part of an effect that is predicted from the row's text
+REPETITION = "repetition"  # name of the part of a change that repetition causes
+REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
+NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
+# A standard deviation below this fraction of the mean is rounding error, not variance.
 RELATIVE_ZERO = 1e-9
 Floats = TypeVar("Floats", bound=np.floating[Any])
 
 
-# ------------------------------------------------------------------------------------------------ what a row counts
+# -------------------------------------------------------------------------------- effective weights of repeated rows
 
 
 @dataclass(frozen=True, slots=True)
-class Exposure:
-    """The law of diminishing returns: what a row counts that is seen more often than another.
+class RepetitionLaw:
+    """Effective weight of a repeated row, with diminishing returns.
 
-    Seen for the first time a row counts whole, and less and less each time after that: x times do as much as
+    A row that is seen x times is worth as much as
 
-        seen(x) = x where x <= 1,   1 + R* (1 - exp(-(x - 1) / R*)) beyond,   R* = 15.4
+        seen(x) = x  if x <= 1,   1 + R* (1 - exp(-(x - 1) / R*))  if x > 1,   R* = 15.4
 
-    rows that are all different. Where no budget is known, training is as long as the rows that are kept: one of the
-    mean weight is seen once, and weights of 0 and 1 stay what they are. A budget reads the corpus E times, so a row of
-    the weight w in a corpus of N rows is seen E N w / sum w times, and counts against seen(E).
+    different rows. Without a training budget, training lasts for one epoch of the retained rows: a row of mean weight
+    is seen once, and weights 0 and 1 are unchanged. A budget of E epochs of the corpus shows a row of weight w, in a
+    corpus of N rows, E N w / sum w times, relative to seen(E).
     Source: Muennighoff et al. 2023, arXiv 2305.16264, eq. 5 and the fit of R*.
     """
 
-    epochs: float | None = None  # E; None: no budget
+    epochs: float | None = None  # E, epochs of the whole corpus; None: no training budget
 
     def __call__(self, times: Any) -> F64:
-        """What a row counts that is seen so many times as often as with the weight 1; 0 gives 0, and 1 gives 1."""
+        """Return the effective weight of rows seen `times` as often as a row of weight 1; maps 0 to 0 and 1 to 1."""
         once = np.asarray(1.0 if self.epochs is None else self.epochs)
         seen, seen_once = (
             np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
@@ -87,41 +89,45 @@ class Exposure:
         )
         return np.asarray(seen / seen_once)
 
-    def base(self, kept_B: Any, n_rows: int) -> F64:
-        """Rows among which a training is shared out, that each would be seen once, or E times."""
-        return np.asarray(kept_B, np.float64) if self.epochs is None else np.full(np.shape(kept_B), float(n_rows))
+    def base(self, n_retained_B: Any, n_rows: int) -> F64:
+        """Return the number of rows over which training is distributed: the retained rows, or with a budget all N."""
+        return (
+            np.asarray(n_retained_B, np.float64)
+            if self.epochs is None
+            else np.full(np.shape(n_retained_B), float(n_rows))
+        )
 
     def weigh(self, weights: Weights) -> Weights:
-        """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
-        if weights.is_plain:
+        """Return the effective weights, relative to a row of weight 1; binary weights are returned unchanged."""
+        if weights.is_binary:
             return weights
-        times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # a row of the weight 1 is seen
+        times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # how often a row of weight 1 is seen
         return weights.mapped(lambda weight, times: self(weight * times) / self(times), times_B)
 
 
-# --------------------------------------------------------------------------------------------- what a row is worth
+# --------------------------------------------------------------------------------------------------- effects of rows
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpread:
-    """Mean and standard deviation of columns, over rows or over subsets, (E,)."""
+    """Mean and standard deviation of each column over rows, or over subsets, (E,)."""
 
     mean_E: F64
     std_E: F64
 
     @property
     def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / std; 0 where there is no variance worth the name: such a column is dropped."""
+        """1 / std; 0 for a column without variance (up to rounding), which thereby contributes nothing."""
         return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
 
     def z(self, value_BE: F64) -> F64:
-        """(x - mean) / std; 0 where nothing varies. Source: eq:component-predictor."""
+        """Return z-scores (x - mean) / std; 0 for columns without variance. Source: eq:component-predictor."""
         return np.asarray((value_BE - self.mean_E) * self.inverse_E)
 
 
 @dataclass(slots=True)
 class RowMoments:
-    """Count, mean and squares of the numbers of each row, or subset, added up block by block."""
+    """Count, mean and scatter of columns over rows (or subsets), accumulated block by block in float64."""
 
     n_rows: int = 0
     mean_E: F64 = field(default_factory=lambda: np.zeros(1))
@@ -129,7 +135,7 @@ class RowMoments:
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], held_NE: F32 | None = None) -> Self:
-        """Moments of rows that arrive in blocks; `held_NE` keeps them."""
+        """Accumulate moments over blocks of rows, and store the rows in `held_NE` if it is given."""
         moments = cls()
         for start, block in blocks:
             if held_NE is not None:
@@ -138,10 +144,13 @@ class RowMoments:
         return moments
 
     def add(self, values_NE: NDArray[Any]) -> None:
-        """One more block of rows (Chan's merge)."""
+        """Add a block of rows by Chan's parallel update.
+
+        Scatter is summed about the mean of each block: sum x^2 - n mean^2 would cancel if the mean is large.
+        """
         values_NE = np.asarray(values_NE, dtype=np.float64)
         n_new, n_rows = len(values_NE), self.n_rows + len(values_NE)
-        mean_E = np.ones(n_new) @ values_NE / n_new  # a product is the fastest sum over rows
+        mean_E = np.ones(n_new) @ values_NE / n_new  # a matrix product is the fastest sum over rows
         apart_NE, shift_E = values_NE - mean_E, mean_E - self.mean_E
         scatter_E = self.scatter_E + np.einsum("ne,ne->e", apart_NE, apart_NE)
         self.scatter_E = scatter_E + shift_E**2 * (self.n_rows * n_new / n_rows)
@@ -153,28 +162,28 @@ class RowMoments:
         return ColumnSpread(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
 
 
-def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
-    """Let negative relevance count less: it is multiplied by `negative`, between 0 and 1, since it predicts little.
+def downweight_negative(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
+    """Multiply negative relevance by `negative`, between 0 and 1, because it predicts less than positive relevance.
 
-    Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
+    Source: ours; eq:grasp-score treats both signs alike, which is negative = 1.
     """
     if negative == 1.0:
         return relevance_NE
     factor = relevance_NE.dtype.type(negative)
-    less_NE = relevance_NE * factor if negative else factor  # 0 times infinity is no number
+    less_NE = relevance_NE * factor if negative else factor  # 0 is a scalar here: 0 * inf would be nan
     return np.asarray(np.maximum(relevance_NE, less_NE))
 
 
 def relevance_blocks(artifact: ArtifactReader, kernel: str, columns: I64, negative: float = 1.0) -> Blocks:
-    """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
+    """Yield (first row, relevance (n, columns)) with negative relevance scaled by `negative`."""
     rows = block_rows(len(columns))
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns, block_rows=rows):
-        yield start, counted(block, negative)
+        yield start, downweight_negative(block, negative)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSelection:
-    """Units of the chosen targets: their columns in the artifact, target by target."""
+    """The units of selected targets: their columns in the artifact, target by target."""
 
     targets: tuple[str, ...]
     columns_E: I64
@@ -182,19 +191,19 @@ class UnitSelection:
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
-        """All units of the targets.
+        """Select all units of the targets.
 
         Raises:
-            ProtocolError: a target without units: nothing can be predicted for it.
+            ProtocolError: a target has no units.
         """
         columns = [artifact.unit_columns(target) for target in targets]
         empty = [target for target, part in zip(targets, columns, strict=True) if not len(part)]
         if empty:
-            raise ProtocolError(f"targets: {', '.join(empty)}: has no units, expected one at least; leave it out")
+            raise ProtocolError(f"targets: {', '.join(empty)}: has no units; expected at least one")
         return cls(tuple(targets), np.concatenate(columns), np.array([len(part) for part in columns]))
 
     def mean_per_task(self, values_nE: NDArray[Any], scale_E: F64 | float = 1.0) -> F64:
-        """(n, T) mean over the units of each task of the values times a scale, float64."""
+        """Return the mean over the units of each task of value times scale, (n, T) float64."""
         share_E = scale_E * np.repeat(1.0 / self.counts_T, self.counts_T)
         if len(share_E) == len(self.counts_T):
             return np.asarray(values_nE * share_E)
@@ -207,14 +216,14 @@ class UnitSelection:
 
 @dataclass(frozen=True, slots=True)
 class KernelRelevance:
-    """The relevance of one kernel, ready to be added up: a column for each task, or for each unit."""
+    """The relevance of one kernel with its moments; one column per task, or per unit."""
 
-    rows: RowMoments  # over the corpus
+    rows: RowMoments  # moments over the rows of the corpus
     held: RowSums
 
     @classmethod
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
-        """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
+        """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
         return cls(RowMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
@@ -222,10 +231,10 @@ class KernelRelevance:
     def for_tasks(
         cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, scale_E: F64 | float = 1.0
     ) -> Self:
-        """Every task a column: the mean over its units of their counted relevance; one pass, 4 bytes a row and task.
+        """Read relevance with one column per task, its mean over units; one pass, 4 bytes per row and task.
 
         Args:
-            scale_E: what each unit is multiplied by before the mean over units.
+            scale_E: factor of each unit before the mean over units.
         """
         task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
         blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
@@ -235,14 +244,14 @@ class KernelRelevance:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is added up over rows, a column each: the tasks, or the units."""
+    """Effects of rows for all tasks (or all units), one column each."""
 
-    effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
-    spread: ColumnSpread  # what both were before
-    scales: Mapping[str, ColumnSpread]  # by kernel: what brought it to one scale
-    shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
-    whole_C: F64  # of the corpus: what its own prediction is, before a change is taken
-    base_C: F64  # what any new row is worth, in effects of the column
+    effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
+    spread: ColumnSpread  # mean and standard deviation before standardization
+    scales: Mapping[str, ColumnSpread]  # by kernel: the spread that it is divided by
+    shares: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum
+    corpus_C: F64  # prediction for the whole corpus, which changes are relative to
+    new_row_value_C: F64  # b: value of any unseen row, in effects of the column
 
     @classmethod
     def from_kernels(
@@ -252,15 +261,15 @@ class Level:
         scales: Mapping[str, ColumnSpread],
         held_NC: F32 | None,
     ) -> Self:
-        """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
+        """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
 
-        The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the
-        units of a task. Then each kernel is divided by its spread (that is in its slope), kernels are added, and the
-        sum is divided by its own spread over the rows. That is known only when all rows were added.
+        The order matters: (1) negative relevance is scaled for each unit, (2) units of a task are averaged, (3) each
+        kernel is divided by its standard deviation (part of its slope), (4) kernels are added, (5) the sum is
+        standardized over the rows, which takes a second pass because its spread is known only after the first.
 
         Args:
-            held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result
-                is made anew whenever it is summed, unless it is small.
+            held_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
+                recomputed whenever they are summed, unless they are small.
         """
 
         def added() -> Iterator[tuple[int, F64]]:
@@ -283,41 +292,41 @@ class Level:
             for _, block in effects.blocks():
                 block[:] = (block - before.mean_E) * inverse_C
         shares = {name: slope_C * inverse_C for name, slope_C in slopes.items()}
-        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), ANY_TEXT))
+        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), NEW_ROW_VALUE))
 
 
-# ------------------------------------------------------------------------------------------- what a subset is worth
+# ----------------------------------------------------------------------------------------------- changes of subsets
 
 
 @dataclass(frozen=True, slots=True)
 class SubsetSums:
-    """All that a prediction of a subset depends on: sums over the rows that it keeps."""
+    """The sums over retained rows that a prediction depends on."""
 
-    n_rows: int  # of the corpus
+    n_rows: int  # rows of the corpus
     weight_B: F64  # sum of w_i
-    kept_B: F64  # rows with a weight above 0
-    counted_B: F64  # sum of x_i, what each row counts
+    n_retained_B: F64  # number of rows with a positive weight
+    effective_B: F64  # sum of x_i, the effective weights
     effect_BT: F64  # sum of x_i effect_i
     sketch: Mapping[str, F64]  # sum of x_i phi_i, (B, D)
 
-    def worth(self, exposure: Exposure) -> F64:
-        """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
-        base_B = exposure.base(self.kept_B, self.n_rows)
-        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.counted_B * ratio(1.0, base_B))
+    def repetition_factor(self, exposure: RepetitionLaw) -> F64:
+        """Return sum_i x_i / rows, (B,): 1 if all retained rows are seen equally often, less if rows are repeated."""
+        base_B = exposure.base(self.n_retained_B, self.n_rows)
+        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.effective_B * ratio(1.0, base_B))
 
-    def cumulated(self) -> "SubsetSums":
-        """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
-        kept_B = np.cumsum(self.counted_B)
+    def cumulative(self) -> "SubsetSums":
+        """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
+        size_B = np.cumsum(self.effective_B)
         sketch = {half: np.cumsum(total_BD, axis=0) for half, total_BD in self.sketch.items()}
-        return SubsetSums(self.n_rows, kept_B, kept_B, kept_B, np.cumsum(self.effect_BT, axis=0), sketch)
+        return SubsetSums(self.n_rows, size_B, size_B, size_B, np.cumsum(self.effect_BT, axis=0), sketch)
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
     """A protocol bound to an artifact.
 
-    Made by `from_artifact`, which reads each relevance matrix once, and twice for units; the next question of an opened
-    artifact finds the effects kept.
+    Create it with `from_artifact`, which reads each relevance matrix once (twice for units) and caches the effects for
+    further predictors of the same opened artifact.
     """
 
     protocol: ScoringProtocol
@@ -325,13 +334,13 @@ class Predictor:
     n_rows: int
     task: Level
     unit_level: Level | None
-    sketches: Mapping[str, RowSums]  # what rows are like, whatever they are good for: alike if their sums are
-    dropped: tuple[str, ...]  # what does not vary, and hence contributes nothing
-    unit_shares: Mapping[str, F64]  # by kernel: what a unit's relevance adds to the effect of its task, times its units
-    task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless asked for
-    exposure: Exposure  # how weights count
-    unit: str  # what a change is measured in
-    prior: Prior | None  # what text says, and how far tasks are to be trusted; None: not estimated
+    sketches: Mapping[str, RowSums]  # sketches of rows, for similarities between subsets
+    dropped: tuple[str, ...]  # kernels and components without variance, which contribute nothing
+    unit_shares: Mapping[str, F64]  # by kernel: factor from a unit's relevance to its task's effect, times its units
+    task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
+    exposure: RepetitionLaw  # effective weights
+    unit: str  # unit of changes
+    prior: Prior | None  # prediction of tasks from text, and their reliability; None for `task: mean`
 
     @staticmethod
     def from_artifact(
@@ -343,39 +352,39 @@ class Predictor:
         sketches: Sequence[str] = (),
         components: bool = False,
         units: UnitSelection | None = None,
-        exposure: Exposure | None = None,
+        exposure: RepetitionLaw | None = None,
     ) -> "Predictor":
         """Bind a protocol to an artifact.
 
         Args:
-            protocol: None: the one that ships.
-            targets: None: all.
+            protocol: default: the built-in protocol.
+            targets: default: all targets.
             per_unit: prepare for `unit_change`.
-            sketches: halves whose sums are wanted, as far as they are built.
-            components: keep the kernels apart, for `parts`.
-            units: other columns than all units of the targets.
-            exposure: of a training budget; None: of no budget.
+            sketches: sketches to sum; those that the artifact does not have are skipped.
+            components: keep the kernels separate, for `parts`.
+            units: unit columns to use; default: all units of the targets.
+            exposure: repetition law of a training budget; default: no budget.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = as_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
+        fitted = resolve_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
-        law = exposure or Exposure()
+        law = exposure or RepetitionLaw()
         sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
-        if fitted.beside:
+        if fitted.needs_geometry:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
             return replace(bound, exposure=law)
-        held = {half: sketch_of(artifact, half) for half in sorted(sketches)}
+        held = {half: load_sketch(artifact, half) for half in sorted(sketches)}
         if per_unit or components or units is not None:
-            bound = assembled(artifact, fitted, selected, per_unit=per_unit, components=components)
+            bound = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
             return replace(bound, sketches=held, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = cached(artifact, key, n_bytes, lambda: assembled(artifact, fitted, selected))
-        own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which adds up for itself
-        return replace(bound, task=own, sketches=held, exposure=law)
+        bound = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
+        task = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # `RowSums` caches sums, so do not share it
+        return replace(bound, task=task, sketches=held, exposure=law)
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
@@ -386,129 +395,139 @@ class Predictor:
 
     @property
     def reliability(self) -> Mapping[str, Reliability]:
-        """How far each task depends on the known questions; empty where tasks are not estimated."""
+        """Return the reliability of each task's scores; empty without a prior."""
         return {} if self.prior is None else dict(zip(self.units.targets, self.prior.reliability, strict=True))
 
     @property
     def scale(self) -> str:
-        """What a change is, in words."""
+        """Description of the unit and zero of changes."""
         return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better"
 
-    def counted(self, weights: Weights) -> Weights:
-        """What every row counts against a row of the weight 1."""
+    def effective_weights(self, weights: Weights) -> Weights:
+        """Return the effective weights of rows under the repetition law."""
         return self.exposure.weigh(weights)
 
     def sums(self, weights: Weights, halves: Collection[str] | None = None) -> SubsetSums:
-        """Sums of one block of subsets.
+        """Compute the sums of one block of subsets.
 
         Args:
-            halves: sketches that are summed; None: all that the predictor was made with.
+            halves: sketches to sum; None: all sketches of the predictor.
         """
-        counted, weight_B = self.counted(weights), weights.sums
+        effective, weight_B = self.effective_weights(weights), weights.sums
         return SubsetSums(
             self.n_rows,
             weight_B,
             weights.sizes.astype(np.float64),
-            weight_B if counted is weights else counted.sums,
-            self.task.effects.sums(counted),
-            {half: one.sums(counted) for half, one in self.sketches.items() if halves is None or half in halves},
+            weight_B if effective is weights else effective.sums,
+            self.task.effects.sums(effective),
+            {
+                half: sketch.sums(effective)
+                for half, sketch in self.sketches.items()
+                if halves is None or half in halves
+            },
         )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> SubsetSums:
-        """The corpus with the rows of each subset at another weight: 0 drops them, 2 doubles them; without sketches.
+        """Return the sums of the corpus in which the rows of each subset have another weight; without sketches.
 
         Args:
-            sums: of subsets with weights 0 and 1.
+            sums: sums of subsets with weights 0 and 1.
+            weight: new weight of the rows of the subset; 0 drops them, 2 doubles them.
         """
-        size_B, n_rows = sums.counted_B, self.n_rows
-        weight_B, kept_B = n_rows + (weight - 1.0) * size_B, n_rows - (weight == 0.0) * size_B
-        counted_B = np.full(len(size_B), weight)
+        size_B, n_rows = sums.effective_B, self.n_rows
+        weight_B, n_retained_B = n_rows + (weight - 1.0) * size_B, n_rows - (weight == 0.0) * size_B
+        effective_B = np.full(len(size_B), weight)
         if weight > 0.0:
-            times_B = self.exposure.base(kept_B, n_rows) / np.maximum(weight_B, 1.0)
-            counted_B = self.exposure(weight * times_B) / self.exposure(times_B)
-        step_B = counted_B - 1.0
-        return SubsetSums(n_rows, weight_B, kept_B, n_rows + step_B * size_B, step_B[:, None] * sums.effect_BT, {})
+            times_B = self.exposure.base(n_retained_B, n_rows) / np.maximum(weight_B, 1.0)
+            effective_B = self.exposure(weight * times_B) / self.exposure(times_B)
+        step_B = effective_B - 1.0
+        return SubsetSums(
+            n_rows, weight_B, n_retained_B, n_rows + step_B * size_B, step_B[:, None] * sums.effect_BT, {}
+        )
 
     def change_of(self, sums: SubsetSums) -> F64:
-        """Predicted change of utility against the whole corpus, (B, T); positive is better."""
-        return self._mean(sums.effect_BT, sums, self.task.base_C)
+        """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
+        return self._mean(sums.effect_BT, sums, self.task.new_row_value_C)
 
     def change(self, weights: Weights) -> F64:
-        """The same for subsets given by their weights."""
+        """Predict the change of utility of subsets given by their weights, (B, T)."""
         return self.change_of(self.sums(weights, ()))
 
     def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
-        """The same for every unit, by its own relevance, (B, E).
+        """Predict the change of every unit from its own relevance, (B, E).
 
         Args:
-            sums: of the same subsets.
+            sums: sums of the same subsets.
         """
         assert self.unit_level is not None
-        return self._mean(self.unit_level.effects.sums(self.counted(weights)), sums, self.unit_level.base_C)
+        return self._mean(
+            self.unit_level.effects.sums(self.effective_weights(weights)), sums, self.unit_level.new_row_value_C
+        )
 
     def text_of(self, row: int) -> float:
-        """What text adds to the effect of one row on the first task; 0 where nothing is estimated."""
+        """Return the part of one row's effect on the first task that is predicted from its text; 0 without a prior."""
         if self.prior is None:
             return 0.0
         return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
 
     def text_sums(self, weights: Weights) -> F64 | float:
-        """What text adds to the effects of rows, summed over subsets, (B, T); 0 where nothing is estimated."""
+        """Sum the parts of effects that are predicted from text over subsets, (B, T); 0 without a prior."""
         if self.prior is None:
             return 0.0
-        counted, share_T = self.counted(weights), self.task.shares[TEXT]
-        sum_BT = RowSums.over(self.prior.text_NT).sums(counted)
-        return np.asarray(share_T * (sum_BT - np.outer(counted.sums, self.task.scales[TEXT].mean_E)))
+        effective, share_T = self.effective_weights(weights), self.task.shares[TEXT]
+        sum_BT = RowSums.over(self.prior.text_NT).sums(effective)
+        return np.asarray(share_T * (sum_BT - np.outer(effective.sums, self.task.scales[TEXT].mean_E)))
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
-        """The change of its task by each unit alone, (B, E), whose mean over the units is the change of the task.
+        """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
 
         Args:
-            sum_BE: of what each unit adds to the effect of its task, times the task's units, less its mean.
-            mean_E: this mean.
-            sums: of the same subsets.
+            sum_BE: sum over rows of the contribution of each unit to its task's effect, times the units of the task,
+                with `mean_E` subtracted from every row.
+            mean_E: mean over rows of this contribution.
+            sums: sums of the same subsets.
         """
-        del mean_E  # the corpus itself is 0
-        return self._mean(sum_BE, sums, ANY_TEXT)
+        del mean_E  # only needed by subclasses: here the prediction for the corpus is 0
+        return self._mean(sum_BE, sums, NEW_ROW_VALUE)
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """Columns of `part_names`: what each kernel adds to a change, and what repetition takes of any row's worth.
+        """Decompose a change into the columns of `part_names`: one part per kernel, and the loss by repetition.
 
-        (B, T) each, or (B,) where it is the same for every target and unit.
+        Each part is (B, T), or (B,) if it is the same for all targets and units. Parts add up to the change.
         """
-        parts, counted = dict[str, F64](), self.counted(weights)
+        parts, effective = dict[str, F64](), self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
-            sum_BT = kernel.held.sums(counted) - np.outer(sums.counted_B, kernel.rows.mean_E)
+            sum_BT = kernel.held.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION}"] = np.outer(sums.worth(self.exposure) - 1.0, self.task.base_C)
+        parts[f"part_{REPETITION}"] = np.outer(sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C)
         return parts
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """What `parts` has."""
+        """Names of the parts that `parts` returns."""
         return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION))
 
-    def worth_of_tokens(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
-        """What rows are ranked by where tokens are spent: their effect, for all rows count alike."""
+    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
+        """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
         del weights_T, tokens_N
         return effect_N
 
-    def _mean(self, sum_BC: F64, sums: SubsetSums, base_C: F64 | float) -> F64:
-        """worth (mean + b) - b of values that add up to 0 over the corpus."""
-        mean_BC = ratio(1.0, sums.counted_B)[:, None] * sum_BC
-        worth_B1 = sums.worth(self.exposure)[:, None]
-        return np.asarray(worth_B1 * mean_BC - (1.0 - worth_B1) * base_C)
+    def _mean(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
+        """Return factor (mean + b) - b, for values that add up to 0 over the corpus."""
+        mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
+        factor_B1 = sums.repetition_factor(self.exposure)[:, None]
+        return np.asarray(factor_B1 * mean_BC - (1.0 - factor_B1) * new_row_value_C)
 
 
-def sketch_of(artifact: ArtifactReader, half: str) -> RowSums:
-    """One sketch of every row."""
+def load_sketch(artifact: ArtifactReader, half: str) -> RowSums:
+    """Return one sketch of all rows as `RowSums`."""
     name = f"{half}_sketch"
     width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
     return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
-def assembled(
+def assemble_predictor(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
     units: UnitSelection,
@@ -518,20 +537,20 @@ def assembled(
     family: Callable[[Mapping[str, KernelRelevance]], Mapping[str, ColumnSpread]] | None = None,
     units_first: bool = False,
 ) -> Predictor:
-    """Read the relevance, and add its kernels up; the predictor has no sketches yet.
+    """Read relevance and combine the kernels into a predictor without sketches.
 
     Args:
-        per_unit: a level of the units, too.
-        components: keep the kernels.
-        family: what brings kernels to one scale; None: their spread over the rows.
-        units_first: bring every unit to one scale before a task takes the mean.
+        per_unit: also compute effects per unit.
+        components: keep the kernels separate.
+        family: function that returns the scale of each kernel; default: its spread over the rows.
+        units_first: standardize every unit before averaging the units of a task.
     """
 
     def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
-        return {name: one.rows.spread for name, one in kernels.items()} if family is None else family(kernels)
+        return {name: item.rows.spread for name, item in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    estimates = protocol.task == "estimate" and family is None  # a family standardises what is known alone
+    estimates = protocol.task == "estimate" and family is None  # a calibration family has no text to standardize
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, less) for name, less in negative.items()}
@@ -560,10 +579,14 @@ def assembled(
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
     task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
-    if unit_level is not None:  # a task's effect in those of each of its units: its standard deviation over them
+    if (
+        unit_level is not None
+    ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
         blocks = unit_level.effects.blocks()
         of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
-        unit_level = replace(unit_level, base_C=unit_level.base_C * np.repeat(of_tasks.spread.std_E, units.counts_T))
+        unit_level = replace(
+            unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(of_tasks.spread.std_E, units.counts_T)
+        )
     return Predictor(
         protocol=protocol,
         units=units,
@@ -574,21 +597,21 @@ def assembled(
         dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
         unit_shares={name: np.repeat(task.shares[name], units.counts_T) * before[name] for name in negative},
         task_kernels=kernels if components else {},
-        exposure=Exposure(),
+        exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
     )
 
 
 def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> dict[str, F64]:
-    """What brings each kernel to unit spread, times its weight."""
+    """Return the weight of each kernel over its standard deviation."""
     return {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
 
 
 def task_prior(
     artifact: ArtifactReader, units: UnitSelection, negative: Mapping[str, float], coefficients: Mapping[str, F64]
 ) -> Prior:
-    """What the rows' text says of the tasks; nothing where the artifact keeps no tokens."""
+    """Fit the prior of the tasks; without text if the artifact holds no tokens."""
     source = BuildSource(artifact)
     texts: Texts | None = None
     is_merged = bool(artifact.manifest.details.get("parts"))
@@ -616,16 +639,18 @@ def additive_predictor(
     match: str | None = None,
     unit: str | None = None,
 ) -> Predictor:
-    """What rows are ranked by for one target, or one unit of it: `effect_NT` has one column.
+    """Return an additive predictor for one target or one of its units; its `effect_NT` (N, 1) ranks rows.
 
     Args:
-        match: one kernel in the place of the protocol's.
-        unit: one unit in the place of all those of the target.
+        match: use only this kernel, instead of the protocol's kernels.
+        unit: use only this unit, instead of all units of the target.
+    Raises:
+        ProtocolError: no such unit, or the artifact does not fit the protocol.
     """
-    chosen, units = as_protocol(protocol, artifact), None
+    chosen, units = resolve_protocol(protocol, artifact, choosing=True), None
     if match is not None:
-        alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
-        chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")
+        single_kernel = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
+        chosen = parse_protocol(chosen.model_dump() | single_kernel, f"match {match}")
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
         column = next((e for e in columns if names[e] == unit), None)

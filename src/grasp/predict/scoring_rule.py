@@ -1,7 +1,12 @@
-"""The rule that adds relevance up to a prediction, as a small file that also says where it comes from."""
+"""Scoring protocols: how the relevance of rows is combined into a prediction, and how the protocol was selected.
+
+Start with `resolve_protocol`, which returns the built-in protocol or reads one from YAML or JSON. Protocols with
+interactions between rows are defined in `grasp.geometry`, which `geometry()` imports lazily.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +20,26 @@ from grasp.files import written_aside
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
-Match = str  # a kernel by its name
-BESIDE_GRADIENT = 0.25  # weight of output_layer and of embedding beside `gradient`
-# What protocol files may say of interactions where there are none: `grasp.geometry` has these settings.
+Match = str  # name of a kernel
+GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
+# Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
-CALIBRATION = "calibration"  # what it says is of interactions alone
+CALIBRATION = "calibration"  # setting that only matters for interactions
+
+
+class Interaction(Enum):
+    """How the predicted change of a subset differs from the mean effect of its retained rows."""
+
+    NONE = "none"  # no difference
+    WEIGHTING = (
+        "weighting"  # rows are summed instead of averaged, or the omitted rows are scored; rows remain independent
+    )
+    PAIRS = "pairs"  # pairs of rows contribute too, so selecting the best subset is a search problem
 
 
 class Requirements(Settings):
-    """How an artifact must have been built for the protocol to be used on it; what is left out may be anything."""
+    """Build settings that the protocol requires of an artifact; settings that are None are not checked."""
 
     summary_positions: Positions | None = Field(None, description="Positions that summaries average.")
     positions: Positions | None = Field(None, description="Positions of a row that kernels read.")
@@ -38,21 +53,20 @@ class Requirements(Settings):
 
 
 class ScoringProtocol(Settings):
-    """How a subset is scored: the effects of its rows, added up. Source: eq:method-additive.
+    """An additive scoring protocol: a subset is scored by the mean effect of its rows. Source: eq:method-additive.
 
-    A protocol in which rows bear on one another is read as one of `grasp.geometry`, which is this and more.
+    Protocols with interactions between rows are the subclass `grasp.geometry.geometry_rule.InteractionProtocol`.
     """
 
-    beside: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
-    interacts: ClassVar[bool] = False  # whether a subset is worth more, or less, than the mean of its rows
-    searches: ClassVar[bool] = False  # whether the worth of a row depends on the rows beside it: choosing is a search
-    beside_kernels: ClassVar[str] = ""  # what it adds to its kernels, in words
+    needs_geometry: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
+    interaction: ClassVar[Interaction] = Interaction.NONE
+    geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `description`
 
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
-        f"is trained further gradient and {BESIDE_GRADIENT:g} each of output_layer and embedding; without it "
+        f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
         "output_layer, embedding, hidden_bias and hidden_linear; else pooled.",
     )
     negative: float = Field(
@@ -64,8 +78,8 @@ class ScoringProtocol(Settings):
     )
     task: Literal["mean", "estimate"] = Field(
         "mean",
-        description="What a row is worth to a task. mean: its mean relevance to the known questions. estimate: an "
-        "estimate of its mean over all questions of the task, from its relevance and its text.",
+        description="Score of a row for a task. mean: mean relevance to the known questions. estimate: estimate of the "
+        "mean over all questions of the task, from relevance and text.",
     )
     requires: Requirements = Requirements()
     selected_on: tuple[str, ...] | None = Field(
@@ -85,87 +99,91 @@ class ScoringProtocol(Settings):
         return match
 
     def negative_of(self, kernel: str) -> float:
-        """What negative relevance by a kernel is multiplied by."""
+        """Return the factor for negative relevance of a kernel."""
         return 1.0 if kernel == "gradient" else self.negative
 
     @property
     def provenance(self) -> str:
-        """How the protocol was chosen, in words: the development results it was selected on, or that it was not."""
+        """The development results that the protocol was selected on, as text."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
-        return "not selected on development environments" + (": additive core" if not self.searches else "")
+        return "not selected on development environments" + (
+            ": additive core" if self.interaction is not Interaction.PAIRS else ""
+        )
 
     def chosen_on(self, fingerprint: str) -> set[str]:
-        """Targets of the runs with this fingerprint by which the protocol was selected."""
+        """Return the targets on which the protocol was selected, for the runs with this fingerprint."""
         return chosen_on({name: self.selected_runs.get(name, "") for name in self.selected_on or ()}, fingerprint)
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Arrays of an artifact that a fitted protocol reads."""
+        """Arrays of the artifact that a fitted protocol reads."""
         return tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
 
     @property
-    def in_words(self) -> str:
-        """A fitted protocol in one line: what it adds up, and what it was selected on."""
+    def description(self) -> str:
+        """One line that describes a fitted protocol: its kernels with weights, and what it was selected on."""
         weights = kernel_weights(self)
         kernels = " + ".join(kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in weights.items())
         less = any(self.negative_of(kernel) != 1 for kernel in weights)
         negative = f", negative relevance times {self.negative:g}" if less else ""
         results = len(self.selected_on or ())
         chosen = f"selected on {results} development results" if results else "not selected on development results"
-        return f"protocol {self.name} ({kernels}{negative}{self.beside_kernels}; {chosen})"
+        return f"protocol {self.name} ({kernels}{negative}{self.geometry_terms}; {chosen})"
 
     @property
     def additive(self) -> "ScoringProtocol":
-        """The same without what rows do to one another."""
+        """The protocol without interactions between rows."""
         return self
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
-        """This protocol with `match: auto` resolved, if the artifact can serve it.
+        """Resolve `match: auto` for an artifact, and check that the artifact has what the protocol requires.
 
         Raises:
-            ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
-                all of them in one message.
+            ProtocolError: missing kernels or sketches, or other feature settings than required; the message lists all
+                problems.
         """
         if self.match == "auto":
-            there = [name.removeprefix("relevance_") for name in array_names]
-            first = [kernel for kernel in ("output_layer", "embedding") if kernel in there]
-            beside = ("knn",) if "knn" in there else ("hidden_bias", "hidden_linear")  # by what is trained
-            match = dict.fromkeys((*first, *(kernel for kernel in beside if kernel in there)), 1.0)
-            if "gradient" in there:
-                match = dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
-            if "output_layer" not in there:
+            available = [name.removeprefix("relevance_") for name in array_names]
+            first = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
+            companions = (
+                ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
+            )  # new model, or further training
+            match = dict.fromkeys((*first, *(kernel for kernel in companions if kernel in available)), 1.0)
+            if "gradient" in available:
+                match = dict.fromkeys(first, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
+            if "output_layer" not in available:
                 match = {"pooled": 1.0}
         else:
             match = {kernel: weight for kernel, weight in self.match.items() if weight}
         fitted = self.model_copy(update={"match": match})
         missing = [name for name in fitted.arrays if name not in array_names]
-        problems = [f"needs array {name!r}, the artifact has {list(array_names)}" for name in missing]
+        problems = [f"requires array {name!r}, the artifact has {list(array_names)}" for name in missing]
         for field, expected in self.requires.model_dump(exclude_none=True).items():
-            found = feature_settings.get(field)
-            if found != expected:
-                problems.append(f"features.{field}: requires {expected!r}, the artifact was built with {found!r}")
+            actual = feature_settings.get(field)
+            if actual != expected:
+                problems.append(f"features.{field}: requires {expected!r}, the artifact was built with {actual!r}")
         if problems:
             raise ProtocolError(
                 f"protocol {self.name!r} does not fit the artifact: {'; '.join(problems)}; "
-                "build an artifact with these settings, or choose another protocol"
+                "build an artifact with these settings, or use another protocol"
             )
         return fitted
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
-    """Kernels of a fitted protocol and their weights."""
+    """Return the kernels of a fitted protocol with their weights."""
     assert isinstance(protocol.match, dict)
     return {str(kernel): weight for kernel, weight in protocol.match.items()}
 
 
 def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
-    """Targets of the runs with this fingerprint, out of fingerprints by `environment/target`."""
+    """Return the targets whose runs have this fingerprint, from fingerprints by `environment/target`."""
     return {result.partition("/")[2] for result, theirs in runs.items() if theirs == fingerprint}
 
 
-# Development runs that the built-in rule was selected on: environment, fingerprint of its runs, and targets. From
-# `documents` on they are of experiments/finetune, where a pretrained model is trained further.
+# Development runs that the built-in protocol was selected on: (environment, fingerprint of its runs) and targets. From
+# `documents` on they come from experiments/finetune, where a pretrained model is fine-tuned.
 _SELECTED_ON = {
     ("cc-topic", "0f2f202d19245c847448c176fd1067de"): ("sciq", "openbookqa", "sciq@all", "openbookqa@all"),
     ("documents", "21d5f717f4b5db332a0befbf51401c70"): ("sciq", "arc_easy", "hellaswag", "instructions"),
@@ -179,23 +197,30 @@ _SELECTED_ON = {
 
 # Selected by the highest lower confidence bound, out of the protocols without geometry of
 # experiments/lds_main/additive.yaml and the kernels of experiments/finetune; default.provenance.json has the bounds.
-# What stands beside output_layer and embedding follows from what is trained: knn for a new model; gradient, with a
-# quarter each of output_layer and embedding, for one that is trained further (experiments/finetune/further.json), or
-# hidden_bias and hidden_linear if it was read without a backward pass (experiments/finetune/choice.json).
+# The kernels combined with output_layer and embedding depend on the training: knn for a new model; gradient, with a
+# quarter each of output_layer and embedding, for further training (experiments/finetune/further.json), or hidden_bias
+# and hidden_linear if the artifact was built without a backward pass (experiments/finetune/choice.json).
 DEFAULT_PROTOCOL = ScoringProtocol(
     name="default",
     match="auto",
-    negative=0.25,  # selected for output_layer + embedding, taken over for the other kernels of a forward pass
-    task="estimate",  # experiments/selection
+    negative=0.25,  # selected for output_layer + embedding, and used for the other forward-pass kernels
     selected_on=tuple(f"{name}/{target}" for (name, _), targets in _SELECTED_ON.items() for target in targets),
     selected_runs={f"{name}/{target}": runs for (name, runs), targets in _SELECTED_ON.items() for target in targets},
 )
 
 
-def as_protocol(protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader) -> ScoringProtocol:
-    """Return a protocol as it is, or read its file; for None return the built-in rule that fits the artifact.
+# Rows are chosen for a task, not for its known questions (experiments/selection). Subsets keep the mean: predictions
+# are judged on the known questions, where the estimate ranks no better (task rho on cc-topic .41 against .43).
+CHOOSING_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
 
-    That is the paper's where `rule: paper` built what it reads, else the default.
+
+def resolve_protocol(
+    protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader, *, choosing: bool = False
+) -> ScoringProtocol:
+    """Return the protocol itself, read it from a file, or (None) return the built-in protocol for the artifact.
+
+    The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays. Otherwise it
+    is CHOOSING_PROTOCOL for verbs that choose rows, and DEFAULT_PROTOCOL for those that predict subsets.
     """
     if isinstance(protocol, ScoringProtocol):
         return protocol
@@ -203,44 +228,44 @@ def as_protocol(protocol: ScoringProtocol | Path | str | None, artifact: Artifac
         return load_protocol(protocol)
     if artifact.feature_settings.get("rule") == "paper":
         paper: ScoringProtocol = geometry().PAPER
-        if set(paper.arrays) <= set(artifact.array_names):  # settings may name other kernels
+        if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    return DEFAULT_PROTOCOL
+    return CHOOSING_PROTOCOL if choosing else DEFAULT_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
-    """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
+    """Read a protocol from a YAML or JSON file; the message of an error lists every problem."""
     try:
-        return protocol_from(read_yaml(Path(path)), f"protocol {path}")
+        return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
     except SettingsError as err:
         raise ProtocolError(str(err)) from err
 
 
-def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
-    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read.
+def parse_protocol(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
+    """Create a protocol from plain settings, an `InteractionProtocol` if any setting asks for interactions.
 
-    Kernels and settings may have the names of version 0.2.
+    Kernels and settings may have their names of version 0.2.
     """
     settings = _with_present_names(settings)
     if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
-        read_by: type[ScoringProtocol] = geometry().protocol_type
-        return validated(read_by, settings, where, ProtocolError)
-    left = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
-    return validated(ScoringProtocol, left, where, ProtocolError)
+        protocol_type: type[ScoringProtocol] = geometry().protocol_type
+        return validated(protocol_type, settings, where, ProtocolError)
+    additive = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
+    return validated(ScoringProtocol, additive, where, ProtocolError)
 
 
 def _with_present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     new = {"match": RENAMED_KERNELS, "requires": RENAMED_SETTINGS}
     return {
-        field: {new[field].get(name, name): value for name, value in found.items()}
-        if field in new and isinstance(found, Mapping)
-        else found
-        for field, found in settings.items()
+        field: {new[field].get(name, name): value for name, value in setting.items()}
+        if field in new and isinstance(setting, Mapping)
+        else setting
+        for field, setting in settings.items()
     }
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
-    """Write a protocol so that `load_protocol` gives it back: YAML, or JSON by its name; it appears only when whole."""
+    """Write a protocol atomically, as JSON if the name ends in .json and as YAML otherwise."""
     target = Path(path)
     if target.suffix != ".json":
         write_yaml(protocol.model_dump(mode="json"), target)
@@ -250,5 +275,5 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
 
 
 def geometry() -> ModuleType:
-    """The room beside the road, opened when a protocol in which rows bear on one another asks for it."""
+    """Import the optional subpackage for interactions between rows; additive protocols never load it."""
     return import_module("grasp.geometry.geometry_entry")

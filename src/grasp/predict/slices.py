@@ -1,7 +1,9 @@
-"""The values of a label as slices that people look at: a few, named, each with the expression that selects it.
+"""Predicted effect of each value of a label.
 
-A label with too many values keeps the largest of them; the others share one slice, and how many they are is said. What
-each is worth is in `slice_effects`; `SliceFormula` is the predictor in one weight a slice.
+`label_slices` turns the values of a label into named slices with the expression that selects each; if there are too
+many values, the largest keep a slice of their own and the others share one. `slice_effects` predicts what dropping and
+doubling each slice changes, and `dropped_intervals` gives bootstrap intervals over units. `SliceFormula` holds the
+numbers from which the change can be computed for any slice weights.
 Shape letters: G slices, N rows, E units, T targets, R resamples.
 """
 
@@ -17,9 +19,9 @@ from numpy.typing import NDArray
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
-from grasp.corpus.labels import OWN_COLUMNS
+from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
-from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
@@ -33,31 +35,31 @@ DROPPED, DOUBLED = 0.0, 2.0  # weights
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """All rows that an expression selects."""
+    """The rows that an expression selects."""
 
-    name: str  # for people; no other slice of the label has it
-    expression: str  # what `grasp predict --drop` takes
+    name: str  # display name, unique among the slices of the label
+    expression: str  # in the syntax of `grasp predict --drop`
     rows: int
     tokens: int
 
 
 @dataclass(frozen=True)
 class LabelSlices:
-    """The slices of one label, largest first as far as they are single values; every row is in one of them."""
+    """The slices of one label, largest first; grouped values come last. Every row is in exactly one slice."""
 
     label: str
     slices: tuple[Slice, ...]
     codes_N: NDArray[np.int32]
-    n_grouped: int  # values that share the last slice; 0: every value has a slice of its own
+    n_grouped: int  # number of values that share the last slice; 0 if every value has its own
 
     @property
     def rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
-        """Rows of each slice."""
-        return np.array([one.rows for one in self.slices], dtype=np.int64)
+        """Number of rows of each slice."""
+        return np.array([part.rows for part in self.slices], dtype=np.int64)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.slices)
+        return tuple(part.name for part in self.slices)
 
     @functools.cached_property
     def each(self) -> Weights:
@@ -65,21 +67,22 @@ class LabelSlices:
         return Weights.from_slices(self.codes_N, len(self.slices))
 
     def weights(self, share_BG: NDArray[np.float64]) -> Weights:
-        """(B, N) weights of subsets that give every row of a slice the weight of the slice."""
+        """Return subsets (B, N) in which every row has the weight of its slice, from slice weights (B, G)."""
         return self.each.mixed(share_BG)
 
 
 def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices:
-    """Slices of one label.
+    """Split the corpus into slices by a label.
 
     Args:
-        most: slices at most; the values beyond the largest `most - 1` share one.
+        tokens_N: number of tokens of each row.
+        most: maximum number of slices; the values after the largest `most - 1` share one slice.
     Raises:
-        SubsetError: fewer than two values: nothing can be told apart by them.
+        SubsetError: the label has fewer than two values.
     """
     if len(column.values) < 2:
         raise SubsetError(
-            f"--by {column.name}: has the single value {column.values[0]!r}; expected a label with two values or more"
+            f"--by {column.name}: has the single value {column.values[0]!r}; expected a label with at least two values"
         )
     order = np.argsort(-column.counts, kind="stable").tolist()
     single = order if len(order) <= most else order[: most - 1]
@@ -105,11 +108,11 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
 
 
-def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
-    """Label columns that cut the corpus into 2 to `most` slices: text if there is any, else whole numbers and flags.
+def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
+    """Return up to MOST_LABELS label columns that have between 2 and `most` values.
 
-    A column with another value in every row tells none apart. Reads each no further than it takes to see that it has
-    more values.
+    Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
+    are all different is skipped. Reading a column stops as soon as it has more than `most` values.
     """
     most = min(most, source.n_rows - 1)
 
@@ -122,9 +125,13 @@ def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple
         return len(seen) >= 2
 
     schema = source.rows(np.empty(0, dtype=np.int64)).schema
-    own = [field for field in schema if field.name not in OWN_COLUMNS]
-    text = [field.name for field in own if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
-    other = [field.name for field in own if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)]
+    corpus_fields = [field for field in schema if field.name not in RESERVED_COLUMNS]
+    text = [
+        field.name for field in corpus_fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+    ]
+    other = [
+        field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
+    ]
     for names in (text, other):
         if chosen := tuple(itertools.islice(filter(cuts, names), MOST_LABELS)):
             return chosen
@@ -133,25 +140,25 @@ def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class SliceEffects:
-    """What every slice of one label is worth: (G, T) each, but for redundancy, which has no target."""
+    """Predicted effects of the slices of one label, (G, T) each; redundancy does not depend on the target."""
 
-    sums: SubsetSums  # of the slices
-    effect_GT: F64  # mean over the rows of the slice; helps or hurts: above or below the corpus average
-    dropped_GT: F64  # change against the whole corpus; nan where nothing would be left
-    doubled_GT: F64
-    redundancy_G: F64 | None  # cosine of the sketch sum to that of all other rows; None without sketches
+    sums: SubsetSums  # sums over the rows of each slice
+    effect_GT: F64  # mean effect of the rows; above 0: more helpful than the average row
+    dropped_GT: F64  # change if the slice is dropped; nan if no row would remain
+    doubled_GT: F64  # change if the slice is seen twice as often
+    redundancy_G: F64 | None  # cosine between the sketch sums of the slice and of all other rows; None without sketches
 
 
 def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
-    """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
+    """Predict the change for dropping and for doubling each slice. Cost: linear in the number of slices."""
     sums = predictor.sums(slices.each)
-    rows_G = sums.kept_B
+    rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
     halves, redundancy_G = [half for half in SIMILAR if half in sums.sketch], None
     if halves:
         slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
-        rest_GD = slice_GD.sum(axis=0) - slice_GD  # every row is in one slice
+        rest_GD = slice_GD.sum(axis=0) - slice_GD  # each row is in exactly one slice
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
         floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
         product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
@@ -168,25 +175,29 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
 def dropped_intervals(
     artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices
 ) -> tuple[F64, F64]:
-    """95 % interval of each slice's `dropped`, low and high, (G, T); nan where a target has a single unit.
+    """Compute 95 % bootstrap intervals of `dropped_GT` over the units of each target.
 
-    A target's units are a sample of what the target stands for, so units are what is resampled: a task's effect is a
-    mean over units, in a unit of measurement that stays fixed. An interval says how far a change would move with other
-    units of the same kind; it says nothing of how well predictions agree with retraining.
+    The units of a target are a sample of the task, so units are resampled: the effect of a task is a mean over units,
+    on a scale that stays fixed. The interval covers the choice of units; it does not cover the error of the prediction
+    relative to retraining.
 
-    Cost: one more pass over the relevance of every kernel; memory: slices x units.
+    Returns:
+        Lower and upper bounds, (G, T) each; nan for a target with a single unit.
+    Cost: one additional pass over the relevance of every kernel. Memory: slices x units.
     """
-    n_slices, rows_G = len(slices.slices), effects.sums.kept_B
+    n_slices, rows_G = len(slices.slices), effects.sums.n_retained_B
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    part_GE = np.zeros((n_slices, len(columns_E)))  # what each unit adds to the effect of its task, times its units
+    part_GE = np.zeros(
+        (n_slices, len(columns_E))
+    )  # contribution of each unit to its task's effect, times the units of the task
     for kernel, share_E in predictor.unit_shares.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
         (sum_GE,) = sums_over(blocks, [slices.each], len(columns_E))
         part_GE += sum_GE * share_E
-    if predictor.prior is not None:  # of the text's part nobody knows which question it owes what
+    if predictor.prior is not None:  # the text's part is not decomposed by question
         part_GE += np.repeat(predictor.text_sums(slices.each), predictor.units.counts_T, axis=1)
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
-    rest_GE = np.outer(rows_G, mean_E) - part_GE  # all other rows, counted from the mean
+    rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
     bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
@@ -199,14 +210,14 @@ def dropped_intervals(
 
 
 def cosines(slices: SubsetSums) -> F64 | None:
-    """(G, G) cosine of the slices' sketch sums, the mean sketch of the corpus taken off every row first.
+    """Return cosines (G, G) between the sketch sums of slices, after subtracting the corpus mean from every row.
 
-    nan where a sum is zero; the diagonal is 1. None without sketches.
+    nan if a sum is zero; the diagonal is 1. None if the predictor has no sketches.
     """
     halves = [half for half in SIMILAR if half in slices.sketch]
     if not halves:
         return None
-    rows_G = slices.kept_B
+    rows_G = slices.n_retained_B
     grams = (slices.sketch[half] @ slices.sketch[half].T for half in halves)
     gram_GG = functools.reduce(operator.add, grams)
     shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()
@@ -220,17 +231,18 @@ def cosines(slices: SubsetSums) -> F64 | None:
 
 @dataclass(frozen=True, slots=True)
 class SliceFormula:
-    """The predictor as a formula in one weight a slice: numbers that a page can compute with by itself.
+    """The predicted change as a closed formula of slice weights, for evaluation outside of Python (HTML report).
 
-    Give every row of slice g the weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
-    rows and e_g the sum of the effects of a slice, K the rows with a weight above 0, the change against the corpus is
+    Every row of slice g has weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
+    number of rows and e_g the sum of effects of slice g, and K the number of rows with a positive weight, the change
+    relative to the corpus is
 
         (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
 
-    Keeping each row with the weight f_g gives what a random part f_g of the slice gives on average.
+    Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     Source: eq:method-additive.
     """
 
     rows_G: F64
     effect_GT: F64
-    exposure: Exposure
+    exposure: RepetitionLaw

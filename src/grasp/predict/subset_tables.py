@@ -1,7 +1,8 @@
-"""Long-form subset tables: `[subset_id, ]row_id[, weight]`, one line a retained row; without names all are one subset.
+"""Read and write subset tables in long form: `[subset_id, ]row_id[, weight]`, one line per retained row.
 
-DuckDB joins row names to positions and puts the lines in order out of core, so neither the table nor the
-names of the rows are ever whole in memory. Everything is checked before the first block comes out.
+Start with `read_subsets` and `write_subsets`. A table without `subset_id` is a single subset. DuckDB joins row names
+to positions and sorts the lines out of core, so neither the table nor the row names are held in memory as a whole. The
+whole table is validated before the first block is returned.
 """
 
 import difflib
@@ -29,11 +30,11 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.checksummed_parquet import SealedWriter, sealed_batches
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed_batches
 from grasp.store.contents import readable, readable_table
 
-ONE_SUBSET = "subset"  # name of the only subset of a table that names none
-CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write
+DEFAULT_SUBSET_ID = "subset"  # name of the subset of a table without subset_id
+CORPUS = "corpus"  # metadata key of the corpus fingerprint
 EXPECTED = "Parquet with columns row_id[, subset_id, weight]"
 MEMORY_LIMIT = "512MB"
 BATCH = 1 << 16
@@ -46,14 +47,14 @@ ENTRY_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Where each `row_id` stands in the corpus, read afresh in batches each time it is needed."""
+    """The position of each `row_id` in the corpus, read in batches every time it is used."""
 
     n_rows: int
     names: Callable[[], Iterator[pa.Array]]
 
     @classmethod
     def from_parquet(cls, path: Path | str) -> "RowIndex":
-        """Index over the `row_id` column of a rows.parquet."""
+        """Index the `row_id` column of a rows.parquet."""
         with pq.ParquetFile(path) as file:
             n_rows = int(file.metadata.num_rows)
 
@@ -66,11 +67,11 @@ class RowIndex:
 
     @classmethod
     def from_ids(cls, row_ids: Sequence[str]) -> "RowIndex":
-        """Index over names that are in memory already."""
+        """Index names that are in memory."""
         return cls(len(row_ids), lambda: iter([pa.array(row_ids, pa.string())]))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Batches of (row_id, row_index)."""
+        """Yield batches of (row_id, row_index)."""
         start = 0
         for row_ids in self.names():
             yield pa.record_batch(
@@ -79,7 +80,7 @@ class RowIndex:
             start += len(row_ids)
 
     def ids(self) -> pa.ChunkedArray:
-        """All names, in row order: some 30 bytes a row."""
+        """Return all names in row order; about 30 bytes per row."""
         return pa.chunked_array(list(self.names()), pa.string())
 
 
@@ -94,26 +95,24 @@ def read_subsets(
     """Read a long table of subsets in blocks, subsets in order of first appearance.
 
     Args:
-        source: Parquet file, or the table itself.
-        side: what the table names. The rows of an `omitted` table are taken out of the corpus; what is
-            left is the subset, and weights make no sense there.
-        corpus: fingerprint of the corpus that is asked about; None: whichever the table was made from.
+        source: Parquet file or table.
+        side: side that the table lists. The rows of an `omitted` table are removed from the corpus and the rest is
+            the subset; such a table has no weights.
+        corpus: expected corpus fingerprint; None accepts a table of any corpus.
     Raises:
         SubsetError: not Parquet, made from another corpus, missing columns, no lines, unknown rows, a row twice in one
-            subset, a subset without rows, weights out of range, or all 0. The message names subset and
+            subset, a subset without rows, or weights that are out of range or all 0. The message names subset and
             rows.
     """
     source = source if isinstance(source, pa.Table) else Path(source)
     where = "subsets" if isinstance(source, pa.Table) else str(source)
     names = _checked_columns(source, where, corpus)
     if side == "omitted" and "weight" in names:
-        raise SubsetError(
-            f"{where}: names omitted rows with a column 'weight'; omitted rows have none, drop the column"
-        )
-    kept = _subsets(source, where, names, row_index_of)
+        raise SubsetError(f"{where}: has a column 'weight', which omitted rows cannot have; drop the column")
+    subsets = _subsets(source, where, names, row_index_of)
     if side == "omitted":
-        return in_blocks((MissingRows(item.subset_id, item.row_index) for item in kept), row_index_of.n_rows, block)
-    return in_blocks(kept, row_index_of.n_rows, block)
+        return in_blocks((MissingRows(item.subset_id, item.row_index) for item in subsets), row_index_of.n_rows, block)
+    return in_blocks(subsets, row_index_of.n_rows, block)
 
 
 def write_subsets(
@@ -125,13 +124,13 @@ def write_subsets(
     corpus: str = "",
     compression_level: int | None = None,
 ) -> None:
-    """Write long-form Parquet, with weights and a corpus' fingerprint if given; the file appears only when whole."""
+    """Write subsets as long-form Parquet, atomically; optionally with weights and the corpus fingerprint."""
     row_ids = row_index_of.ids()
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
     with (
         written_aside(Path(path)) as part,
-        SealedWriter(part, schema, compression_level=compression_level) as writer,
+        ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN
@@ -145,7 +144,7 @@ def write_subsets(
 
 
 def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) -> list[str]:
-    """Columns of a table; refuses what is not one of subsets, or one of another corpus."""
+    """Return the column names; raise SubsetError if it is not a subset table, or of another corpus."""
     if isinstance(source, pa.Table):
         schema = source.schema
     else:
@@ -154,7 +153,7 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
     names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
     if corpus and made_from and made_from != corpus:
         raise SubsetError(
-            f"{where}: was made from another artifact: corpus {made_from!r}, here {corpus!r}; make it from this one"
+            f"{where}: was made from corpus {made_from!r}, the artifact has {corpus!r}; create it from this artifact"
         )
     if "row_id" not in names:
         raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
@@ -169,42 +168,42 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
 
 
 def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """The lines of a table, in batches of ENTRY_SCHEMA."""
+    """Yield the lines of a table in batches of ENTRY_SCHEMA."""
     columns = [name for name in ("subset_id", "row_id", "weight") if name in names]
     start = 0
     with readable_table(where, SubsetError, EXPECTED):
         if isinstance(source, pa.Table):
             batches = iter(source.select(columns).to_batches(max_chunksize=BATCH))
         else:
-            batches = sealed_batches(source, columns)
+            batches = read_checksummed_batches(source, columns)
         for batch in batches:
             n = batch.num_rows
-            batch.validate(full=True)  # names that are no text would stop DuckDB
+            batch.validate(full=True)  # invalid UTF-8 would abort DuckDB
             weight = batch.column("weight").cast(pa.float64()) if "weight" in names else pa.array(np.ones(n))
             row_ids = batch.column("row_id").cast(pa.string())
             subset_ids = batch.column("subset_id").cast(pa.string()) if "subset_id" in names else None
-            subset_ids = pa.repeat(ONE_SUBSET, n) if subset_ids is None else subset_ids
+            subset_ids = pa.repeat(DEFAULT_SUBSET_ID, n) if subset_ids is None else subset_ids
             entry = pa.array(np.arange(start, start + n), pa.int64())
             yield pa.record_batch([subset_ids, row_ids, weight, entry], schema=ENTRY_SCHEMA)
             start += n
 
 
 def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIndex) -> Iterator[WeightedRows]:
-    """Subsets in order of first appearance, their rows ascending; only one subset is held at a time."""
+    """Yield subsets in order of first appearance with ascending rows, with one subset in memory at a time."""
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
         for table, schema, batches in (
             ("entry", ENTRY_SCHEMA, _entries(source, where, names)),
             ("name", ID_SCHEMA, index.batches()),
-        ):  # one batch at a time: a stream that fails inside DuckDB loses its own error
+        ):  # insert batch by batch: DuckDB would hide the exception of a failing stream
             db.register("batch", schema.empty_table())
             db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
             for batch in batches:
                 db.register("batch", pa.Table.from_batches([batch]))
                 db.execute(f"INSERT INTO {table} SELECT * FROM batch")
             db.unregister("batch")
-        # `line`, one a named row; row_index NULL if unknown; `subset`, one a subset
+        # `line`: one per named row, row_index NULL if unknown; `subset`: one per subset
         db.execute(
             "CREATE TABLE line AS SELECT e.subset_id, e.row_id, n.row_index, e.weight, e.entry "
             "FROM entry e LEFT JOIN name n ON e.row_id = n.row_id"
@@ -243,7 +242,7 @@ def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIn
 
 
 def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
-    """Every mistake of the lines, so that all are in one message."""
+    """Yield every problem of the lines, so that one message reports all of them."""
 
     def first(query: str) -> list[tuple[Any, ...]]:
         return db.execute(f"{query} LIMIT {EXAMPLES}").fetchall()
@@ -275,7 +274,7 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     )
     if twice:
         named = [f"{subset_id}: {row_id}" for subset_id, row_id in twice]
-        yield f"rows named twice in one subset: {named}; name a row once, or give it a weight"
+        yield f"rows named twice in one subset: {named}; name a row once, or set its weight"
     bad = first(
         "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
         f"{LEAST_WEIGHT!r} AND {MOST_WEIGHT!r}) ORDER BY entry"
@@ -284,6 +283,6 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     if bad:
         yield f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
     elif zero:
-        yield f"subsets {[row[0] for row in zero]} have weights that sum to 0; one must be positive"
+        yield f"subsets {[row[0] for row in zero]} have weights that sum to 0; at least one must be positive"
     if not first("SELECT subset_id FROM subset"):
         yield "has no lines; expected at least one subset with one row"

@@ -1,8 +1,8 @@
-"""The sum of gathered rows by torch; the only module of the room that loads it.
+"""Weighted sums of gathered rows with torch; the only module of the package that imports torch.
 
-Reading rows is the limit, and embedding_bag reads them at least twice as fast as scipy (`benchmarks/sweep.py`). Long
-subsets are cut into pieces that are added up in float64: a float32 sum of n numbers loses up to sqrt(n) of its last
-digits.
+Memory bandwidth is the limit, and `embedding_bag` reads rows at least twice as fast as scipy (`benchmarks/sweep.py`).
+Long subsets are split into pieces whose sums are added in float64, because the rounding error of a float32 sum of n
+numbers grows with sqrt(n).
 Shape letters: B subsets, N rows, C value columns, P pieces.
 """
 
@@ -19,13 +19,16 @@ PIECE = 128
 
 
 def sums(values_NC: NDArray[Any], rows_BN: csr_array) -> F64:
-    """(B, C) sum_i w_i x_i of one block, within 2e-6 of sum_i |w_i x_i|: float32 within PIECE rows, float64 across."""
+    """Return sum_i w_i x_i of each subset, (B, C), with an error of at most 2e-6 sum_i |w_i x_i|.
+
+    Sums are float32 within pieces of PIECE rows and float64 across pieces.
+    """
     if not rows_BN.shape[0]:
         return np.empty((0, values_NC.shape[1]))
     start_P, first_B = _pieces(rows_BN.indptr)
     plain = bool(np.all(rows_BN.data == 1.0))
     pieces_PC = torch.nn.functional.embedding_bag(
-        torch.from_numpy(rows_BN.indices),  # int32 or int64, as scipy chose for both
+        torch.from_numpy(rows_BN.indices),  # int32 or int64, the same dtype as indptr in scipy
         torch.from_numpy(np.ascontiguousarray(values_NC, dtype=np.float32)),
         torch.from_numpy(start_P),
         mode="sum",
@@ -36,9 +39,9 @@ def sums(values_NC: NDArray[Any], rows_BN: csr_array) -> F64:
 
 
 def _pieces(indptr: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Where pieces of at most PIECE entries begin (and the last ends), and the first piece of each subset.
+    """Return the start of each piece of at most PIECE entries (plus the end), and the first piece of each subset.
 
-    A subset without entries has one empty piece.
+    A subset without entries gets one empty piece.
     """
     length_B = np.diff(indptr)
     count_B = np.maximum(-(-length_B // PIECE), 1)

@@ -1,13 +1,13 @@
-"""Which rows does a subset keep, how much does each count, and what do they add up to?
+"""Row weights of subsets, and weighted sums of row values over subsets.
 
-A block of subsets is one matrix of subsets x rows, which is never dense:
+A block of B subsets is a (B, N) matrix of weights that is never stored densely:
 
     w = base + mix @ rows
 
-`rows` is sparse, a subset a line, or packed bits where subsets keep a good part of a large corpus. A `base` of 1 names
-subsets by what they leave out; a `mix` gives every row of a slice the weight of the slice, whatever N. All that a
-prediction needs are sums over rows, W @ X: one loop over blocks of rows, `sums_over`, whether values are in memory or
-arrive. Only the rows that are named are read where they are few and in memory (`RowSums`).
+`rows` is a sparse matrix with one line per subset, or packed bits for subsets that retain a large part of a large
+corpus. `base` = 1 represents subsets by the rows that they omit; `mix` gives all rows of a slice the same weight, so
+that the cost does not depend on N. Start with `in_blocks`, which groups single subsets into blocks, and `RowSums`,
+which computes W @ X. All predictions depend on the rows only through such sums.
 Shape letters: B subsets, N rows of the corpus, n rows of one block, G lines of `rows` (slices, or the subsets
 themselves), C value columns.
 """
@@ -30,24 +30,24 @@ Side = Literal["retained", "omitted"]
 
 # Entries of one block: 12 bytes each, so a block stays under half a gigabyte however large its subsets are.
 MAX_BLOCK_ENTRIES = 1 << 25
-# Sums of weights, of their squares and what they are divided by stay far from the ends of float64.
+# With weights in this range, sums of weights and of their squares neither overflow nor underflow in float64.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
 WEIGHT_RANGE = f"weights are 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
-# 256 subsets of more rows than this would not fit in one block as entries: such a subset is kept as bits, or, where
-# less than OMITTED_SHARE of the corpus is missing, by what is missing.
+# 256 subsets of more rows than this would not fit in one block as entries: such a subset is stored as packed bits, or,
+# if less than OMITTED_SHARE of the corpus is omitted, by its omitted rows.
 PACKED_ROWS = 1 << 17
 PACKED_SHARE = 1 / 16
 OMITTED_SHARE = 1 / 16
 
-# Arrays up to this size are held in memory over all blocks of subsets; larger ones are read again for each.
+# Arrays up to this size stay in memory for all blocks of subsets; larger ones are read again for each block.
 HELD_BYTES = 256 << 20
-# Numbers that are worked on at once: what is made of them fits the cache, and memory that is used again and again.
+# Numbers processed at once, so that intermediate arrays fit the CPU cache.
 BLOCK_NUMBERS = 1 << 16
-# Multiply-adds of one block of subsets from which torch is the faster way.
+# Multiply-adds of one block of subsets above which torch is faster than scipy.
 LARGE = 50_000_000
-# Multiply-adds of all blocks from which loading torch, some seconds, is repaid as well.
+# Total multiply-adds above which the seconds needed to import torch are repaid.
 REPAID = 3_000_000_000
-# Rows of masks that are unpacked and multiplied at once.
+# Rows of packed masks that are unpacked and multiplied at once.
 MASK_ROWS = 4096
 
 _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
@@ -55,7 +55,7 @@ _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 @dataclass(frozen=True, slots=True)
 class PackedMasks:
-    """Weights 0 and 1, eight rows a byte, first row in the highest bit; (G, ceil(N / 8)) uint8."""
+    """Weights 0 and 1 as bits, (G, ceil(N / 8)) uint8; the first row is the highest bit."""
 
     bits_GN: NDArray[np.uint8]
     n_rows: int
@@ -65,7 +65,7 @@ class PackedMasks:
         return len(self.bits_GN), self.n_rows
 
     def columns(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """(G, stop - start) zeros and ones of some rows."""
+        """Unpack the rows from `start` to `stop`, (G, stop - start) zeros and ones."""
         first = start // 8
         part = np.unpackbits(self.bits_GN[:, first : -(-stop // 8)], axis=1)
         return part[:, start - 8 * first : stop - 8 * first]
@@ -76,10 +76,11 @@ class Weights:
     """Weights w_i >= 0 of the retained side, (B, N).
 
     Attributes:
-        rows: entries named twice are added up, as scipy has it; bits go without `base` and `mix`.
-        mix: None: `rows` are the subsets. Else every row of the corpus is in one line of `rows`, with the entry 1, and
-            there is no `base`.
-        base: 0, or 1: what a row counts that has no entry.
+        rows: sparse matrix or packed bits; duplicate entries are added up, as in scipy. Packed bits exclude `base`
+            and `mix`.
+        mix: slice weights, (B, G). Then `rows` assigns every row of the corpus to one slice with entry 1, and `base`
+            is 0. None: the lines of `rows` are the subsets.
+        base: weight of a row without an entry, 0 or 1.
     """
 
     rows: csr_array | csc_array | PackedMasks
@@ -89,43 +90,46 @@ class Weights:
     def __post_init__(self) -> None:
         rows = self.rows
         if isinstance(rows, csr_array) and not (rows.has_canonical_format and rows.data.all()):
-            rows = rows.copy()  # one entry for a row, and none for 0
+            rows = rows.copy()  # canonical form: one entry per row, no stored zeros
             rows.sum_duplicates()
             rows.eliminate_zeros()
             object.__setattr__(self, "rows", rows)
 
     @classmethod
     def from_slices(cls, codes_N: NDArray[np.integer], n_slices: int) -> Self:
-        """The slices as subsets, from the slice of each row; `mixed` gives others of the same slices."""
+        """Return the slices as G subsets, from the slice code of each row; see `mixed` for subsets of these slices."""
         n_rows = len(codes_N)
         one_each = np.ones(n_rows), codes_N, np.arange(n_rows + 1)
         return cls(csc_array(one_each, shape=(n_slices, n_rows)), np.eye(n_slices))
 
     def mixed(self, share_BG: Any) -> Self:
-        """Subsets that give every row of a slice the weight of the slice."""
+        """Return subsets in which every row has the weight of its slice, from slice weights (B, G)."""
         return replace(self, mix=np.asarray(share_BG, dtype=np.float64))
 
     @property
     def shape(self) -> tuple[int, int]:
         return (self.rows.shape[0] if self.mix is None else len(self.mix)), self.rows.shape[1]
 
-    def mapped(self, function: Callable[..., Any], *given_B: F64) -> Self:
-        """function(w, what is given of the subset) in place of w; 0 stays 0, and where `base` is 1, 1 stays 1."""
+    def mapped(self, function: Callable[..., Any], *per_subset_B: F64) -> Self:
+        """Apply a function to the weights: function(w, *values of the subset).
+
+        The function must map 0 to 0 and, if `base` is 1, also 1 to 1, because rows without an entry are not changed.
+        """
         if isinstance(self.rows, PackedMasks):
             return self
         if self.mix is not None:
-            return replace(self, mix=function(self.mix, *(value_B[:, None] for value_B in given_B)))
+            return replace(self, mix=function(self.mix, *(value_B[:, None] for value_B in per_subset_B)))
         lines = self.rows.tocsr()
-        of_entries = (np.repeat(value_B, np.diff(lines.indptr)) for value_B in given_B)
+        of_entries = (np.repeat(value_B, np.diff(lines.indptr)) for value_B in per_subset_B)
         values = function(self.base + lines.data, *of_entries) - self.base
         return replace(self, rows=csr_array((values, lines.indices, lines.indptr), lines.shape))
 
     def total(self, function: Callable[[F64], F64]) -> F64:
-        """Sum of function(w_i) over the rows of the corpus, (B,)."""
+        """Return the sum of function(w_i) over all rows of the corpus, (B,)."""
         n_rows, outside = self.shape[1], function(np.asarray(self.base))
         if isinstance(self.rows, PackedMasks):
-            kept_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.rows.bits_GN], dtype=np.float64)
-            return np.asarray(outside * (n_rows - kept_B) + function(np.asarray(1.0)) * kept_B)
+            n_ones_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.rows.bits_GN], dtype=np.float64)
+            return np.asarray(outside * (n_rows - n_ones_B) + function(np.asarray(1.0)) * n_ones_B)
         if self.mix is not None:
             return np.asarray(function(self.mix) @ self.rows.sum(axis=1))
         lines = self.rows.tocsr()
@@ -134,26 +138,26 @@ class Weights:
 
     @property
     def sums(self) -> F64:
-        """Sum of w_i, (B,)."""
+        """Sum of the weights of each subset, (B,)."""
         return self.total(lambda weight: weight)
 
     @property
     def sizes(self) -> I64:
-        """Rows with a weight above zero, (B,)."""
+        """Number of rows with a positive weight, (B,)."""
         return self.total(np.sign).astype(np.int64)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all weights are 0 or 1, so that they are their own squares."""
+    def is_binary(self) -> bool:
+        """Whether all weights are 0 or 1 (then w = w^2)."""
         if isinstance(self.rows, PackedMasks):
             return True
         return bool(np.isin(self.base + self.rows.data if self.mix is None else self.mix, (0.0, 1.0)).all())
 
     def csr(self) -> csr_array:
-        """The (B, N) matrix without stored zeros, for who needs it whole; 12 bytes an entry."""
+        """Return the (B, N) matrix in CSR format without stored zeros; 12 bytes per entry."""
         if isinstance(self.rows, csr_array) and self.mix is None and not self.base:
             return self.rows
-        found, values = [], []
+        columns, values = [], []
         for b in range(self.shape[0]):
             if isinstance(self.rows, PackedMasks):
                 weight_N = np.unpackbits(self.rows.bits_GN[b], count=self.shape[1]).astype(np.float64)
@@ -161,10 +165,10 @@ class Weights:
                 weight_N = self.rows.T @ self.mix[b]
             else:
                 weight_N = self.base + self.rows[[b]].toarray()[0]
-            found.append(np.flatnonzero(weight_N))
-            values.append(weight_N[found[-1]])
-        indptr = np.concatenate([[0], np.cumsum([len(row) for row in found])])
-        return csr_array((np.concatenate(values), np.concatenate(found), indptr), shape=self.shape)
+            columns.append(np.flatnonzero(weight_N))
+            values.append(weight_N[columns[-1]])
+        indptr = np.concatenate([[0], np.cumsum([len(row) for row in columns])])
+        return csr_array((np.concatenate(values), np.concatenate(columns), indptr), shape=self.shape)
 
 
 # ------------------------------------------------------------------------------------------------- blocks of subsets
@@ -172,7 +176,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class SubsetBlock:
-    """B subsets of a corpus of N rows by name, always the RETAINED side: each has a positive sum of weights."""
+    """B named subsets of a corpus of N rows, always the RETAINED side; each has a positive sum of weights."""
 
     subset_ids: tuple[str, ...]
     weights: Weights
@@ -183,23 +187,23 @@ class SubsetBlock:
 
     @property
     def weights_BN(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """(B, N) float64 without stored zeros; made anew at every use where the block has another form."""
+        """(B, N) float64 without stored zeros; converted on every access if the block is stored in another form."""
         return self.weights.csr()
 
     @property
     def sizes_B(self) -> I64:  # noqa: N802 - a shape suffix
-        """Rows with a weight above zero, per subset."""
+        """Number of rows with a positive weight of each subset."""
         return self.weights.sizes
 
     @property
     def n_rows(self) -> int:
-        """N, the rows of the corpus."""
+        """Number of rows of the corpus, N."""
         return int(self.weights.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedRows:
-    """One subset: its name, the rows it retains (ascending) and their weights (None: all 1)."""
+    """One subset: its name, its retained rows in ascending order, and their weights (None: all 1)."""
 
     subset_id: str
     row_index: I64
@@ -208,22 +212,22 @@ class WeightedRows:
 
 @dataclass(frozen=True, slots=True)
 class MissingRows:
-    """One subset named by the rows that it leaves out (ascending); all others have the weight 1."""
+    """One subset given by its omitted rows in ascending order; all other rows have weight 1."""
 
     subset_id: str
     row_index: I64
 
 
 def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block: int = 256) -> Iterator[SubsetBlock]:
-    """Group single subsets, in their order, into blocks of one form each.
+    """Group single subsets, in order, into blocks; all subsets of a block have the same storage form.
 
-    A block has at most `block` subsets and takes the memory of MAX_BLOCK_ENTRIES entries.
+    A block has at most `block` subsets and at most the memory of MAX_BLOCK_ENTRIES entries.
 
     Raises:
-        SubsetError: a subset without rows, or weights that are not finite, negative, or all zero.
+        SubsetError: a subset without rows, or weights that are not finite, are negative, or are all zero.
     """
     if block < 1:
-        raise SubsetError(f"block: got {block}, expected at least 1 subset in a block")
+        raise SubsetError(f"block: got {block}, expected at least 1 subset per block")
     names: list[str] = []
     pending: list[_Compact] = []
     entries = 0
@@ -250,17 +254,17 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
         yield stacked()
 
 
-def one_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
-    """A block of the one subset that `mask_N` retains; an empty mask is refused."""
-    kept = WeightedRows(subset_id, np.flatnonzero(mask_N), weights)
-    return next(in_blocks([kept], len(mask_N), 1))
+def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
+    """Return a block with the single subset that `mask_N` retains; raise SubsetError if the mask is empty."""
+    subset = WeightedRows(subset_id, np.flatnonzero(mask_N), weights)
+    return next(in_blocks([subset], len(mask_N), 1))
 
 
-_Compact = tuple[float | None, NDArray[Any], F64]  # `base`, rows and entries; or no base, bits and no entries
+_Compact = tuple[float | None, NDArray[Any], F64]  # (base, rows, entries); packed bits: (None, bits, no entries)
 
 
 def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
-    """The subset in the form that its share of the corpus suggests."""
+    """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
     where, few = f"subset {item.subset_id!r}", n_rows * OMITTED_SHARE
     rows, weights = item.row_index, None
     if isinstance(item, WeightedRows):
@@ -270,7 +274,7 @@ def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
     else:
         rows = np.flatnonzero(~mask_of(rows, n_rows))
     if len(rows) == 0:
-        raise SubsetError(f"{where}: names no rows; a subset retains at least one")
+        raise SubsetError(f"{where}: has no rows; expected at least one")
     if weights is None:
         if len(rows) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
             return 0.0, rows, np.ones(len(rows))
@@ -281,26 +285,28 @@ def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
         return None, np.packbits(mask_N), np.empty(0)
     weights = np.asarray(weights, dtype=np.float64)
     if weights.shape != rows.shape:
-        raise ShapeError(f"{where}: {weights.shape} weights for {rows.shape} rows; one a row")
+        raise ShapeError(f"{where}: {weights.shape} weights for {rows.shape} rows; expected one per row")
     bad = np.flatnonzero(~((weights == 0) | ((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))))
     if bad.size:
         first = f"row {int(rows[bad[0]])} has weight {float(weights[bad[0]])!r}"
         raise SubsetError(f"{where}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     if weights.sum() <= 0:
-        raise SubsetError(f"{where}: its weights sum to 0; at least one must be positive")
+        raise SubsetError(f"{where}: weights sum to 0; at least one must be positive")
     return 0.0, rows, weights
 
 
 def mask_of(row_index: I64, n_rows: int) -> Bool:
-    """Which of all rows are among some, (N,)."""
+    """Return the boolean mask (N,) of the given row positions."""
     mask_N = np.zeros(n_rows, dtype=np.bool_)
     mask_N[row_index] = True
     return mask_N
 
 
 def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64]:
-    """Rows slice by slice, (N,), and how many each slice has, (G,)."""
-    short_N = codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N  # numpy counts 16 bits, and sorts 32
+    """Return row positions sorted by slice, (N,), and the number of rows of each slice, (G,)."""
+    short_N = (
+        codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N
+    )  # numpy sorts 16-bit integers by radix sort, larger ones by timsort
     return np.argsort(short_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
 
 
@@ -308,10 +314,10 @@ def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64]:
 
 
 class RowSums:
-    """Numbers of every row that are summed over subsets; held in memory where they fit HELD_BYTES.
+    """Weighted sums of row values (N, C) over subsets; values of up to HELD_BYTES are held in memory.
 
-    Results are float64; where rows are added up in float32 (by torch, and masks) it is a few thousand of them at most:
-    within 2e-6 of sum_i |w_i x_i| by torch, 3e-5 of masks, whether the values are held or not.
+    Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
+    2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are held in memory.
     """
 
     def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int, *, held_NC: F32 | None = None) -> None:
@@ -320,18 +326,18 @@ class RowSums:
             held_NC = np.empty((n_rows, width), dtype=np.float32)
             for start, block in blocks():
                 held_NC[start : start + len(block)] = block
-        self.held_NC = held_NC  # the values themselves, where they are in memory
-        self._gathered = 0  # multiply-adds of entries so far
-        self._slices: Any = None  # whose sums are at hand
+        self.held_NC = held_NC  # the values, if they are held in memory
+        self._gathered = 0  # multiply-adds of sparse entries so far
+        self._slices: Any = None  # the slices that `_sums_GC` belongs to
         self._sums_GC: F64 = np.empty((0, 0))
 
     @classmethod
     def over(cls, values_NC: F32) -> "RowSums":
-        """Sums over values that are in memory already."""
+        """Create from values that are in memory."""
         return cls(lambda: iter([(0, values_NC)]), *values_NC.shape, held_NC=values_NC)
 
     def blocks(self) -> Blocks:
-        """The values that are summed, by blocks of rows from first to last."""
+        """Yield (first row, values) in blocks of rows, in row order."""
         if self.held_NC is None:
             yield from self._blocks()
             return
@@ -340,7 +346,7 @@ class RowSums:
             yield start, self.held_NC[start : start + rows]
 
     def dot(self, vector_C: F64) -> F64:
-        """<x_i, vector> of every row, (N,); a block at a time, so that nothing as large as the values is made."""
+        """Return <x_i, vector> of every row, (N,), block by block, without a float64 copy of all values."""
         return np.concatenate([np.asarray(block @ vector_C, dtype=np.float64) for _, block in self.blocks()])
 
     @cached_property
@@ -349,11 +355,11 @@ class RowSums:
         return np.asarray(self.held_NC.sum(axis=0, dtype=np.float64))
 
     def sums(self, weights: Weights) -> F64:
-        """(B, C) for one block of subsets."""
+        """Return W @ X, (B, C) float64, for one block of subsets."""
         rows, values_NC = weights.rows, self.held_NC
         if rows.shape[1] != self.n_rows:
             raise ShapeError(f"sums: weights of shape {weights.shape} for values of {self.n_rows} rows")
-        if weights.mix is not None:  # sums of slices are kept for the next block: a union of them costs O(G), not O(N)
+        if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
             if self._slices is not rows:
                 (self._sums_GC,) = sums_over(self.blocks(), [Weights(rows)], self.width)
                 self._slices = rows
@@ -377,20 +383,24 @@ class RowSums:
 
 
 def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weights], width: int) -> list[F64]:
-    """W @ X for several blocks of subsets in one pass over values that arrive in blocks of rows; (B, C) float64 each.
+    """Return W @ X, (B, C) float64, for each of several blocks of subsets, in one pass over the values.
 
-    Masks are multiplied in float32, MASK_ROWS rows at most, and added up in float64: within 3e-5 of sum_i |x_i|. All
-    else is float64.
+    Args:
+        blocks: (first row, values) in row order.
+        width: number of value columns, C.
+
+    Packed masks are multiplied in float32, MASK_ROWS rows at a time, and added in float64, with an error of at most
+    3e-5 sum_i |x_i|. All other sums are float64.
     """
-    by_row = [one.rows if isinstance(one.rows, PackedMasks) else one.rows.tocsc() for one in subsets]
+    by_row = [weights.rows if isinstance(weights.rows, PackedMasks) else weights.rows.tocsc() for weights in subsets]
     sums = [np.zeros((rows_GN.shape[0], width)) for rows_GN in by_row]
     for start, values_nC in blocks:
         stop = start + len(values_nC)
         if any(stop > rows_GN.shape[1] for rows_GN in by_row):
             n_rows = by_row[0].shape[1]
-            raise ShapeError(f"sums: rows {start} to {stop} were given for a corpus of {n_rows} rows")
+            raise ShapeError(f"sums: rows {start} to {stop} are outside of the corpus of {n_rows} rows")
         wide_nC: F64 = np.asarray(values_nC, dtype=np.float64)
-        for k, (rows_GN, one) in enumerate(zip(by_row, subsets, strict=True)):
+        for k, (rows_GN, weights) in enumerate(zip(by_row, subsets, strict=True)):
             if isinstance(rows_GN, PackedMasks):
                 for first in range(start, stop, MASK_ROWS):
                     last = min(first + MASK_ROWS, stop)
@@ -398,11 +408,13 @@ def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weig
                     sums[k] += rows_GN.columns(first, last).astype(np.float32) @ values
             else:
                 sums[k] += rows_GN[:, start:stop] @ wide_nC
-            if one.base:
-                sums[k] += one.base * wide_nC.sum(axis=0)
-    return [sum_GC if one.mix is None else one.mix @ sum_GC for one, sum_GC in zip(subsets, sums, strict=True)]
+            if weights.base:
+                sums[k] += weights.base * wide_nC.sum(axis=0)
+    return [
+        sum_GC if weights.mix is None else weights.mix @ sum_GC for weights, sum_GC in zip(subsets, sums, strict=True)
+    ]
 
 
 def block_rows(width: int) -> int:
-    """Rows that are worked on at once."""
+    """Return the number of rows to process at once, for values of `width` columns."""
     return max(1, BLOCK_NUMBERS // max(1, width))

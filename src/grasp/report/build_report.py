@@ -8,11 +8,11 @@ from typing import Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 
@@ -25,7 +25,7 @@ def report(
     *,
     by: str | Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
+    runs: TrainingRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
@@ -55,7 +55,7 @@ def report(
     Raises:
         SettingsError: a file that is not of this artifact, or one that cannot be written.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
-        EnvironmentDataError: runs and artifact do not belong together.
+        RunsError: runs and artifact do not belong together.
         SubsetError: no such label, or one with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)
@@ -63,7 +63,7 @@ def report(
     for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
-    place, environment = Path(out), None if runs is None else runs_beside(artifact, runs)
+    place, environment = Path(out), None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     earlier: list[ArtifactReader] = [
@@ -90,7 +90,7 @@ def report(
     command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
     found = findings(
         artifact,
-        as_protocol(protocol, artifact),
+        resolve_protocol(protocol, artifact, choosing=True),
         target=targets,
         by=by,
         previous=earlier,

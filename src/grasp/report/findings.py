@@ -19,24 +19,24 @@ from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
     SliceFormula,
     cosines,
     dropped_intervals,
     label_slices,
-    sensible_labels,
     slice_effects,
+    suggest_labels,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
 from grasp.yaml_files import read_yaml, yaml_text
@@ -107,7 +107,7 @@ class Worth:
 class Findings:
     """All of it."""
 
-    environment: Environment | None = field(repr=False)
+    environment: TrainingRuns | None = field(repr=False)
     flags: Mapping[str, Any]  # that make the command line say what the page says
     command: str  # that makes the report again
     artifact_path: str
@@ -147,7 +147,7 @@ def findings(
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
     previous: Sequence[ArtifactReader] = (),
-    environment: Environment | None = None,
+    environment: TrainingRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
@@ -172,7 +172,7 @@ def findings(
     tokens_N = row_tokens(artifact)
     # nobody having asked by name, that of the mixture comes first, for the page opens on the first
     first = () if isinstance(mixed, Missing) else (mixed.label,)
-    names = tuple(by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
+    names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
     # how far predictions agree with retraining, and what runs say of changes: finished development ones, enough of them
     agreed: Agreement | Missing = NO_RUNS
@@ -186,7 +186,7 @@ def findings(
     elif environment is not None:
         try:
             nats = learn(predictor, artifact, environment)
-        except (ProtocolLeakError, EnvironmentDataError) as err:
+        except (ProtocolLeakError, RunsError) as err:
             nats = Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
     covering = nats if isinstance(nats, OutcomePredictor) and set(nats.columns) == set(targets) else None
 
@@ -244,7 +244,7 @@ def findings(
         settings=yaml_text(manifest.settings),
         unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
         plain_unit=predictor.unit,
-        scored_by=f"{predictor.scale}; {predictor.protocol.in_words}",
+        scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
         parts=parts,
         best_share=n_best / artifact.n_rows,
@@ -332,7 +332,7 @@ def _label(
         learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
     price: SliceFormula | Predictor = predictor
-    if not predictor.protocol.interacts:  # what rows do to one another is no sum over slices
-        price = SliceFormula(effects.sums.kept_B, effects.sums.effect_BT, predictor.exposure)
+    if predictor.protocol.interaction is Interaction.NONE:  # what rows do to one another is no sum over slices
+        price = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)

@@ -115,7 +115,7 @@ def render(found: Findings, live: str = "") -> str:
 @functools.cache
 def template() -> Any:
     """The page, everything that it is given escaped."""
-    world = jinja2.Environment(
+    world = jinja2.RetrainedRuns(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,

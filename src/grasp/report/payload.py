@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.predict.predictor import ANY_TEXT, REPEAT_WORTH
+from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH
 from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -103,7 +103,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     # what a change is computed with; where rows bear on one another, the changes themselves
     price = label.price
     if isinstance(price, SliceFormula):
-        law = {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
+        law = {"repeatWorth": REPEAT_WORTH, "anyText": NEW_ROW_VALUE}
         priced: dict[str, Any] = {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
     else:
         priced = {"priced": placed([{"change": _short(change_T)} for change_T in price.change(weights)])}

@@ -24,12 +24,12 @@ from grasp.build.modality import Pictured
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.predict.scoring_rule import as_protocol
+from grasp.predict.scoring_rule import resolve_protocol
 from grasp.report.findings import findings
 from grasp.report.page import render
 from grasp.results import Result
-from grasp.runs.alignment import runs_beside
-from grasp.runs.retrained import Environment
+from grasp.runs.alignment import bind_runs
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.select.select import select
 from grasp.signatures import declared, signed
@@ -64,7 +64,7 @@ class Ask:
     """An artifact, and its runs if there are any, that answers questions."""
 
     def __init__(
-        self, artifact: ArtifactReader, runs: Environment | RunTable | None = None, model: Path | str | None = None
+        self, artifact: ArtifactReader, runs: TrainingRuns | RunTable | None = None, model: Path | str | None = None
     ) -> None:
         self.artifact = artifact
         self._runs = runs
@@ -139,7 +139,7 @@ def serve(
     artifact: ArtifactReader,
     *,
     port: int = 8765,
-    runs: Environment | Path | str | None = None,
+    runs: TrainingRuns | Path | str | None = None,
     model: Path | str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
@@ -180,7 +180,7 @@ def serve(
 
 
 def serve_mcp(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> None:
     """Serve the verbs as tools of the Model Context Protocol over standard input and output, until these end.
 
@@ -189,7 +189,7 @@ def serve_mcp(
     """
     mcpserver = require("mcp.server.mcpserver", extra=EXTRA, feature="grasp serve --mcp")
     exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
-    ask = Ask(artifact, None if runs is None else runs_beside(artifact, runs), model)
+    ask = Ask(artifact, None if runs is None else bind_runs(artifact, runs), model)
     targets = ", ".join(f"{name} ({units} units)" for name, units in artifact.manifest.targets.items())
     labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
@@ -228,7 +228,7 @@ def _question(ask: Ask, verb: str, error: type[Exception] = GraspError) -> Calla
 
 
 def web(
-    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+    artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> "Starlette":
     """The application that `serve` runs: `/` the report, `/api/VERB` answers as JSON.
 
@@ -242,7 +242,7 @@ def web(
     from starlette.responses import HTMLResponse, PlainTextResponse, Response  # noqa: PLC0415
     from starlette.routing import Route  # noqa: PLC0415
 
-    environment = None if runs is None else runs_beside(artifact, runs)
+    environment = None if runs is None else bind_runs(artifact, runs)
     ask = Ask(artifact, environment, model)
 
     def own_site(endpoint: "Endpoint") -> "Endpoint":
@@ -257,9 +257,13 @@ def web(
 
     @functools.cache
     def page() -> str:
-        shown = environment if isinstance(environment, Environment) else None
         command = f"grasp serve {artifact.where}"
-        return render(findings(artifact, as_protocol(None, artifact), environment=shown, command=command), live="/api")
+        return render(
+            findings(
+                artifact, resolve_protocol(None, artifact, choosing=True), environment=environment, command=command
+            ),
+            live="/api",
+        )
 
     def report(request: "Request") -> "Response":
         try:

@@ -1,9 +1,8 @@
-"""Models trained on subsets of a corpus: the runs that `grasp.runs` reads and judges by.
+"""Train models on subsets of a corpus, and record their losses, which `grasp.runs` compares with predictions.
 
-In: subsets, a corpus, units and a recipe. Out: an environment, filled run by run. To be read in this order (the verb
-retrain is in `grasp.api`):
+    plan           validate and write recipe, tokenizer, rows, units and subsets before the first run
+    worker         train and score the runs, with any number of workers
+    train_command  runs that are trained by a command of the user
 
-    plan           recipe, tokenizer, rows, units and subsets, decided and written down before any run
-    worker         one run after the other, by any number of workers
-    train_command  runs that a command of the user's trains
+Start with `worker.retrain`. The public function is `grasp.retrain` in `grasp.api`.
 """

@@ -1,4 +1,7 @@
-"""The plan of a retraining: recipe, tokenizer, rows, units and subsets; checked and written down before any run."""
+"""Validate and write the plan of a retraining, i.e. recipe, tokenizer, rows, units and subsets, before the first run.
+
+Start with `prepare`.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +14,7 @@ import grasp
 from grasp.artifact.where import LabelColumn
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
+from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -22,9 +25,9 @@ from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import (
     ALL_SUFFIX,
     MARKER,
-    Environment,
-    EnvironmentInfo,
     FamilyInfo,
+    RetrainedRuns,
+    RetrainedRunsInfo,
     TargetInfo,
     is_environment,
 )
@@ -36,16 +39,22 @@ from grasp.text import json_text
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.yaml_files import over, validated, write_yaml
 
-PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
+PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
 SHARD_ROWS = 4096
-TRAINED_ON = "trained_on.json"  # beside a tokenizer that was trained on the corpus
-COMMAND_CONTEXT = 1024  # longest row and unit where a command trains and the settings say nothing
-TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches a small vocabulary nothing
-Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
+TRAINED_ON = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
+COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
+TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
+Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
 
 
-def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
-    """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
+def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns:
+    """Create or open the directory of a retraining: validate and write rows, units and subsets.
+
+    Only one process prepares a directory; others wait for it.
+
+    Raises:
+        GraspError: settings do not fit the corpus, the recipe, or what is already in the directory.
+    """
     recipe, command = resolved_recipe(settings), settings.train_command
     if command is not None:
         command_words(command)
@@ -55,7 +64,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             _train_tokenizer(settings, recipe, out, stage)
         tokenizer = tokenizer_of(settings, recipe, out)
         stage("rows")
-        # before the environment is begun nothing depends on the rows: those of another corpus make room
+        # Rows of another corpus may be replaced as long as no runs depend on them.
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
@@ -64,9 +73,9 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
-            raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+            raise RunsError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-        info = EnvironmentInfo(
+        info = RetrainedRunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
@@ -96,41 +105,41 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             },
         )
         rows = row_names(store)
-        environment = Environment.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        environment = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return environment
 
 
-# ------------------------------------------------------------------------------------- what is trained on
+# ------------------------------------------------------------------------------------- recipe and tokenizer
 
 
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    """The recipe with its overrides; of a command only how long rows and units may be, and that a row is enough.
+    """Return the recipe with its overrides; for a train command, only its context length is meaningful.
 
     Raises:
-        ModelError: no such recipe.
-        SettingsError: an override that does not fit, or rows longer than the recipe reads.
+        ModelError: unknown recipe.
+        SettingsError: an override is invalid, or rows exceed the context length.
     """
     max_length = settings.corpus.max_length
     if settings.train_command is not None:
         shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
         return RECIPES["tiny"].model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
-    named, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
+    base, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
     if not isinstance(overrides.get("shape", {}), dict):
         raise SettingsError(
             f"overrides.shape: got {overrides['shape']!r}, expected a group of settings, e.g. {{layers: 2}}"
         )
-    recipe = validated(TrainingRecipe, over(named, overrides), "overrides")
+    recipe = validated(TrainingRecipe, over(base, overrides), "overrides")
     if (max_length or 0) > recipe.shape.context:
         raise SettingsError(
-            f"corpus.max_length: got {max_length}, but recipe {recipe.name} reads rows of at most "
+            f"corpus.max_length: got {max_length}, but the context length of recipe {recipe.name} is "
             f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
         )
     return recipe
 
 
 def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
-    """Rows and units as long as the recipe reads, where the settings do not say how long."""
+    """Return settings whose maximum lengths of rows and units, if not set, are the context length of the recipe."""
     length = {"max_length": resolved_recipe(settings).shape.context}
     groups = {"corpus": settings.corpus, "targets": settings.targets}
     return settings.model_copy(
@@ -143,7 +152,7 @@ def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
 
 
 def row_names(store: RowStore) -> RowIndex:
-    """Names of the rows of a store."""
+    """Return the index of the row ids of a store."""
     return RowIndex(
         store.n_rows,
         lambda: (store.table(k).column("row_id").combine_chunks() for k in range(store.n_shards)),
@@ -151,7 +160,11 @@ def row_names(store: RowStore) -> RowIndex:
 
 
 def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
-    """The tokenizer that is given, or the one that was trained on the corpus; the recipe has room for its tokens."""
+    """Load the tokenizer of the settings, or the one that was trained on the corpus.
+
+    Raises:
+        SettingsError: it does not exist, or its vocabulary is larger than that of the recipe.
+    """
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not directory.is_dir():
@@ -161,14 +174,14 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
         return HfTokenizer(tokenizer, vocab_size=len(tokenizer))
     if len(tokenizer) > vocab_size:
         raise SettingsError(
-            f"tokenizer: {directory} has {len(tokenizer)} tokens, recipe {recipe.name} has room for {vocab_size}; "
-            f"set overrides.shape.vocab_size to {len(tokenizer)} or more"
+            f"tokenizer: {directory} has {len(tokenizer)} tokens, the vocabulary of recipe {recipe.name} has "
+            f"{vocab_size}; set overrides.shape.vocab_size to {len(tokenizer)} or more"
         )
     return HfTokenizer(tokenizer, vocab_size=vocab_size)
 
 
 def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage) -> None:
-    """Train a tokenizer on the corpus, unless one is there: of this corpus, or of an environment that was begun."""
+    """Train a tokenizer on the corpus, unless there is one of this corpus, or one that runs depend on."""
     directory = out / "tokenizer"
     source = open_source(settings.corpus.path, settings.corpus.split)
     trained_on = json_text(
@@ -189,8 +202,8 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
         for document in read_documents(settings.corpus):
             if document.text is None:
                 raise CorpusError(
-                    f"{settings.corpus.path}: holds token ids or conversations, so no tokenizer can be trained on it; "
-                    "name theirs in `tokenizer`"
+                    f"{settings.corpus.path}: no tokenizer can be trained on token ids or conversations; pass theirs "
+                    "as `tokenizer`"
                 )
             yield document.text
             chars += len(document.text)
@@ -203,39 +216,48 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
         (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------- what is scored
+# ------------------------------------------------------------------------------------------------------ units
 
 
 def recorded_units(
     settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer
 ) -> tuple[dict[str, tuple[Unit, ...]], list[UnitTokens]]:
-    """Units by the name that the environment gives them, `sciq`, and `sciq@all` for the loss on every token; their
-    tokens in this order. The recipe can read them all."""
+    """Return the units of each recorded target, and the tokens of all units in the same order.
+
+    Targets are named e.g. `sciq`, and `sciq@all` for the loss on every token.
+
+    Raises:
+        SettingsError: units are longer than the context length of the recipe.
+    """
     loaded = load_units(settings.targets).written_out(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:
         for name in dict.fromkeys(unit.target for unit in loaded):
-            own = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
-            recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = own
+            recorded_target = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
+            recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = recorded_target
     units = UnitSet(tuple(chain.from_iterable(recorded.values())))
     tokens = units.tokenize(tokenizer, settings.targets.max_length)
-    long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
-    if long:
+    too_long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
+    if too_long:
         raise SettingsError(
-            f"targets.max_length: {len(long)} units have more than the {recipe.shape.context} tokens that recipe "
-            f"{recipe.name} reads, e.g. {units.units[long[0]].unit_id!r} with {len(tokens[long[0]].input_ids)}; "
+            f"targets.max_length: {len(too_long)} units exceed the {recipe.shape.context} tokens of recipe "
+            f"{recipe.name}, e.g. {units.units[too_long[0]].unit_id!r} with {len(tokens[too_long[0]].input_ids)}; "
             f"set targets.max_length to {recipe.shape.context}, here and in the build"
         )
     return recorded, tokens
 
 
-# ------------------------------------------------------------------------------------- what is dropped
+# --------------------------------------------------------------------------------------------------- subsets
 
 
 def _subsets(
     settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe
 ) -> Iterator[SubsetBlock]:
-    """The given subsets, or those of the family; one that cannot fill a batch is refused before anything is trained."""
+    """Yield the subsets of a file or of a family.
+
+    Raises:
+        SubsetError: the corpus lacks the label of the family, or a subset has fewer rows than a batch.
+    """
     if settings.subsets:
         blocks = read_subsets(settings.subsets, rows)
     else:
@@ -253,7 +275,7 @@ def _subsets(
         for name, size in zip(block.subset_ids, block.sizes_B, strict=True):
             if size < recipe.batch_rows:
                 raise SubsetError(
-                    f"subset {name!r}: retains {size} rows, recipe {recipe.name} needs the {recipe.batch_rows} of one "
-                    "batch or more; use a larger corpus, another family, or a smaller overrides.batch_rows"
+                    f"subset {name!r}: retains {size} rows, fewer than the {recipe.batch_rows} of one batch of recipe "
+                    f"{recipe.name}; use a larger corpus, another family, or a smaller overrides.batch_rows"
                 )
         yield block

@@ -1,9 +1,11 @@
-"""Runs that a command of the user's trains: it is given a subset as a file, and leaves a checkpoint, which is scored.
+"""Train runs by a command of the user, which reads a subset from a file and writes a checkpoint, and score them.
 
-<out>/rows.jsonl          every row of the corpus: text, row_id and labels
-<out>/work/<run>/<pid>/   corpus.jsonl and checkpoint of a run in flight
-<out>/jobs/<run>/         the same of a run that a scheduler was given; its checkpoint appears when it is whole
-<out>/logs/<run>.*        what the command said
+    <out>/rows.jsonl          all rows of the corpus: text, row_id and labels
+    <out>/work/<run>/<pid>/   corpus.jsonl and checkpoint of the current run
+    <out>/jobs/<run>/         the same for a run of a scheduler; the checkpoint is renamed when it is complete
+    <out>/logs/<run>.*        output of the command
+
+Start with `utility_by_command`.
 """
 
 import os
@@ -32,30 +34,34 @@ from grasp.targets.units import UnitTokens
 from grasp.text import json_text, plain
 
 ROWS = "rows.jsonl"
-LAST_BYTES = 8192  # of stderr, in which its last line is looked for
-SHOWN = 300
+LAST_BYTES = 8192  # bytes at the end of stderr that are searched for the last line
+SHOWN = 300  # characters of stderr in a message
 
 
 def command_words(command: str) -> list[str]:
-    """The arguments of a command, placeholders still in them; no shell ever sees them."""
+    """Split a command into arguments with placeholders. The command is never passed to a shell.
+
+    Raises:
+        SettingsError: quotes are not closed, or placeholders are unknown or missing.
+    """
     expected = (
-        "{corpus} and {checkpoint}, and {seed} if it draws, e.g. "
+        "{corpus} and {checkpoint}, and {seed} if training is random, e.g. "
         "'python train.py --data {corpus} --seed {seed} --out {checkpoint}'"
     )
     try:
         words = shlex.split(command)
     except ValueError as err:
         raise SettingsError(f"train_command: got {command!r}: {err}; quote as in a shell") from err
-    found = {name for word in words for name in re.findall(r"\{(\w+)\}", word)}
-    if unknown := sorted(found - {"corpus", "checkpoint", "seed"}):
+    placeholders = {name for word in words for name in re.findall(r"\{(\w+)\}", word)}
+    if unknown := sorted(placeholders - {"corpus", "checkpoint", "seed"}):
         raise SettingsError(f"train_command: unknown placeholders {unknown} in {command!r}, expected {expected}")
-    if missing := [name for name in ("corpus", "checkpoint") if name not in found]:
+    if missing := [name for name in ("corpus", "checkpoint") if name not in placeholders]:
         raise SettingsError(f"train_command: placeholders {missing} are missing in {command!r}, expected {expected}")
     return words
 
 
 def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
-    """Write every row of the corpus with its text and labels, in order; subsets are copied out of it."""
+    """Write all rows of the corpus with text and labels as JSONL, from which subsets are copied."""
     corpus = Corpus(open_source(settings.path, settings.split), settings)
     texts = store.texts(np.arange(store.n_rows), corpus, lambda: tokenizer)
     with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -71,9 +77,10 @@ def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokeniz
 
 
 def write_subset(rows: Path, weight_N: F64, seed: int, out: Path) -> None:
-    """Copy the rows of a subset: a row of weight 2 twice, one of weight 0.3 with probability 0.3.
+    """Copy the rows of a subset: a row of weight 2 twice, a row of weight 0.3 with probability 0.3.
 
-    The draw of a row depends on the seed alone, so two subsets of a seed share the rows that they can.
+    The random number of a row depends on the seed only, so subsets with the same seed have as many rows in common as
+    possible.
     """
     phase_N = stream(seed, "order", "phase").random(len(weight_N))
     times_N = np.floor(weight_N + phase_N).astype(np.int64)
@@ -91,45 +98,47 @@ def utility_by_command(
     tokens: Sequence[UnitTokens],
     device: str,
 ) -> F64:
-    """Train one run by the command and score what it leaves: -loss of every unit, (E,).
+    """Train a run by the command, and return the utility (-loss, nats per token) of every unit, (E,).
 
-    The corpus and the checkpoint are removed afterwards; the checkpoint of the whole corpus is kept as the reference.
+    Corpus and checkpoint are deleted afterwards, except for the checkpoint of the whole corpus, which is the reference.
 
     Args:
-        words: the command as `command_words` gives it; not called where a job has left a checkpoint.
-        tokenizer: of the environment; the checkpoint must have the same.
+        words: result of `command_words`; not executed if a job has already written a checkpoint.
+        weight_N: weights of the rows.
+        environment: directory of the runs.
+        tokenizer: tokenizer of the units; that of the checkpoint must be the same.
     Raises:
-        ModelError: the command failed, or left no checkpoint, or one that cannot be read or has another tokenizer.
+        ModelError: the command failed or wrote no checkpoint, or the checkpoint is unreadable or has another tokenizer.
     """
     attempts = job_of(run, environment)
     by_job = (attempts / "checkpoint").exists()
     if not by_job:
         attempts = environment.resolve() / "work" / run.stem
-        discard(attempts)  # of a run that was killed
+        discard(attempts)  # left by a process that was killed
     work = attempts if by_job else attempts / str(os.getpid())
     work.mkdir(parents=True, exist_ok=by_job)
     corpus, checkpoint = work / "corpus.jsonl", work / "checkpoint"
     try:
         if not by_job:
             write_subset(environment / ROWS, weight_N, run.seed, corpus)
-            _call(_filled(words, run, corpus, checkpoint), environment / "logs" / run.stem)
+            _run_logged(_fill_placeholders(words, run, corpus, checkpoint), environment / "logs" / run.stem)
         if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
-            raise ModelError("the command left no checkpoint in the directory that {checkpoint} names")
-        own = any((checkpoint / name).exists() for name in TOKENIZER_FILES)
-        beside = None if own else tokenizer.tokenizer.name_or_path
+            raise ModelError("the command left no checkpoint in the directory of {checkpoint}")
+        has_tokenizer = any((checkpoint / name).exists() for name in TOKENIZER_FILES)
+        tokenizer_path = None if has_tokenizer else tokenizer.tokenizer.name_or_path
         model = ReferenceModel.load(
-            ModelSettings(path=str(checkpoint), tokenizer=beside, dtype="float32", device=device, check=False)
+            ModelSettings(path=str(checkpoint), tokenizer=tokenizer_path, dtype="float32", device=device, check=False)
         )
         if model.tokenizer.fingerprint != tokenizer.fingerprint:
             raise ModelError(
-                "the checkpoint has another tokenizer than the one that units were read with; name its directory with "
-                "--set tokenizer=DIR and a new --out"
+                "the checkpoint has another tokenizer than the units; pass its directory as --set tokenizer=DIR with a "
+                "new --out"
             )
         longest = max(len(unit.input_ids) for unit in tokens)
         if model.context is not None and longest > model.context:
             raise ModelError(
-                f"the checkpoint reads {model.context} tokens, a unit has {longest}; set targets.max_length to "
-                f"{model.context} and choose a new --out"
+                f"the context length of the checkpoint is {model.context} tokens, a unit has {longest}; set "
+                f"targets.max_length to {model.context} with a new --out"
             )
         utility_E: F64 = -evaluate_units(model.model, tokens)
         if run.subset_id == FULL:
@@ -143,40 +152,48 @@ def utility_by_command(
 
 
 def job_of(run: Run, environment: Path) -> Path:
-    """Where the job of a run has its corpus and leaves its checkpoint."""
+    """Return the directory with the corpus and the checkpoint of a run's job."""
     return environment.resolve() / "jobs" / run.stem
 
 
 def job_line(words: Sequence[str], run: Run, weight_N: F64, environment: Path) -> str:
-    """Write the corpus of a run, and give the shell line that trains on it; the line may be run again."""
+    """Write the corpus of a run, and return the shell line that trains on it. The line can be run repeatedly."""
     work = job_of(run, environment)
     work.mkdir(parents=True, exist_ok=True)
-    corpus, part, whole = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
+    corpus, part, checkpoint = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
     if not corpus.exists():
         with written_aside(corpus) as aside:
             write_subset(environment / ROWS, weight_N, run.seed, aside)
-    steps = [["rm", "-rf", str(part), str(whole)], _filled(words, run, corpus, part), ["mv", str(part), str(whole)]]
+    steps = [
+        ["rm", "-rf", str(part), str(checkpoint)],
+        _fill_placeholders(words, run, corpus, part),
+        ["mv", str(part), str(checkpoint)],
+    ]
     return " && ".join(shlex.join(step) for step in steps)
 
 
-def _filled(words: Sequence[str], run: Run, corpus: Path, checkpoint: Path) -> list[str]:
+def _fill_placeholders(words: Sequence[str], run: Run, corpus: Path, checkpoint: Path) -> list[str]:
     values = {"corpus": str(corpus), "checkpoint": str(checkpoint), "seed": str(run.seed)}
     return [re.sub(r"\{(\w+)\}", lambda match: values[match[1]], word) for word in words]
 
 
-def _call(words: Sequence[str], log: Path) -> None:
-    """Run a command; of one that fails the last line on stderr is what it was."""
+def _run_logged(words: Sequence[str], log: Path) -> None:
+    """Run a command with its output in log files.
+
+    Raises:
+        ModelError: it cannot be started, or fails; the message has the last line of stderr.
+    """
     log.parent.mkdir(exist_ok=True)
-    said, complained = (log.parent / f"{log.name}.{kind}.txt" for kind in ("stdout", "stderr"))
+    stdout_path, stderr_path = (log.parent / f"{log.name}.{kind}.txt" for kind in ("stdout", "stderr"))
     try:
-        with said.open("wb") as stdout, complained.open("wb") as stderr:
-            ended = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, check=False)
+        with stdout_path.open("wb") as stdout, stderr_path.open("wb") as stderr:
+            process = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, check=False)
     except OSError as err:
         raise ModelError(f"{words[0]!r} cannot be started: {err.strerror}") from err
-    if ended.returncode:
-        with complained.open("rb") as file:  # it may be as long as it likes
-            file.seek(max(0, complained.stat().st_size - LAST_BYTES))
+    if process.returncode:
+        with stderr_path.open("rb") as file:  # the log may be long: read its end only
+            file.seek(max(0, stderr_path.stat().st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode("utf-8", errors="replace").split("\n")
-        written = [line.strip() for line in lines if line.strip()]
-        last = plain(written[-1], SHOWN) if written else "nothing on stderr"
-        raise ModelError(f"exit status {ended.returncode}: {last} (all of it: {complained})")
+        lines_of_text = [line.strip() for line in lines if line.strip()]
+        last = plain(lines_of_text[-1], SHOWN) if lines_of_text else "nothing on stderr"
+        raise ModelError(f"exit status {process.returncode}: {last} (full log: {stderr_path})")

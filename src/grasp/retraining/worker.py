@@ -1,12 +1,14 @@
-"""Retraining: corpus, units, family, recipe and seeds -> an environment, one run at a time, by any number of workers.
+"""Train and score the runs of a retraining with any number of workers.
 
-Everything is decided before the first run and written down; after that a worker leases runs, trains, scores, writes
-and leases again until none is left. A kill costs the runs in flight and nothing else.
+`plan.prepare` writes all inputs before the first run. A worker then repeats: lease a run, train, score, write the
+result, until no run is left. If a worker is killed, only its current runs are lost.
 
-    <out>/run.yaml       the settings
-    <out>/tokenizer/     where it was trained on the corpus
-    <out>/tokens/        the rows
-    <out>/reference/     the models of the whole corpus, one a seed, with intermediate checkpoints
+    <out>/run.yaml       settings
+    <out>/tokenizer/     the tokenizer, if it was trained on the corpus
+    <out>/tokens/        rows
+    <out>/reference/     models trained on the whole corpus, one per seed, with intermediate checkpoints
+
+Start with `retrain`.
 """
 
 import multiprocessing
@@ -39,9 +41,9 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import FULL, Environment, Run
+from grasp.runs.retrained import FULL, RetrainedRuns, Run
 from grasp.settings import RetrainSettings
-from grasp.store.locks import held
+from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.train import train, train_stacked
@@ -52,16 +54,16 @@ TIMED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class RetrainStatus:
-    """What is known while an environment fills."""
+    """The state of a retraining."""
 
     stage: str  # "rows", "tokenizer", "runs", "cost"
     done: int = 0  # runs with a result
     total: int = 0
-    running: tuple[str, ...] = ()  # of this worker
+    running: tuple[str, ...] = ()  # current runs of this worker
     step: int = 0
     steps: int = 0
-    seconds_left: float | None = None  # from the runs that ended since this call began
-    cost: str | None = None  # what is left to train, told once, after the first steps
+    seconds_left: float | None = None  # extrapolated from the runs that finished during this call
+    cost: str | None = None  # estimate of the remaining training, reported once, after the first steps
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -74,24 +76,24 @@ def retrain(
     *,
     cluster: ClusterSpec | None = None,
     jobs: Callable[[str], None] | None = None,
-) -> Environment:
-    """Make an environment, or go on with one, until all of its runs are there.
+) -> RetrainedRuns:
+    """Train and score all runs, or resume a retraining, and return its runs.
 
-    Several calls, from several machines that share `out`, fill it together. Seeds and subsets may be added to what was
-    begun; nothing else may change.
+    Several calls, also on different machines that share `out`, divide the runs among them. A retraining can be resumed
+    with more seeds or subsets; other settings must be the same.
 
     Args:
-        progress: told of every stage, and of every step of the runs of this process.
-        cluster: spread the runs over a Ray cluster, whose nodes must all reach `out`; none: over processes here.
-        jobs: told a shell line for each run of the train command instead, once the checkpoints that such lines have
-            left are scored.
+        progress: callback that receives the status at every stage and every step of this process.
+        cluster: Ray cluster whose nodes share `out`. Default: processes on this machine.
+        jobs: callback that receives a shell line for each remaining run of the train command, instead of training;
+            checkpoints of earlier lines are scored first.
     Raises:
-        GraspError: bad input, named, before anything is trained; a run that diverged; another environment in `out`;
-            a train command of which every run failed. No finished run is lost.
+        GraspError: settings are invalid (before any training); a run diverged; `out` has a retraining with other
+            settings; or all runs of the train command failed. Finished runs are never lost.
     """
-    report = progress or _silent
+    report = progress or _ignore_status
     if jobs is not None and settings.train_command is None:
-        raise SettingsError("print_jobs: only a train command has jobs; give one (--train-command), or leave it out")
+        raise SettingsError("print_jobs: requires a train command; add --train-command")
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     environment.forget_failures()
@@ -106,12 +108,12 @@ def retrain(
             jobs(job_line(words, run, worker.weights(run), environment.path))
         if not environment.pending():
             environment.compact()
-    elif cluster is not None:  # the runs of a worker that dies are taken over when their leases end
+    elif cluster is not None:  # runs of a worker that dies are taken over when their leases expire
         threads = settings.threads or cluster.threads
         cluster = replace(cluster, workers=cluster.workers or settings.workers, threads=threads)
         settings = settings.model_copy(update={"threads": threads})
         with connected(cluster) as connection:
-            tasks = connection.tasks(fill, settings, environment.path.resolve(), _silent)
+            tasks = connection.tasks(fill, settings, environment.path.resolve(), _ignore_status)
             while not connection.done(tasks, POLL_SECONDS):
                 report(clock.status(len(environment.pending())))
         report(clock.status(len(environment.pending())))
@@ -120,54 +122,54 @@ def retrain(
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [pool.submit(fill, settings, environment.path, _silent) for _ in range(workers)]
+            futures = [pool.submit(fill, settings, environment.path, _ignore_status) for _ in range(workers)]
             while not all(future.done() for future in futures):
                 report(clock.status(len(environment.pending())))
                 time.sleep(POLL_SECONDS)
             for future in futures:
-                future.result()  # the first error of any of them is raised here
+                future.result()  # raises the first error of a worker
     environment.refuse_all_failed()
-    return Environment.open(out)
+    return RetrainedRuns.open(out)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
-    """Work on the runs of a prepared environment until none is left to try, then merge them if all are there."""
-    worker = Worker(settings, Environment.open(out))
+    """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
+    worker = Worker(settings, RetrainedRuns.open(out))
     environment, steps = worker.environment, 0 if settings.train_command else worker.recipe.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(environment)
-    begun: tuple[int, float] | None = None  # step and time from which the cost of all runs is taken
-    is_told = words is not None
+    first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
+    cost_reported = words is not None
 
     def step_done(step: int, runs: tuple[Run, ...], left: int) -> None:
-        nonlocal begun, is_told
+        nonlocal first_step, cost_reported
         progress(clock.status(left, tuple(run.stem for run in runs), step, steps))
-        if is_told or (begun is not None and begun[0] < step < min(begun[0] + TIMED_STEPS, steps)):
+        if cost_reported or (first_step is not None and first_step[0] < step < min(first_step[0] + TIMED_STEPS, steps)):
             return
         if torch.device(worker.device).type == "cuda":
-            torch.cuda.synchronize()  # a step is queued, not done
-        if begun is None or step <= begun[0]:
-            begun = step, time.perf_counter()  # the very first step pays for what comes once
+            torch.cuda.synchronize()  # kernels are asynchronous
+        if first_step is None or step <= first_step[0]:
+            first_step = step, time.perf_counter()  # the first step includes one-time costs
             return
-        of_run = steps * ((time.perf_counter() - begun[1]) / (step - begun[0]) / len(runs))
+        run_seconds = steps * ((time.perf_counter() - first_step[1]) / (step - first_step[0]) / len(runs))
         workers = settings.workers or 1
-        together = "" if workers == 1 else f" with {workers} workers"
-        said = (
-            f"{left:,} runs of {steps:,} steps; by its first steps {duration_text(of_run)} a run, "
-            f"{duration_text(left * of_run / workers)} for all{together}; stop at any time, the same command goes on\n"
+        with_workers = "" if workers == 1 else f" with {workers} workers"
+        cost = (
+            f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
+            f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
             f"{geometry().evidence(len(environment.subset_ids))}"
         )
-        progress(RetrainStatus("cost", cost=said))
-        is_told = True
+        progress(RetrainStatus("cost", cost=cost))
+        cost_reported = True
 
     while pending := environment.untried():
         claims = environment.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
             progress(clock.status(len(pending)))
-            time.sleep(POLL_SECONDS)  # others hold the rest; one of them may die
+            time.sleep(POLL_SECONDS)  # other workers hold the remaining runs; one of them may die
             continue
         runs = tuple(claims)
-        with held(list(claims.values()), ttl=settings.lease_seconds):
+        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
             if words is None:
                 utilities = worker.utilities(runs, partial(step_done, runs=runs, left=len(pending)))
                 for run, utility_E in zip(runs, utilities, strict=True):
@@ -182,9 +184,9 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
 
 
 class Worker:
-    """What one process needs to run runs."""
+    """The model, rows and units with which one process trains and scores runs."""
 
-    def __init__(self, settings: RetrainSettings, environment: Environment) -> None:
+    def __init__(self, settings: RetrainSettings, environment: RetrainedRuns) -> None:
         self.settings = settings
         self.environment = environment
         self.recipe = resolved_recipe(settings)
@@ -197,12 +199,12 @@ class Worker:
 
     @cached_property
     def tokens(self) -> list[UnitTokens]:
-        """Units of every target and loss, in the order of the environment."""
+        """Return the tokens of the units of every target and loss, in the order of the results."""
         return recorded_units(self.settings, self.recipe, self.tokenizer)[1]
 
     @cached_property
     def subsets(self) -> dict[str, csr_array]:
-        """Weights of the rows of every subset, (1, N)."""
+        """Return the row weights of every subset, (1, N), by name."""
         return {
             name: block.weights_BN[[b]]
             for block in self.environment.subset_blocks(row_names(self.store))
@@ -210,17 +212,21 @@ class Worker:
         }
 
     def weights(self, run: Run) -> F64:
-        """How often each row is trained on, (N,)."""
+        """Return how often each row is used for training, (N,)."""
         return np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
 
     def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[F64]:
-        """Train the models of `runs` and score them: -loss of every unit, (E,) each.
+        """Train the models of `runs`, and return the utility (-loss, nats per token) of every unit, (E,) per run.
 
-        The model of the whole corpus is kept, with checkpoints. A run that diverged is an error that names the runs.
+        The model of the whole corpus is saved, with intermediate checkpoints.
+
+        Raises:
+            ModelError: a run diverged; the message lists the runs.
         """
-        seeds, kept = [run.seed for run in runs], self.settings.checkpoints
-        if kept is None:
-            kept = tuple(sorted({step for eighth in (1, 3, 5, 7) if (step := self.recipe.steps * eighth // 8) >= 1}))
+        seeds, checkpoints = [run.seed for run in runs], self.settings.checkpoints
+        if checkpoints is None:
+            steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
+            checkpoints = tuple(sorted(steps - {0}))
         try:
             if runs[0].subset_id == FULL:
                 trained = train(
@@ -229,7 +235,7 @@ class Worker:
                     seed=seeds[0],
                     tokenizer=self.tokenizer,
                     out=self.environment.path / "reference" / f"seed-{seeds[0]}",
-                    checkpoints=kept,
+                    checkpoints=checkpoints,
                     device=self.device,
                     progress=progress,
                 )
@@ -247,32 +253,32 @@ class Worker:
             raise ModelError(f"{self.environment.path}: runs {[run.stem for run in runs]}: {err}") from err
 
     def by_command(self, run: Run, words: Sequence[str]) -> None:
-        """Train one run by the user's command and keep its result, or why there is none."""
-        place = self.environment.path
+        """Train a run by the user's command, and write its result or the reason of its failure."""
+        directory = self.environment.path
         try:
             weight_N = self.weights(run)
-            utility_E = utility_by_command(words, run, weight_N, place, self.tokenizer, self.tokens, self.device)
+            utility_E = utility_by_command(words, run, weight_N, directory, self.tokenizer, self.tokens, self.device)
             self.environment.write_run(run, utility_E)
         except GraspError as err:
             self.environment.mark_failed(run, str(err))
 
 
 class _Clock:
-    """Time left, from the runs that ended since it was started."""
+    """Estimate of the time left, from the runs that finished since the clock was started."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: RetrainedRuns) -> None:
         self._total = len(environment.runs())
         self._left_before = len(environment.pending())
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
 
     def status(self, left: int, running: tuple[str, ...] = (), step: int = 0, steps: int = 0) -> RetrainStatus:
-        # runs under way count by the share of their steps that is done
-        partly = len(running) * step / steps if steps else 0.0
-        ended = self._left_before - left + partly
-        elapsed = time.monotonic() - self._began
-        seconds_left = elapsed / ended * (left - partly) if ended > 0 else None
+        # current runs count by their share of finished steps
+        partial = len(running) * step / steps if steps else 0.0
+        finished = self._left_before - left + partial
+        elapsed = time.monotonic() - self._started_at
+        seconds_left = elapsed / finished * (left - partial) if finished > 0 else None
         return RetrainStatus("runs", self._total - left, self._total, running, step, steps, seconds_left)
 
 
-def _silent(_: RetrainStatus) -> None:
+def _ignore_status(_: RetrainStatus) -> None:
     return

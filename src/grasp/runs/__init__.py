@@ -1,12 +1,12 @@
-"""Runs: models trained on parts of a corpus, how well each did, and what that says of predictions.
+"""Training runs on subsets of a corpus: storage, evaluation of predictions, and calibration of predictions.
 
-In: runs that were retrained here, or imported. Out: agreement of predictions with runs, and predictions with intervals.
-To be read in this order (the verb evaluate is in `grasp.api`; `grasp.training` makes runs):
+Input: retrained or imported runs. Output: agreement of predictions with runs, and predictions with intervals. Modules
+in reading order (`grasp.api.evaluate` is the public function; `grasp.retraining` creates runs):
 
-    environment  retrained runs on disk: what was trained on what, and what came of it
-    table        runs that somebody else made, as readers find them
-    joined       runs beside an artifact: whether they fit, what they were trained on in its rows, what it predicts
-    evaluate     figures of predictions beside what came out: ours come from joined, others' from predictions or
-                 `grasp.methods`; metrics are the figures
-    learning     what runs teach a predictor, with intervals in their unit; learned has the mathematics
+    retrained         `RetrainedRuns`: runs in a directory, their subsets and utilities
+    table             `RunTable`: imported runs; `import_runs` and `results_files` read them from other formats
+    alignment         `Alignment`: runs matched with an artifact, with their subsets in its rows
+    predictions       predictions of subsets, and files of them
+    evaluation        metrics of predictions on runs; `metrics` has the mathematics
+    calibration       predictions in the unit of the runs with intervals; `gaussian_process` has the mathematics
 """

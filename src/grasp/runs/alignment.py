@@ -1,8 +1,9 @@
-"""Runs beside an artifact: the subsets that were trained on, in its rows, and what it predicts of them.
+"""Match runs with an artifact: their subsets in its rows, and its predictions for them.
 
-Retrained runs are of the artifact's rows. Imported ones belong to documents: their weights become weights of the rows
-here, and their metrics results of the targets that they are called by. So whatever reads an environment reads imported
-runs. Shape letters: R runs, S seeds, T targets, B subsets, E units, G values of a label.
+Start with `bind_runs` and `Alignment.from_runs`. Retrained runs use the rows of the artifact. Imported runs refer to
+label values, documents or expressions: `ImportedRuns` converts their weights to row weights, and their metrics to
+utilities of the targets with the same name, so that all code that uses `TrainingRuns` accepts both.
+Shape letters: R runs, S seeds, T targets, B subsets, E units, G values of a label.
 """
 
 import hashlib
@@ -19,22 +20,22 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
 from grasp.artifact.where import LabelColumn, LabelTable
-from grasp.errors import EnvironmentDataError, SubsetError
+from grasp.errors import RunsError, SubsetError
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
-from grasp.runs.retrained import ALL_SUFFIX, Environment, EnvironmentInfo, Run, TargetInfo
+from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
 from grasp.runs.table import NAMED, RunTable, open_runs
 from grasp.targets.units import LossOn, Unit, UnitSet
 
 BLOCK = 256
-NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # metrics that are nats a token
+NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 
 def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
-    """Fingerprint of the units of every target of an artifact."""
+    """Return the fingerprint of the units of every target of an artifact."""
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
     return {
         target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
@@ -42,36 +43,36 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
     }
 
 
-def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
-    """Targets of the environment that the artifact has: environment's name -> artifact's name.
+def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
+    """Return the common targets of runs and artifact, as a mapping from the name in the runs to that in the artifact.
 
-    An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an
-    artifact has one of the two, under the name `sciq`.
+    Runs evaluate `sciq` with loss on the completion and `sciq@all` with loss on every token; an artifact has one of the
+    two, with the name `sciq`.
 
     Raises:
-        EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
+        RunsError: corpora differ, units of a target differ, or there is no common target.
     """
     where = str(artifact.path)
     try:
         environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
-    except EnvironmentDataError as err:
+    except RunsError as err:
         command = environment.info.build_command(environment.path)
-        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
+        raise RunsError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
     known = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
     for name, info in environment.info.targets.items():
-        own = name.removesuffix(ALL_SUFFIX)
-        if own not in artifact.targets or info.loss_on != loss_on:
+        artifact_target = name.removesuffix(ALL_SUFFIX)
+        if artifact_target not in artifact.targets or info.loss_on != loss_on:
             continue
-        if known[own] != info.fingerprint:
-            raise EnvironmentDataError(
-                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
+        if known[artifact_target] != info.fingerprint:
+            raise RunsError(
+                f"{where}: units of {name} have fingerprint {known[artifact_target]}, but {environment.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
-        common[name] = own
+        common[name] = artifact_target
     if not common:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
             f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
         )
@@ -79,80 +80,86 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Both, known to belong together."""
+class Alignment:
+    """Runs and an artifact of the same corpus and targets, with the subsets of the runs."""
 
-    environment: Environment
+    environment: TrainingRuns
     source: ArtifactReader
-    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
+    run_targets: Mapping[str, str]  # target name in the artifact -> target name in the runs
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_environment(cls, environment: Environment, artifact: ArtifactReader) -> Self:
-        """Check that both belong together.
+    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader) -> Self:
+        """Match runs with an artifact.
 
         Raises:
-            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+            RunsError: corpora or targets differ, or the subsets are not those trained on.
         """
-        common = artifact_targets(environment, artifact)
+        common = match_targets(environment, artifact)
         label = environment.label
         labels = None if label is None else label_column(artifact, label)
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
-        return cls(environment, artifact, {own: name for name, own in common.items()}, blocks)
+        return cls(environment, artifact, {artifact_target: name for name, artifact_target in common.items()}, blocks)
 
     @property
     def runs_fingerprint(self) -> str:
-        """See `Environment.fingerprint`."""
+        """Fingerprint of the runs; see `TrainingRuns.fingerprint`."""
         return self.environment.fingerprint(self.blocks[0])
 
-    def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
-        """The artifact's names of targets of the environment."""
-        theirs = {name: own for own, name in self.renamed.items()}
-        return tuple(theirs[name] for name in targets)
+    def artifact_targets_of(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """Return the names in the artifact of targets of the runs."""
+        name_in_artifact = {name: artifact_target for artifact_target, name in self.run_targets.items()}
+        return tuple(name_in_artifact[name] for name in targets)
 
     def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Units of targets by the artifact's names, in the order of a predictor of them."""
+        """Return (target, unit_id) of targets of the artifact, in the order of a predictor for them."""
         unit_ids = self.source.units.column("unit_id").to_pylist()
         return tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target))
 
     def changes(self, predictor: Predictor) -> tuple[F64, F64]:
-        """Predicted changes of the subsets, (B, T), and, where the predictor has them, of units, (B, E)."""
+        """Predict the changes of the subsets, (B, T), and of units, (B, E); without columns if there are no units."""
         sums = [predictor.sums(block.weights) for block in self.blocks]
-        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
+        task_BT = np.concatenate([predictor.change_of(subset_sums) for subset_sums in sums])
         if predictor.unit_level is None:
             return task_BT, np.empty((len(task_BT), 0))
         pairs = zip(self.blocks, sums, strict=True)
-        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
+        return task_BT, np.concatenate(
+            [predictor.unit_change(block.weights, subset_sums) for block, subset_sums in pairs]
+        )
 
-    def predictions(self, method: str, own: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
-        """Predictions of targets and units.
+    def predictions(self, method: str, match_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+        """Return predictions of targets and units under the target names of the runs.
 
         Args:
-            own: the artifact's names of the targets.
-            unit_BE: without columns: of targets alone.
+            method: name of the method.
+            artifact_targets: names of the targets in the artifact.
+            task_BT: predictions of targets.
+            unit_BE: predictions of units; without columns if there are none.
         """
         return Predictions(
             method=method,
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            units=tuple((self.renamed[target], unit) for target, unit in self.units(own)) if unit_BE.shape[1] else (),
+            units=tuple((self.run_targets[target], unit) for target, unit in self.units(match_targets))
+            if unit_BE.shape[1]
+            else (),
             values_BE=unit_BE,
-            task_B={self.renamed[target]: task_BT[:, t] for t, target in enumerate(own)},
+            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(match_targets)},
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions by additive protocols, as `grasp predict` has them."""
-        own, found = self.own_names(targets), []
+        """Predict targets and units with additive protocols, as `grasp predict` does."""
+        match_targets, results = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
-            predictor = Predictor.from_artifact(self.source, protocol, own, per_unit=True)
-            predictions = self.predictions(name, own, *self.changes(predictor))
-            found.append(replace(predictions, cost=cost_of(protocol.arrays, self.source)))
-        return found
+            predictor = Predictor.from_artifact(self.source, protocol, match_targets, per_unit=True)
+            predictions = self.predictions(name, match_targets, *self.changes(predictor))
+            results.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
+        return results
 
 
-def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
-    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
+def read_cost(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
+    """Return the number of floats per row that a predictor reads (relevance and sketches), and the build time.
 
-    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
+    The time is that of the whole build, including tokenization, which serves all predictors of the artifact.
     """
     width = {name: artifact.manifest.arrays[name].width for name in arrays if name in artifact.array_names}
     scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
@@ -163,24 +170,24 @@ def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
 # ------------------------------------------------------------------------------------------------- imported runs
 
 
-class ImportedRuns(Environment):
-    """An environment in memory, all of its runs there."""
+class ImportedRuns(TrainingRuns):
+    """Imported runs whose subsets are expressed in the rows of an artifact."""
 
     def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
-        """Bind runs to an artifact.
+        """Express imported runs in the rows and targets of an artifact.
 
         Raises:
-            EnvironmentDataError: no metric is called by a target of the artifact; a value, row or document that the
-                artifact lacks; runs of several sizes.
+            RunsError: no metric is named after a target of the artifact; the artifact lacks a value, row or document;
+                or the runs have several model sizes.
         """
-        metric_of: dict[str, str] = {}  # of each target: one that is called by it, losses first
+        metric_of: dict[str, str] = {}  # by target: the metric with its name, preferably a loss
         for target in artifact.targets:
             if fitting := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
                 metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
         if not metric_of:
-            raise EnvironmentDataError(
-                f"{table.name}: has the metrics {', '.join(table.metrics[:NAMED])}, asked are "
-                f"{', '.join(artifact.targets)}; a metric belongs to the target it is called by, e.g. sciq or sciq/acc"
+            raise RunsError(
+                f"{table.name}: has metrics {', '.join(table.metrics[:NAMED])}, the artifact has targets "
+                f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
             )
         loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
         known = unit_fingerprints(artifact, loss_on)
@@ -190,7 +197,7 @@ class ImportedRuns(Environment):
         each_seed = not np.isnan(self.values_RST).any()
         super().__init__(
             path,
-            EnvironmentInfo(
+            RetrainedRunsInfo(
                 role="dev",
                 recipe="imported",
                 recipe_settings={"runs": digest.hexdigest()},
@@ -206,19 +213,27 @@ class ImportedRuns(Environment):
                 reference=False,
             ),
         )
-        self._subsets, said = row_weights(table, artifact)
+        self._subsets, notes = row_weights(table, artifact)
         same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
         self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
-        self.notes += [*said, "the runs have results of whole tasks, so what is made of single units is undefined"]
-        units = set()  # nats, or called by the metric; that of which less is better begins with `less_`
+        self.notes += [*notes, "the runs only have results of whole tasks, so metrics of single units are undefined"]
+        units = set()  # nats, or the name of the metric, with the prefix `less_` if lower is better
         for target, metric in metric_of.items():
             short = metric.removeprefix(target).strip("/").lower()
             less = "less_" if table.info.metrics[metric] == "lower" else ""
             units.add("nats" if re.search(NATS, short) else less + (re.sub(r"\W+", "_", short) or "metric"))
         self.unit = units.pop() if len(units) == 1 else "metric"
         metrics = ", ".join(metric_of.values())
-        self.described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
-        self.label = table.info.label
+        self._described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+        self._label = table.info.label
+
+    @property
+    def measurement(self) -> tuple[str, str]:
+        return self._described
+
+    @property
+    def label(self) -> str | None:
+        return self._label
 
     def pending(self) -> tuple[Run, ...]:
         return ()
@@ -234,54 +249,62 @@ class ImportedRuns(Environment):
     def _values(self) -> F64:
         values_RST = self.values_RST
         if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
-            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)  # some runs lack some seeds
+            values_RST = np.nanmean(
+                values_RST, axis=1, keepdims=True
+            )  # some runs lack seeds: use the mean of the available ones
         return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
-def runs_beside(artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Environment:
-    """Retrained or imported runs, or the directory that holds them, as an environment beside an artifact."""
-    found = open_runs(runs)
-    if isinstance(found, Environment):
-        return found
-    return ImportedRuns(found, artifact, Path(runs) if isinstance(runs, Path | str) else Path(found.name))
+def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
+    """Return retrained runs as they are, and imported ones with their subsets in the rows of the artifact.
+
+    Args:
+        runs: opened runs, or the directory that holds them.
+    """
+    opened = runs if isinstance(runs, TrainingRuns) else open_runs(runs)
+    if isinstance(opened, TrainingRuns):
+        return opened
+    return ImportedRuns(opened, artifact, Path(runs) if isinstance(runs, Path | str) else Path(opened.name))
 
 
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
-    """Weights of the artifact's rows in every run, in order; and what should be known of them.
+    """Convert the weights of runs to weights of the rows of an artifact.
 
+    Returns:
+        Subsets in the order of the runs, and notes.
     Raises:
-        EnvironmentDataError: a value, row or document that the artifact lacks.
+        RunsError: the artifact lacks a value, row or document.
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
         return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path)), []
     weight_RG = runs.weights_RG()
-    if runs.info.kind == "expressions":  # they add up: a row that two of them match has both weights
+    if runs.info.kind == "expressions":  # weights are added up for rows that match several expressions
         masks_GN = [table.matching(expression).mask_N for expression in runs.values]
 
-        def added_up() -> Iterator[WeightedRows]:
+        def weighted_rows() -> Iterator[WeightedRows]:
             for run, weight_G in zip(runs.runs, weight_RG, strict=True):
                 weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
-                kept = np.flatnonzero(weight_N)
-                yield WeightedRows(run, kept, weight_N[kept])
+                retained = np.flatnonzero(weight_N)
+                yield WeightedRows(run, retained, weight_N[retained])
 
-        return list(in_blocks(added_up(), artifact.n_rows, BLOCK)), []
+        return list(in_blocks(weighted_rows(), artifact.n_rows, BLOCK)), []
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)
     except SubsetError as err:
-        raise EnvironmentDataError(f"{runs.name}: {err}") from err
+        raise RunsError(f"{runs.name}: {err}") from err
     code_of = {name: code for code, name in enumerate(column.names())}
-    # what all the names in the table begin with may be left off, as in train_arxiv, train_github
+    # a prefix that all names in the table share may be missing in the labels, e.g. train_arxiv, train_github
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
     common = "".join(letter for letter, _ in pairs)
     spellings = (list(runs.values), [name.removeprefix(common) for name in runs.values])
     names = next((names for names in spellings if all(name in code_of for name in names)), None)
     if names is None:
-        lacking = [name for name in runs.values if name not in code_of]
-        raise EnvironmentDataError(
-            f"{runs.name}: {len(lacking)} values of {runs.info.label} are not in the artifact: "
-            f"{', '.join(lacking[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
+        missing = [name for name in runs.values if name not in code_of]
+        raise RunsError(
+            f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
+            f"{', '.join(missing[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
         )
     place = [code_of[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
@@ -289,13 +312,17 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     if runs.info.kind == "shares":
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
     unseen = [name for name, code in code_of.items() if code not in place]
-    said = [f"{len(unseen)} values of {column.name} are in no run: {', '.join(unseen[:NAMED])}"] if unseen else []
-    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], said
+    notes = (
+        [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:NAMED])}"]
+        if unseen
+        else []
+    )
+    return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], notes
 
 
 def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
-    """By row id, else by document."""
-    names = [str(one) for one in index.ids().to_pylist()]
+    """Convert weights by row id, or if a name is no row id, by document id."""
+    names = [str(row_id) for row_id in index.ids().to_pylist()]
     place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
     if any(name not in place for name in runs.values) and "doc_id" in table.columns:
         column = table.column("doc_id")
@@ -305,7 +332,7 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
         place = documents if all(name in documents for name in runs.values) else place
     lacking = [name for name in runs.values if name not in place]
     if lacking:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:NAMED])}"
         )
     per_run: dict[str, tuple[list[int], list[float]]] = {run: ([], []) for run in runs.runs}

@@ -14,14 +14,14 @@ from scipy.sparse import csr_array
 from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
-from grasp.predict.slices import label_slices, sensible_labels
+from grasp.predict.slices import label_slices, suggest_labels
 from grasp.predict.weights import RowSums, Weights
-from grasp.runs.alignment import Joined, runs_beside
+from grasp.runs.alignment import Alignment, bind_runs
 from grasp.runs.gaussian_process import WITHIN, Learned, SubsetFeatures
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
@@ -113,7 +113,7 @@ class SubsetFeaturizer:
     def features(self, weights: Weights) -> SubsetFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1, counted = weights.sums[:, None], self.predictor.counted(weights)
+        mass_B1, counted = weights.sums[:, None], self.predictor.effective_weights(weights)
         counted_B1 = counted.sums[:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
         sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]
@@ -136,7 +136,7 @@ class SubsetFeaturizer:
         Args:
             slope: of that function.
         """
-        worth = self.predictor.sums(weights, ()).worth(self.predictor.exposure)
+        worth = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
         relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             relevant_N += one.dot(slope_T)
@@ -255,28 +255,28 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
 
 
 def learn(
-    predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str
+    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
 ) -> OutcomePredictor:
     """Learn from runs what a predictor's changes are in the runs' own unit.
 
     Raises:
         ProtocolLeakError: the environment is held out, or all of the targets are.
-        EnvironmentDataError: runs and artifact have no target or no label in common, or there are too few runs.
+        RunsError: runs and artifact have no target or no label in common, or there are too few runs.
     """
-    environment = runs_beside(artifact, runs)
+    environment = bind_runs(artifact, runs)
     if environment.role != "dev":
         raise ProtocolLeakError(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    joined = Joined.from_environment(environment, artifact)
-    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.units.targets}
+    joined = Alignment.from_runs(environment, artifact)
+    common = {own: theirs for own, theirs in joined.run_targets.items() if own in predictor.units.targets}
     if not common:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are "
             f"{list(predictor.units.targets)}; none is common to both"
         )
-    targets = {own: theirs for own, theirs in joined.renamed.items() if environment.role_of(theirs) == "dev"}
+    targets = {own: theirs for own, theirs in joined.run_targets.items() if environment.role_of(theirs) == "dev"}
     asked = {own: theirs for own, theirs in common.items() if own in targets}
     if not asked:
         raise ProtocolLeakError(
@@ -290,7 +290,7 @@ def learn(
     targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
     utility_RST = utility_RST[:, :, teaches_T]
     teacher = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
-    labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
+    labels = dict.fromkeys([*([environment.label] if environment.label else []), *suggest_labels(artifact)])
     known = SubsetFeaturizer.from_predictor(teacher, artifact, tuple(labels))
     parts = [known.features(block.weights) for block in joined.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
@@ -310,7 +310,7 @@ def learn(
     ]
     if missing := [target for target in predictor.units.targets if target not in asked]:
         notes.append(f"no runs for {', '.join(missing)}: no expected change")
-    unit, (measured, models) = environment.unit, environment.described
+    unit, (measured, models) = environment.unit, environment.measurement
     return OutcomePredictor(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",

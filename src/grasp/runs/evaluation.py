@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.results import Result
 from grasp.runs.metrics import (
     CEILINGS,
@@ -21,7 +21,7 @@ from grasp.runs.metrics import (
     target_metrics,
 )
 from grasp.runs.predictions import Cost, MethodRole, Predictions
-from grasp.runs.retrained import Environment, Role, Utilities
+from grasp.runs.retrained import Role, TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.text import json_text, number, plain, text_table
 
@@ -164,7 +164,7 @@ def _cell(metric: str, estimate: Estimate) -> str:
 
 
 def evaluation_of(
-    environment: Environment,
+    environment: TrainingRuns,
     predictions: Sequence[Predictions],
     *,
     targets: Sequence[str] | None = None,
@@ -184,20 +184,20 @@ def evaluation_of(
         notes: how the methods came about, kept in the report.
         chosen_on: by method, the targets of these very runs that it was chosen by.
     Raises:
-        EnvironmentDataError: utilities or predictions are incomplete or not finite; the message names which.
+        RunsError: utilities or predictions are incomplete or not finite; the message names which.
     """
     if not predictions:
-        raise EnvironmentDataError("evaluate: got no predictions, expected at least one method")
+        raise RunsError("evaluate: got no predictions, expected at least one method")
     common = [name for name in environment.targets if all(name in p.targets for p in predictions)]
     if targets is None and not common:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, the predictions "
             f"{[(p.method, list(p.targets)) for p in predictions]}; none is common to all"
         )
     names = tuple(common if targets is None else targets)
     utilities = environment.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
-        raise EnvironmentDataError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
+        raise RunsError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     realized = {name: utilities.select(name) for name in names}
     ceilings = {name: noise_ceilings(own.values_BSE, weights_RB) for name, own in realized.items()}

@@ -39,7 +39,7 @@ from scipy.optimize import minimize
 from scipy.special import stdtrit
 
 from grasp.arrays import F64, Integers, ratio
-from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.errors import RunsError, ShapeError
 from grasp.seeds import stream
 
 FEWEST = 2  # different subsets that anything is learned from
@@ -313,7 +313,7 @@ class Learned:
             utility_nST: of each with each seed, nan where it has fewer seeds; higher is better.
         Raises:
             ShapeError: numbers of runs or tasks differ.
-            EnvironmentDataError: fewer than 2 different subsets, or runs whose utilities are all the same for a task.
+            RunsError: fewer than 2 different subsets, or runs whose utilities are all the same for a task.
         """
         n_runs, n_tasks = utility_nST.shape[0], utility_nST.shape[2]
         if runs.relevance_BT.shape != (n_runs, n_tasks):
@@ -325,11 +325,11 @@ class Learned:
         within_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
         different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
         if different < FEWEST:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"learning from runs: got {different} different subset(s) in {n_runs} run(s), expected {FEWEST} or more"
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
-            raise EnvironmentDataError("learning from runs: all of them came out the same; expected runs that differ")
+            raise RunsError("learning from runs: all of them came out the same; expected runs that differ")
         ruler = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
         data = _Data(ruler.measure(runs), utility_nT - mean_T, seeds_n, within_T, float((seeds_n - 1).sum()))

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 
 from grasp.arrays import F64
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import check_place
 from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
-from grasp.store.checksummed_parquet import read_sealed
+from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
@@ -69,7 +69,7 @@ def import_runs(
         skip_failed: leave out runs with a result that is no number; they are counted.
         out: new directory to keep them in, for `open_runs`.
     Raises:
-        EnvironmentDataError: a file that cannot be read, no column with names of runs, a metric whose direction is not
+        RunsError: a file that cannot be read, no column with names of runs, a metric whose direction is not
             known, and all that `RunTable.from_results` refuses.
         SettingsError: something is at `out`.
     """
@@ -78,12 +78,12 @@ def import_runs(
     places = [str(one) for one in (trained, results) if isinstance(one, Path | str)]
     called = Path(places[-1]).stem if places else "runs"
     if weights not in ("shares", "times"):
-        raise EnvironmentDataError(f"weights: got {weights!r}, expected shares or times")
+        raise RunsError(f"weights: got {weights!r}, expected shares or times")
     table, where = _table(trained)
     harness: HarnessResults | None = None
     if results is None:
         if not metrics:
-            raise EnvironmentDataError(f"{where}: holds weights and results; say which columns are results, --metrics")
+            raise RunsError(f"{where}: holds weights and results; say which columns are results, --metrics")
         outcome, outcome_where = table, where
         columns = columns or [f"!{pattern}" for pattern in metrics]
     elif isinstance(results, Path | str) and Path(results).is_dir():
@@ -120,21 +120,21 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     a mixture, as `mix` writes them.
 
     Raises:
-        EnvironmentDataError: no table; an unknown value; shares that are no numbers, or do not add up to 1.
+        RunsError: no table; an unknown value; shares that are no numbers, or do not add up to 1.
     """
     table, where = _table(source)
     if "value" in table.column_names and "value" not in values:
         mixtures = [name for name in MIXTURES if name in table.column_names]
         if not mixtures:
-            raise EnvironmentDataError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
+            raise RunsError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
         lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
         table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
-        raise EnvironmentDataError(f"{where}: has no mixture; expected a line for each")
+        raise RunsError(f"{where}: has no mixture; expected a line for each")
     named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
     if unknown := [name for name in table.column_names if name not in (*values, *named, "settles")]:
         meant = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
-        raise EnvironmentDataError(f"{where}: {unknown[0]!r} is no value that the runs were trained on{meant}")
+        raise RunsError(f"{where}: {unknown[0]!r} is no value that the runs were trained on{meant}")
     absent = [name for name in values if name not in table.column_names]
     for name in absent:
         table = table.append_column(name, pa.array(np.zeros(len(table))))
@@ -148,7 +148,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
             without = f" (no column, so nothing of: {', '.join(absent[:SHOWN])})" if absent else ""
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{where}: mixture {name!r}: its shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 "
                 "or more that add up to 1"
             )
@@ -170,21 +170,19 @@ def _trained(
             arrays = [_text(table, _name_column(table, where), where), _text(table, column, where), weight]
             return kind, pa.table(arrays, TRAINED_SCHEMA.names)  # type: ignore[return-value]
     if label is None:
-        raise EnvironmentDataError(f"{where}: say which label its columns are values of, e.g. --label source")
+        raise RunsError(f"{where}: say which label its columns are values of, e.g. --label source")
     wide = _Wide(table, where)
     chosen = wide.chosen(columns)
     if len(chosen) < 2:
-        raise EnvironmentDataError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
+        raise RunsError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
     weight_RG = np.stack([wide.numbers[name] for name in chosen], axis=1)
     first: dict[str, int] = {}
     for at, run in enumerate(wide.runs):  # a name may come again for another seed, but not with other weights
         was = first.setdefault(run, at)
         if was != at and not np.allclose(weight_RG[was], weight_RG[at], equal_nan=True):
-            raise EnvironmentDataError(
-                f"{where}: run {run!r} is there twice, with different weights; rename one of them"
-            )
+            raise RunsError(f"{where}: run {run!r} is there twice, with different weights; rename one of them")
         if was != at and wide.meta("seed", was) == wide.meta("seed", at):
-            raise EnvironmentDataError(f"{where}: run {run!r} is there twice; rename one, or add a column seed")
+            raise RunsError(f"{where}: run {run!r} is there twice; rename one, or add a column seed")
     r, g = (index.ravel() for index in np.indices((len(first), len(chosen))))
     names_R, names_G = np.array([*first], object), np.array(chosen, object)
     arrays = [names_R[r], names_G[g], weight_RG[[*first.values()]].ravel()]
@@ -222,14 +220,14 @@ class _Wide:
         idle = [one for one in keep if not any(fnmatch.fnmatchcase(name, one) for name in self.numbers)]
         if idle:
             there = ", ".join(list(self.numbers)[:SHOWN])
-            raise EnvironmentDataError(f"{self.where}: no column of numbers is like {idle[0]!r}; there are {there}")
+            raise RunsError(f"{self.where}: no column of numbers is like {idle[0]!r}; there are {there}")
         return found
 
     def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
         """RESULTS_SCHEMA, and the runs that were left out."""
         chosen = self.chosen(patterns)
         if not chosen:
-            raise EnvironmentDataError(f"{self.where}: has no columns of numbers that are results")
+            raise RunsError(f"{self.where}: has no columns of numbers that are results")
         failed: list[str] = []
         lines: list[tuple[Any, ...]] = []
         for at, run in enumerate(self.runs):
@@ -254,9 +252,7 @@ class _Wide:
         except (ValueError, OverflowError, TypeError):
             number = MOST_WHOLE + 1
         if number is not None and not 0 <= number <= MOST_WHOLE:
-            raise EnvironmentDataError(
-                f"{self.where}: run {self.runs[at]!r}: {what} is {value!r}, expected a whole number"
-            )
+            raise RunsError(f"{self.where}: run {self.runs[at]!r}: {what} is {value!r}, expected a whole number")
         return number
 
 
@@ -294,7 +290,7 @@ def _directions(
             unknown.append(metric)
     if unknown:
         others = f" (the same of {', '.join(unknown[1:])})" if unknown[1:] else ""
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: metric {unknown[0]!r}: is more of it better or worse? say --higher '{unknown[0]}' or --lower "
             f"'{unknown[0]}', or name the results with --metrics{others}"
         )
@@ -310,16 +306,16 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         return source, "runs"
     path = Path(source)
     try:
-        table = read_sealed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
+        table = read_checksummed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
         names = table.column_names
     except FileNotFoundError as err:
-        raise EnvironmentDataError(f"{path}: no such file") from err
+        raise RunsError(f"{path}: no such file") from err
     except UnicodeDecodeError as err:
-        raise EnvironmentDataError(f"{path}: names of columns are no text in UTF-8; save the table as UTF-8") from err
+        raise RunsError(f"{path}: names of columns are no text in UTF-8; save the table as UTF-8") from err
     except (pa.ArrowException, OSError, ValueError) as err:
-        raise EnvironmentDataError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
+        raise RunsError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise EnvironmentDataError(f"{path}: has the column {twice[0]!r} more than once; rename or drop one of them")
+        raise RunsError(f"{path}: has the column {twice[0]!r} more than once; rename or drop one of them")
     return table, str(path)
 
 
@@ -327,7 +323,7 @@ def _name_column(table: pa.Table, where: str) -> str:
     lower = {name.lower(): name for name in reversed(table.column_names)}
     found = next((lower[one] for one in NAMES if one in lower), None)
     if found is None:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: has no column with the names of runs (one of {', '.join(NAMES[:-1])}); its columns are "
             f"{', '.join(table.column_names[:SHOWN])}"
         )
@@ -339,11 +335,11 @@ def _text(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
     try:
         found = table[name].cast(pa.string())
     except pa.ArrowException as err:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: column {name!r} holds {table[name].type} that is no text in UTF-8, expected names"
         ) from err
     if found.null_count:
-        raise EnvironmentDataError(f"{where}: {found.null_count} cells of {name!r} are empty, expected names")
+        raise RunsError(f"{where}: {found.null_count} cells of {name!r} are empty, expected names")
     return found
 
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from grasp.arrays import F64, I64, ratio
-from grasp.errors import EnvironmentDataError
-from grasp.predict.predictor import counted
+from grasp.errors import RunsError
+from grasp.predict.predictor import downweight_negative
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, sums_over
-from grasp.store.checksummed_parquet import read_sealed
+from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
 from grasp.yaml_files import describe
 
@@ -82,18 +82,18 @@ class Predictions:
         Subsets and units that were predicted but not asked for are left out.
 
         Raises:
-            EnvironmentDataError: a subset or a unit lacks a prediction, or has one that is not finite.
+            RunsError: a subset or a unit lacks a prediction, or has one that is not finite.
         """
         b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
-        own = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
+        column_of = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
         task_B = self.task_B[target][b] if target in self.task_B else None
-        if not own and task_B is None:
-            raise EnvironmentDataError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
-        if not own or list(unit_ids) == [WHOLE_TASK]:
-            task_B = self.values_BE[b][:, list(own.values())].mean(axis=1) if task_B is None else task_B
+        if not column_of and task_B is None:
+            raise RunsError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
+        if not column_of or list(unit_ids) == [WHOLE_TASK]:
+            task_B = self.values_BE[b][:, list(column_of.values())].mean(axis=1) if task_B is None else task_B
             return None, _finite(task_B, f"{self.method}: {target}")
-        e = _positions(list(own), unit_ids, f"{self.method}: units of {target}")
-        values_BE = self.values_BE[b][:, np.array(list(own.values()), dtype=np.int64)[e]]
+        e = _positions(list(column_of), unit_ids, f"{self.method}: units of {target}")
+        values_BE = self.values_BE[b][:, np.array(list(column_of.values()), dtype=np.int64)[e]]
         return (
             _finite(values_BE, f"{self.method}: {target}"),
             None if task_B is None else _finite(task_B, f"{self.method}: {target}"),
@@ -122,7 +122,7 @@ class RowScores:
             subsets: retained sides, over the same rows.
             negative: what negative scores are multiplied by.
         Raises:
-            EnvironmentDataError: another number of rows, or a score that is not finite (row and unit named).
+            RunsError: another number of rows, or a score that is not finite (row and unit named).
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
         """
         held = list(subsets)
@@ -130,19 +130,19 @@ class RowScores:
         wrong = [block.n_rows for block in held if block.n_rows != self.n_rows]
         if wrong or not held:
             found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
-            raise EnvironmentDataError(f"{self.method}: scores {self.n_rows} rows, {found}")
+            raise RunsError(f"{self.method}: scores {self.n_rows} rows, {found}")
 
         def counted_blocks() -> Iterator[tuple[int, F64]]:
             for start, scores_NE in self.blocks:
                 own_NE = scores_NE.astype(np.float64)
                 for row, column in np.argwhere(bad_NE := ~(np.abs(own_NE) <= LARGEST))[:1]:
                     target, unit = self.columns[column]
-                    raise EnvironmentDataError(
+                    raise RunsError(
                         f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
                         f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
                         f"most {LARGEST:g}"
                     )
-                yield start, counted(own_NE, negative)
+                yield start, downweight_negative(own_NE, negative)
 
         sum_BE = sums_over(counted_blocks(), [block.weights for block in held], len(self.columns))
         if weighting == "mean":
@@ -159,7 +159,7 @@ def read_predictions(
     Args:
         method: its name; None: that of the file.
     Raises:
-        EnvironmentDataError: the file is of no known kind, or does not fit rows or subsets; a line twice, a hole in the
+        RunsError: the file is of no known kind, or does not fit rows or subsets; a line twice, a hole in the
             table. The message names it.
     """
     method = method or path.stem
@@ -180,7 +180,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
         rows: names of the corpus' rows; a Parquet file must name every one of them, in any order.
         table: what the Parquet file holds; None: it is read.
     Raises:
-        EnvironmentDataError: a row is missing, repeated or unknown; shapes do not fit.
+        RunsError: a row is missing, repeated or unknown; shapes do not fit.
     """
     if path.suffix == ".npy":
         units = _read_ids(path).units
@@ -188,15 +188,15 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
     table = _open(path) if table is None else table
     if "row_id" not in table.column_names:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: has columns {table.column_names}, expected subset_id, target, utility or row_id and a column a "
             "unit"
         )
     names = [name for name in table.column_names if name != "row_id"]
     if not names:
-        raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
+        raise RunsError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
     if pa.types.is_nested(table.schema.field("row_id").type):
-        raise EnvironmentDataError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
+        raise RunsError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
     columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
     scores = np.stack([_numbers(table, name, path) for name in names], axis=1)
@@ -207,9 +207,9 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
     """`subset_id, target, utility[, unit_id]`, in any order."""
     missing = [name for name in ("target", "utility") if name not in table.column_names]
     if missing:
-        raise EnvironmentDataError(f"{path}: has columns {table.column_names}, lacks {missing}")
+        raise RunsError(f"{path}: has columns {table.column_names}, lacks {missing}")
     if nested := [one for one in table.schema if one.name != "utility" and pa.types.is_nested(one.type)]:
-        raise EnvironmentDataError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
+        raise RunsError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
     units = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
     columns = list(zip(table.column("target").to_pylist(), units, strict=True))
     lines = [str(name) for name in table.column("subset_id").to_pylist()]
@@ -221,7 +221,7 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
     wrong = np.argwhere(counts_BE != 1)
     if len(wrong):
         row, column = wrong[0]
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: subset {list(b_of)[row]!r}, target and unit {list(e_of)[column]} occurs {counts_BE[row, column]} "
             f"times ({len(wrong)} such); expected each once"
         )
@@ -234,7 +234,7 @@ def _numbers(table: pa.Table, name: str, path: Path) -> F64:
     try:
         return np.asarray(table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False))
     except pa.ArrowException as err:
-        raise EnvironmentDataError(f"{path}: {name}: {' '.join(str(err).split())}; expected numbers") from err
+        raise RunsError(f"{path}: {name}: {' '.join(str(err).split())}; expected numbers") from err
 
 
 def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
@@ -255,10 +255,10 @@ def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
     position = {name: i for i, name in enumerate(have)}
     if len(position) < len(have):
         twice = next(name for i, name in enumerate(have) if position[name] != i)
-        raise EnvironmentDataError(f"{where}: {twice!r} occurs twice, expected each once")
+        raise RunsError(f"{where}: {twice!r} occurs twice, expected each once")
     missing = [name for name in want if name not in position]
     if missing:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:EXAMPLES]}; predict all of them"
         )
     return np.array([position[name] for name in want], dtype=np.int64)
@@ -267,7 +267,7 @@ def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
 def _finite(values: F64, where: str) -> F64:
     bad = np.argwhere(~(np.abs(values) <= LARGEST))
     if len(bad):
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: prediction at {tuple(bad[0].tolist())} is {values[tuple(bad[0])]} ({len(bad)} such); "
             f"predictions must be finite, and at most {LARGEST:g}"
         )
@@ -279,30 +279,30 @@ def _read_ids(path: Path) -> _Ids:
     try:
         return _Ids.model_validate_json(ids_path.read_bytes())
     except FileNotFoundError as err:
-        raise EnvironmentDataError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
+        raise RunsError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
     except ValidationError as err:
-        raise EnvironmentDataError(describe(err, str(ids_path))) from err
+        raise RunsError(describe(err, str(ids_path))) from err
 
 
 def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
-        raise EnvironmentDataError(f"{path}: no such file") from err
+        raise RunsError(f"{path}: no such file") from err
     except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError) as err:  # of its header as well
-        raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
+        raise RunsError(f"{path}: cannot be read as .npy: {err}") from err
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         found = array.dtype if isinstance(array, np.ndarray) else "an archive"
-        raise EnvironmentDataError(f"{path}: holds {found}, expected an array of numbers")
+        raise RunsError(f"{path}: holds {found}, expected an array of numbers")
     if array.shape != shape:
-        raise EnvironmentDataError(f"{path}: shape {array.shape}, expected {shape}: {axes}")
+        raise RunsError(f"{path}: shape {array.shape}, expected {shape}: {axes}")
     return array
 
 
 def _open(path: Path) -> pa.Table:
-    with readable_table(path, EnvironmentDataError, "Parquet"):
-        table = read_sealed(path)
+    with readable_table(path, RunsError, "Parquet"):
+        table = read_checksummed(path)
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
-        raise EnvironmentDataError(f"{path}: has {twice[0]!r} as the name of {len(twice)} columns, expected it once")
+        raise RunsError(f"{path}: has {twice[0]!r} as the name of {len(twice)} columns, expected it once")
     return table

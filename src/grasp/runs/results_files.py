@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.runs.table import Direction
 from grasp.text import parse_json
 
@@ -131,7 +131,7 @@ class HarnessResults:
         """Check that runs were evaluated alike on the tasks of these metrics.
 
         Raises:
-            EnvironmentDataError: two runs differ in the conditions of a task.
+            RunsError: two runs differ in the conditions of a task.
         """
         first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # that names a condition of a task
         for run, of_run in self.by_run.items():
@@ -139,7 +139,7 @@ class HarnessResults:
                 for condition, value in result.conditions.items() if result.is_about(metrics) else ():
                     other_run, other = first.setdefault((task, condition), (run, result))
                     if other.conditions[condition] != value:
-                        raise EnvironmentDataError(
+                        raise RunsError(
                             f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {condition} "
                             f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
                             f"alike, or leave the task out: --metrics '!{task}/*'"
@@ -167,7 +167,7 @@ def read_results(root: Path) -> HarnessResults:
     """Read every results file below a directory.
 
     Raises:
-        EnvironmentDataError: no file, a damaged one, or two that differ where nothing says which is newer.
+        RunsError: no file, a damaged one, or two that differ where nothing says which is newer.
     """
     found: dict[str, list[TaskResults]] = {}
     for path in sorted(root.rglob("*.json*")):
@@ -181,9 +181,9 @@ def read_results(root: Path) -> HarnessResults:
             found.setdefault(run, []).extend(read(path, file))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
             harness = "lm-evaluation-harness" if read is _of_harness else "olmes"
-            raise EnvironmentDataError(f"{path}: is no results file of {harness}: {err!r:.200}") from err
+            raise RunsError(f"{path}: is no results file of {harness}: {err!r:.200}") from err
     if not found:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{root}: holds no results*.json and no *-metrics.json; expected a folder a run, with the files that "
             "lm-evaluation-harness or olmes wrote"
         )
@@ -246,7 +246,7 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
 
 def _refuse_undated(run: str, task: str, differences: str, one: TaskResults, other: TaskResults) -> None:
     if one.date == other.date:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"run {run!r}: {task} has {differences} in {one.file} and {other.file}, and no date tells which is newer; "
             "take one of them away"
         )

@@ -17,6 +17,7 @@ whole corpus is called `full`. Tables may have their lines in any order, and are
 import hashlib
 import json
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ from pydantic_core import to_jsonable_python
 
 from grasp.arrays import F64, I64
 from grasp.artifact.where import LabelColumn
-from grasp.errors import EnvironmentDataError, ModelError
+from grasp.errors import ModelError, RunsError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import geometry
@@ -42,7 +43,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.settings import CorpusSettings, Settings, TargetSettings
-from grasp.store.checksummed_parquet import SealedWriter, read_sealed
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
 from grasp.targets.units import LossOn
@@ -83,7 +84,7 @@ class FamilyInfo(Settings):
     purpose: str
 
 
-class EnvironmentInfo(Settings):
+class RetrainedRunsInfo(Settings):
     """environment.json."""
 
     format: Literal["grasp-environment"] = "grasp-environment"
@@ -116,8 +117,8 @@ class EnvironmentInfo(Settings):
             return None
         words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
         words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
-        for group, given, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
-            for name, value in given.items():
+        for group, group_settings, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
+            for name, value in group_settings.items():
                 if name in ("path", "names") or (field := kind.model_fields.get(name)) is None:
                     continue
                 if value != to_jsonable_python(field.get_default(call_default_factory=True)):
@@ -127,12 +128,12 @@ class EnvironmentInfo(Settings):
 
 SIGNED_INFO = Signed(
     INFO,
-    EnvironmentInfo,
+    RetrainedRunsInfo,
     "the record of an environment",
     "grasp-environment",
     FORMAT_VERSION,
     "restore it from a copy",
-    EnvironmentDataError,
+    RunsError,
     none=f"is not an environment (no {INFO}); name what grasp retrain or grasp runs import wrote",
     unsigned=True,
 )
@@ -142,7 +143,7 @@ def is_environment(path: Path) -> bool:
     """Whether an environment lies there."""
     try:
         return bool(SIGNED_INFO.read(path))
-    except EnvironmentDataError:
+    except RunsError:
         return False
 
 
@@ -176,9 +177,7 @@ class Utilities:
         """The units of one target, or of several in the order that they have here."""
         unknown = [name for name in targets if name not in self.targets]
         if unknown:
-            raise EnvironmentDataError(
-                f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them"
-            )
+            raise RunsError(f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them")
         columns = [e for e, name in enumerate(self.targets) if name in targets]
         return Utilities(
             self.values_BSE[:, :, columns],
@@ -189,116 +188,43 @@ class Utilities:
         )
 
 
-class Environment:
-    """An environment directory, being filled or complete."""
+class TrainingRuns(ABC):
+    """Runs on subsets of a corpus, with the utilities that training gave; either retrained or imported."""
 
     unit = "nats"  # what columns of realized utilities are called
     notes: Sequence[str] = ()  # what should be known of the runs
 
-    def __init__(self, path: Path, info: EnvironmentInfo) -> None:
+    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
         self.path = path
         self.info = info
 
-    # ------------------------------------------------------------------------------------- open, create
+    # --------------------------------------------------------------------------- supplied by each kind of runs
 
-    @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Open an environment; its utilities are read, and checked, when asked for.
+    @property
+    @abstractmethod
+    def measurement(self) -> tuple[str, str]:
+        """What was measured, and of which models, in words."""
 
-        Raises:
-            EnvironmentDataError: not there, damaged, or of another format version; one of its files is no file.
-        """
-        path = Path(path)
-        for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
-            if (kind := kind_of(path / name)) not in ("file", "nothing"):
-                raise EnvironmentDataError(f"{path / name}: is a {kind}, expected a regular file; restore it")
-        return cls(path, SIGNED_INFO.read(path))
+    @property
+    @abstractmethod
+    def label(self) -> str | None:
+        """The label that the subsets were drawn by."""
 
-    @classmethod
-    def create(cls, path: Path, info: EnvironmentInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
-        """Begin an environment, or go on with one that was begun with the same settings.
+    @abstractmethod
+    def pending(self) -> tuple[Run, ...]:
+        """Runs without a result."""
 
-        Seeds and subsets may be added to what was begun; nothing else may change.
+    @abstractmethod
+    def subset_blocks(
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
+    ) -> Iterator[SubsetBlock]:
+        """The subsets in blocks, in the order of `subset_ids`."""
 
-        Args:
-            info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
-            blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
-        Raises:
-            EnvironmentDataError: another environment was begun here (every difference is named), or the subsets are
-                none, unnamed, repeated, or have names too long for a file.
-        """
-        path.mkdir(parents=True, exist_ok=True)
-        with written_aside(path / SUBSETS) as part:
-            digest = MaskDigest()
-            write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
-            ids, checksums = tuple(digest.ids), digest.checksums
-            _check_names(ids, path / SUBSETS)
-            info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
-            if (path / INFO).exists():
-                begun = SIGNED_INFO.read(path)
-                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-                then, now = (one.model_dump(mode="json", exclude=may_change) for one in (begun, info))
-                differs = list(differences(then, now))
-                if info.seeds[: len(begun.seeds)] != begun.seeds:
-                    differs.append(f"seeds: was {begun.seeds}, is {info.seeds}")
-                n_begun = len(begun.subset_ids)
-                if len(ids) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
-                    differs.append(
-                        f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(ids)} with "
-                        f"{checksums[-1]}"
-                    )
-                if differs:
-                    shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
-                    raise EnvironmentDataError(
-                        f"{path}: another environment was begun here: {'; '.join(shortened)}; "
-                        "go on with the old settings, or choose another directory"
-                    )
-                if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
-                    info = begun
-        SIGNED_INFO.write(path, info)
-        return cls.open(path)
+    @abstractmethod
+    def _values(self) -> F64:
+        """Utilities of all runs, (R, E): seed after seed, the whole corpus first; nan where there is none yet."""
 
-    # ---------------------------------------------------------------------------------------- what it is
-
-    def summary(self) -> Result:
-        """What was trained, a line a target: its units, how far subsets lie from the corpus and apart; what is next."""
-        utilities = self.utilities(partial=True)
-        whole_ST, lines = self.task_reference(list(self.info.targets)), []
-        for t, (name, target) in enumerate(self.info.targets.items()):
-            task_BS = utilities.select(name).values_BSE.mean(axis=2)
-            whole = float(whole_ST[:, t].mean()) if len(whole_ST) == task_BS.shape[1] else None
-            lines.append(
-                {
-                    "target": name,
-                    "units": len(target.unit_ids),
-                    "utility": float(task_BS.mean()) if task_BS.size else None,
-                    "against the corpus": float(task_BS.mean()) - whole if task_BS.size and whole is not None else None,
-                    "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
-                }
-            )
-        build = self.info.build_command(self.path)
-        steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
-        failed = self._failed_line()
-        notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
-        return Result(pa.Table.from_pylist(lines), self._headline(), notes)
-
-    def __repr__(self) -> str:
-        return repr(self._described())
-
-    def _repr_html_(self) -> str:
-        return self._described()._repr_html_()
-
-    def _described(self) -> Result:
-        """What environment.json says: runs are read, and checked, when they are asked for."""
-        units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
-        table = pa.table({"target": list(units), "units": list(units.values())})
-        return Result(table, self._headline(), ("summary(): what came of the runs",))
-
-    def _headline(self) -> str:
-        return (
-            f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
-            f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
-        )
+    # --------------------------------------------------------------------------------------- what it is
 
     @property
     def name(self) -> str:
@@ -315,17 +241,6 @@ class Environment:
     @property
     def subset_ids(self) -> tuple[str, ...]:
         return self.info.subset_ids
-
-    @cached_property
-    def described(self) -> tuple[str, str]:
-        """What was measured, and of which models, in words."""
-        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
-        return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
-
-    @cached_property
-    def label(self) -> str | None:
-        """The label that the subsets were drawn by."""
-        return None if self.info.family is None else parse_family(self.info.family.spec).label
 
     @property
     def units(self) -> tuple[tuple[str, str], ...]:
@@ -356,13 +271,191 @@ class Environment:
         """Refuse a corpus other than the one trained on.
 
         Raises:
-            EnvironmentDataError: fingerprints differ; the message has both.
+            RunsError: fingerprints differ; the message has both.
         """
         if fingerprint != self.info.corpus_fingerprint:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
                 f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
             )
+
+    # ---------------------------------------------------------------------------------------- utilities
+
+    def utilities(
+        self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
+    ) -> Utilities:
+        """Realized utilities, (B, S, E), -loss in nats a token; higher is better.
+
+        Args:
+            target: None: all of them, target after target.
+            seeds: None: all of them.
+            partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
+        Raises:
+            RunsError: a run is missing (unless `partial`), repeated or not a number; an unknown
+                subset, seed, target or unit. The message names it.
+        """
+        if target is not None:
+            self._check_target(target)
+        chosen = self.info.seeds if seeds is None else tuple(seeds)
+        unknown = [seed for seed in chosen if seed not in self.info.seeds]
+        if unknown or not chosen:
+            raise RunsError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
+        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
+        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
+        lacks_BS = np.isnan(values_BSE[:, :, 0])
+        if lacks_BS.any() and not partial:
+            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
+            raise RunsError(
+                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
+                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
+            )
+        complete = np.flatnonzero(~lacks_BS.any(axis=1))
+        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
+        ids = tuple(self.subset_ids[b] for b in complete)
+        utilities = Utilities(values_BSE[complete], ids, chosen, targets, unit_ids)
+        return utilities if target is None else utilities.select(target)
+
+    def task_utilities(self, targets: Sequence[str]) -> F64:
+        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
+        utilities = self.utilities()
+        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
+
+    def reference_utilities(self) -> F64:
+        """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
+        if not self.info.reference:
+            return np.empty((0, len(self.units)))
+        whole_SE = self._values_by_subset()[0]
+        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
+
+    def task_reference(self, targets: Sequence[str]) -> F64:
+        """The same by target, (S, T)."""
+        reference_SE = self.reference_utilities()
+        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
+        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
+
+    def _check_target(self, target: str) -> None:
+        if target not in self.info.targets:
+            raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
+
+    def _values_by_subset(self) -> F64:
+        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
+        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
+
+
+class RetrainedRuns(TrainingRuns):
+    """A directory of runs, being filled or complete."""
+
+    # ------------------------------------------------------------------------------------- open, create
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open an environment; its utilities are read, and checked, when asked for.
+
+        Raises:
+            RunsError: not there, damaged, or of another format version; one of its files is no file.
+        """
+        path = Path(path)
+        for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
+            if (kind := kind_of(path / name)) not in ("file", "nothing"):
+                raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
+        return cls(path, SIGNED_INFO.read(path))
+
+    @classmethod
+    def create(cls, path: Path, info: RetrainedRunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
+        """Begin an environment, or go on with one that was begun with the same settings.
+
+        Seeds and subsets may be added to what was begun; nothing else may change.
+
+        Args:
+            info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
+            blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
+        Raises:
+            RunsError: another environment was begun here (every difference is named), or the subsets are
+                none, unnamed, repeated, or have names too long for a file.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        with written_aside(path / SUBSETS) as part:
+            digest = MaskDigest()
+            write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
+            ids, checksums = tuple(digest.ids), digest.checksums
+            _check_names(ids, path / SUBSETS)
+            info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
+            if (path / INFO).exists():
+                begun = SIGNED_INFO.read(path)
+                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+                then, now = (record.model_dump(mode="json", exclude=may_change) for record in (begun, info))
+                differs = list(differences(then, now))
+                if info.seeds[: len(begun.seeds)] != begun.seeds:
+                    differs.append(f"seeds: was {begun.seeds}, is {info.seeds}")
+                n_begun = len(begun.subset_ids)
+                if len(ids) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
+                    differs.append(
+                        f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(ids)} with "
+                        f"{checksums[-1]}"
+                    )
+                if differs:
+                    shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
+                    raise RunsError(
+                        f"{path}: another environment was begun here: {'; '.join(shortened)}; "
+                        "go on with the old settings, or choose another directory"
+                    )
+                if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
+                    info = begun
+        SIGNED_INFO.write(path, info)
+        return cls.open(path)
+
+    # ---------------------------------------------------------------------------------------- what it is
+
+    def summary(self) -> Result:
+        """What was trained, a line a target: its units, how far subsets lie from the corpus and apart; what is next."""
+        utilities = self.utilities(partial=True)
+        whole_ST, lines = self.task_reference(list(self.info.targets)), []
+        for t, (name, target) in enumerate(self.info.targets.items()):
+            task_BS = utilities.select(name).values_BSE.mean(axis=2)
+            whole = float(whole_ST[:, t].mean()) if len(whole_ST) == task_BS.shape[1] else None
+            lines.append(
+                {
+                    "target": name,
+                    "units": len(target.unit_ids),
+                    "utility": float(task_BS.mean()) if task_BS.size else None,
+                    "against the corpus": float(task_BS.mean()) - whole if task_BS.size and whole is not None else None,
+                    "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
+                }
+            )
+        build = self.info.build_command(self.path)
+        steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
+        failed = self._failed_line()
+        notes = (*([failed] if failed else []), *steps, geometry().calibration_evidence(len(self.subset_ids)))
+        return Result(pa.Table.from_pylist(lines), self._headline(), notes)
+
+    def __repr__(self) -> str:
+        return repr(self._described())
+
+    def _repr_html_(self) -> str:
+        return self._described()._repr_html_()
+
+    def _described(self) -> Result:
+        """What environment.json says: runs are read, and checked, when they are asked for."""
+        units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
+        table = pa.table({"target": list(units), "units": list(units.values())})
+        return Result(table, self._headline(), ("summary(): what came of the runs",))
+
+    def _headline(self) -> str:
+        return (
+            f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
+            f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
+        )
+
+    @cached_property
+    def measurement(self) -> tuple[str, str]:
+        """What was measured, and of which models, in words."""
+        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
+        return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
+
+    @cached_property
+    def label(self) -> str | None:
+        """The label that the subsets were drawn by."""
+        return None if self.info.family is None else parse_family(self.info.family.spec).label
 
     # --------------------------------------------------------------------------------------- filling it
 
@@ -390,10 +483,10 @@ class Environment:
         claims = self.path / "claims"
         known = generations(claims)
         for run in self.untried():
-            alone = run.subset_id == FULL
+            whole_corpus = run.subset_id == FULL
             if len(claimed) == limit:
                 break
-            if claimed and (alone or run.seed != next(iter(claimed)).seed):
+            if claimed and (whole_corpus or run.seed != next(iter(claimed)).seed):
                 continue
             lease = acquire_lease(claims, run.stem, ttl=ttl, known=known)
             if lease is None:
@@ -402,7 +495,7 @@ class Environment:
                 lease.release()
                 continue
             claimed[run] = lease
-            if alone:
+            if whole_corpus:
                 break
         return claimed
 
@@ -412,16 +505,16 @@ class Environment:
         Args:
             utility_E: -loss of every unit, in the order of `units`.
         Raises:
-            EnvironmentDataError: another number of units, or a value that is not finite.
+            RunsError: another number of units, or a value that is not finite.
         """
         if utility_E.shape != (len(self.units),):
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: run {run.stem}: got {utility_E.shape} utilities, expected ({len(self.units)},)"
             )
         bad = np.flatnonzero(~np.isfinite(utility_E))
         if bad.size:
             target, unit = self.units[bad[0]]
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: run {run.stem}: utility of unit {unit!r} of {target} is {utility_E[bad[0]]} "
                 f"({bad.size} such); the run diverged, lower the learning rate of the recipe"
             )
@@ -434,20 +527,20 @@ class Environment:
         """Merge the runs into utilities.parquet and reference.parquet, then remove them; again does nothing.
 
         Raises:
-            EnvironmentDataError: runs are missing; the message counts and names them.
+            RunsError: runs are missing; the message counts and names them.
         """
         all_runs, missing = self.runs(), self.pending()
         if missing:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
                 f"{[run.stem for run in missing[:EXAMPLES]]}; run `grasp retrain --resume` to go on"
             )
         if self._single():
             values_RE = self._values()
             for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
-                own = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
-                if own:
-                    write_whole(self.path / name, run_bytes([all_runs[r] for r in own], self.units, values_RE[own]))
+                group = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
+                if group:
+                    write_whole(self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group]))
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         stems = {run.stem for run in all_runs}
@@ -490,62 +583,8 @@ class Environment:
         if not failed:
             return None
         stem, why = next(iter(failed.items()))
-        again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
-        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {again}"
-
-    # --------------------------------------------------------------------------------------- reading it
-
-    def utilities(
-        self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
-    ) -> Utilities:
-        """Realized utilities, (B, S, E), -loss in nats a token; higher is better.
-
-        Args:
-            target: None: all of them, target after target.
-            seeds: None: all of them.
-            partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
-        Raises:
-            EnvironmentDataError: a run is missing (unless `partial`), repeated or not a number; an unknown
-                subset, seed, target or unit. The message names it.
-        """
-        if target is not None:
-            self._check_target(target)
-        chosen = self.info.seeds if seeds is None else tuple(seeds)
-        unknown = [seed for seed in chosen if seed not in self.info.seeds]
-        if unknown or not chosen:
-            raise EnvironmentDataError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
-        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
-        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
-        lacks_BS = np.isnan(values_BSE[:, :, 0])
-        if lacks_BS.any() and not partial:
-            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
-            raise EnvironmentDataError(
-                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
-                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
-            )
-        kept = np.flatnonzero(~lacks_BS.any(axis=1))
-        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
-        ids = tuple(self.subset_ids[b] for b in kept)
-        utilities = Utilities(values_BSE[kept], ids, chosen, targets, unit_ids)
-        return utilities if target is None else utilities.select(target)
-
-    def task_utilities(self, targets: Sequence[str]) -> F64:
-        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
-        utilities = self.utilities()
-        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
-
-    def reference_utilities(self) -> F64:
-        """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
-        if not self.info.reference:
-            return np.empty((0, len(self.units)))
-        whole_SE = self._values_by_subset()[0]
-        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
-
-    def task_reference(self, targets: Sequence[str]) -> F64:
-        """The same by target, (S, T)."""
-        reference_SE = self.reference_utilities()
-        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
-        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
+        hint = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {hint}"
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -556,19 +595,19 @@ class Environment:
             rows: names of the corpus' rows.
             labels: the label that the family is drawn by; needed only where subsets.parquet is not there.
         Raises:
-            EnvironmentDataError: another number of rows, or masks that are not the ones trained on.
+            RunsError: another number of rows, or masks that are not the ones trained on.
             SubsetError: subsets.parquet cannot be read.
         """
         info = self.info
         if rows.n_rows != info.n_rows:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; "
                 "use the corpus of the environment"
             )
         if (self.path / SUBSETS).exists():
             blocks = read_subsets(self.path / SUBSETS, rows, block)
         elif info.family is None:
-            raise EnvironmentDataError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
+            raise RunsError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
         else:
             spec, seed, purpose = info.family.spec, info.family.seed, info.family.purpose
             blocks = parse_family(spec).draw(
@@ -577,7 +616,7 @@ class Environment:
         digest = MaskDigest()
         yield from digest.seen(blocks)
         if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
@@ -586,12 +625,6 @@ class Environment:
 
     def _run_path(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.stem}.parquet"
-
-    def _check_target(self, target: str) -> None:
-        if target not in self.info.targets:
-            raise EnvironmentDataError(
-                f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}"
-            )
 
     def _single(self) -> list[Run]:
         """Runs whose result has a file of its own."""
@@ -621,23 +654,17 @@ class Environment:
                 values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
         return values_RE
 
-    def _values_by_subset(self) -> F64:
-        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
-        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
-
 
 def _check_names(ids: Sequence[str], where: Path) -> None:
     """See that runs can be called by the ids of the subsets."""
     if not ids:
-        raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
+        raise RunsError(f"{where}: got no subsets, expected at least one")
     wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({FULL} & set(ids)))
     if wrong:
-        raise EnvironmentDataError(
-            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
-        )
+        raise RunsError(f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once")
     long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
     if long:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
             f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
         )
@@ -656,9 +683,9 @@ class MaskDigest:
         for block in blocks:
             matrix = block.weights_BN
             for b, subset_id in enumerate(block.subset_ids):
-                own = slice(matrix.indptr[b], matrix.indptr[b + 1])
-                order = np.argsort(matrix.indices[own])
-                rows, weights = matrix.indices[own][order], matrix.data[own][order]
+                entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
+                order = np.argsort(matrix.indices[entries])
+                rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
                 self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
                 if (weights != 1.0).any():
                     self._digest.update(weights.astype("<f8").tobytes())
@@ -691,7 +718,7 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
     )
     sink = pa.BufferOutputStream()
     how: dict[str, Any] = {"use_dictionary": list(COLUMNS[:-1]), "column_encoding": {"utility": "BYTE_STREAM_SPLIT"}}
-    with SealedWriter(sink, table.schema, compression_level=19, **how) as writer:
+    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **how) as writer:
         writer.write(table)
     return bytes(sink.getvalue())
 
@@ -703,7 +730,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
         runs: all runs that may occur.
         units: (target, unit_id) of each unit; every run must have every one.
     Raises:
-        EnvironmentDataError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
+        RunsError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
             utility that is not finite, a line twice, a run that lacks units. The message names the first.
         FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
     """
@@ -717,7 +744,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
 
     bad = np.flatnonzero(~(np.abs(utility) <= LARGEST))  # nan compares false
     if bad.size:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "
             "retrain it"
         )
@@ -728,7 +755,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
     ):
         if wrong.any():
             r0, e0 = np.argwhere(wrong)[0]
-            raise EnvironmentDataError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
+            raise RunsError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
     values_RE = np.full(counts_RE.shape, np.nan)
     values_RE[r, e] = utility
     return values_RE
@@ -738,19 +765,19 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
     try:
         names = list(pq.read_schema(path).names)
         if missing := [name for name in COLUMNS if name not in names]:
-            raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
-        table = read_sealed(path, columns)
+            raise RunsError(f"{path}: has columns {names}, lacks {missing}")
+        table = read_checksummed(path, columns)
         table.validate(full=True)  # a flipped bit may leave names that are no text
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
         ) from err
     for name in columns:
         empty = table.column(name).null_count
         if empty:
-            raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
+            raise RunsError(f"{path}: column {name} has {empty} empty cells, expected none")
     return table
 
 
@@ -765,7 +792,7 @@ def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int]
     unknown = np.flatnonzero(codes < 0)
     if unknown.size:
         line = unknown[0]
-        raise EnvironmentDataError(
+        raise RunsError(
             f"{path}: line {line} has {columns[0]} {a_names[a[line]]!r}, {columns[1]} {b_names[b[line]]!r}, which "
             f"environment.json does not list ({unknown.size} such lines)"
         )

@@ -20,11 +20,11 @@ import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
 from grasp.arrays import F64, I64
-from grasp.errors import EnvironmentDataError
+from grasp.errors import RunsError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.metrics import mean_defined, spearman
-from grasp.runs.retrained import LARGEST, Environment
+from grasp.runs.retrained import LARGEST, RetrainedRuns
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once
@@ -77,15 +77,15 @@ class RunsInfo(Settings):
         return self
 
 
-AGAIN = "import the runs again"
+RECOVERY_HINT = "import the runs again"
 SIGNED_INFO = Signed(
     INFO,
     RunsInfo,
     "a record of runs",
     "grasp-runs",
     1,
-    AGAIN,
-    EnvironmentDataError,
+    RECOVERY_HINT,
+    RunsError,
     LARGEST_INFO,
     none="no runs there; import them with grasp runs import",
 )
@@ -112,52 +112,50 @@ class RunTable:
         """Check what was read.
 
         Raises:
-            EnvironmentDataError: columns of another type; weights that are negative, or shares that do not add up to 1;
+            RunsError: columns of another type; weights that are negative, or shares that do not add up to 1;
                 a run twice; a result that is no number; runs without results, or results of no run.
         """
         try:
             trained, results = trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA)
         except (pa.ArrowException, ValueError) as err:
-            raise EnvironmentDataError(
-                f"{name}: a column is not what it must be: {' '.join(str(err).split())}"
-            ) from err
+            raise RunsError(f"{name}: a column is not what it must be: {' '.join(str(err).split())}") from err
         for table, columns in ((trained, ("run", "name")), (results, ("run", "seed", "metric"))):
             for column in columns:
                 if empty := table[column].null_count:
-                    raise EnvironmentDataError(f"{name}: {empty} cells of {column} are empty; name every run")
+                    raise RunsError(f"{name}: {empty} cells of {column} are empty; name every run")
         if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
-            raise EnvironmentDataError(f"{name}: its results and {INFO} do not both have the metric {unknown[0]!r}")
+            raise RunsError(f"{name}: its results and {INFO} do not both have the metric {unknown[0]!r}")
 
         # weights
         weight = trained["weight"].to_numpy(zero_copy_only=False)
         bad = np.flatnonzero(~((weight == 0) | (weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
         if bad.size:
             run, value = (trained[column][int(bad[0])].as_py() for column in ("run", "name"))
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{name}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
                 f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
             )
         for line in _repeated(trained, ["run", "name"]):
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{name}: run {line['run']!r} is there twice: {line['name']!r} has {line['count_all']} weights; give "
                 "every run a name of its own"
             )
         total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
         sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
         if empty_runs := [run for run, of_run in sums.items() if of_run <= 0]:
-            raise EnvironmentDataError(f"{name}: run {empty_runs[0]!r}: all weights are 0")
+            raise RunsError(f"{name}: run {empty_runs[0]!r}: all weights are 0")
 
         # results
         value = pc.coalesce(results["value"], float("nan"))
         wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST))).to_pylist()  # nan compares false
         for line in wrong[:1]:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); leave the run "
                 "out (--skip-failed), or give its value"
             )
         repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
         for line in repeated[:1]:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{name}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
                 "give runs different names, or a column seed"
             )
@@ -165,12 +163,12 @@ class RunTable:
         for names, what in ((want - have, "no results"), (have - want, "results, but nothing it was trained on")):
             if names:
                 shown = ", ".join(sorted(names)[:NAMED])
-                raise EnvironmentDataError(f"{name}: {len(names)} run(s) have {what}: {shown}")
+                raise RunsError(f"{name}: {len(names)} run(s) have {what}: {shown}")
 
         # mixtures: shares add up to 1, and differ, or nothing can be learned of what they do
         if info.kind == "shares":
             if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
-                raise EnvironmentDataError(
+                raise RunsError(
                     f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; if "
                     "they say how often each value is seen, import them with --times"
                 )
@@ -179,7 +177,7 @@ class RunTable:
         runs = cls(name, info, trained, results, tuple(notes))
         is_mixture = info.kind in ("shares", "times") and len(runs) >= FEWEST_DIFFERENT
         if is_mixture and len(np.unique(runs.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{name}: its {len(runs):,} runs were all trained on one mixture; expected {FEWEST_DIFFERENT} "
                 "different ones or more"
             )
@@ -190,10 +188,10 @@ class RunTable:
         """Open what `save` wrote.
 
         Raises:
-            EnvironmentDataError: not there, or damaged.
+            RunsError: not there, or damaged.
         """
         info, files = open_store(path, SIGNED_INFO)
-        trained, results = (read_table(files.file(name), AGAIN, EnvironmentDataError) for name in (TRAINED, RESULTS))
+        trained, results = (read_table(files.file(name), RECOVERY_HINT, RunsError) for name in (TRAINED, RESULTS))
         return cls.from_results(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
@@ -220,7 +218,7 @@ class RunTable:
     @property
     def sizes(self) -> tuple[str, ...]:
         """Model sizes; none where none is told."""
-        return tuple(one for one in pc.unique(self.results["size"]).to_pylist() if one is not None)
+        return tuple(size for size in pc.unique(self.results["size"]).to_pylist() if size is not None)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -236,7 +234,7 @@ class RunTable:
     def select_size(self, size: str) -> "RunTable":
         """The runs of one model size."""
         if size not in self.sizes:
-            raise EnvironmentDataError(f"{self.name}: has no runs of size {size!r}, expected one of {list(self.sizes)}")
+            raise RunsError(f"{self.name}: has no runs of size {size!r}, expected one of {list(self.sizes)}")
         results = self.results.filter(pc.equal(self.results["size"], size))
         trained = self.trained.filter(pc.is_in(self.trained["run"], pc.unique(results["run"])))
         return RunTable(f"{self.name} ({size})", self.info, trained, results, self.notes)
@@ -250,12 +248,12 @@ class RunTable:
         for line in self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist():
             values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
         found = []
-        for one, other in itertools.combinations(self.sizes, 2):
-            pairs = [(values.get((one, name), {}), values.get((other, name), {})) for name in self.metrics]
-            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in pairs]
+        for size, other in itertools.combinations(self.sizes, 2):
+            values_by_metric = [(values.get((size, name), {}), values.get((other, name), {})) for name in self.metrics]
+            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
             rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= FEWEST]
             rho = mean_defined(np.array(rhos), axis=0)
-            found.append((one, other, max(map(len, common)), float(rho)))
+            found.append((size, other, max(map(len, common)), float(rho)))
         return found
 
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
@@ -264,10 +262,10 @@ class RunTable:
         A metric of units is their mean.
 
         Raises:
-            EnvironmentDataError: runs of several sizes; a run that lacks a metric.
+            RunsError: runs of several sizes; a run that lacks a metric.
         """
         if len(self.sizes) > 1:
-            raise EnvironmentDataError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one, --size")
+            raise RunsError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one, --size")
         mean = self.results.group_by(["run", "seed", "metric"], use_threads=False).aggregate([("value", "mean")])
         r, t = (_codes(mean[column], names) for column, names in (("run", self.runs), ("metric", self.metrics)))
         seeds = pc.unique(mean["seed"])
@@ -277,7 +275,7 @@ class RunTable:
         missing = np.argwhere(np.isnan(values_RST).all(axis=1))
         if len(missing):
             run, metric = self.runs[missing[0, 0]], self.metrics[missing[0, 1]]
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{self.name}: run {run!r} lacks {metric} ({len(missing)} such); give every run every metric"
             )
         sign_T = np.array([1.0 if self.info.metrics[name] == "higher" else -1.0 for name in self.metrics])
@@ -297,7 +295,7 @@ class RunTable:
             lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
         text = [plain(head), text_table("", ("metric", "direction", "least", "median", "most"), lines)]
         if len(self.sizes) > 1:
-            pairs = [(one, other, f"{n:,}", f"{rho:.3f}") for one, other, n, rho in self.agreement_of_sizes()]
+            pairs = [(size, other, f"{n:,}", f"{rho:.3f}") for size, other, n, rho in self.agreement_of_sizes()]
             text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
         return "\n".join([*text, *map(plain, self.notes)])
 
@@ -313,14 +311,14 @@ def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
     return np.asarray(pc.index_in(column, pa.array(names, column.type)).to_numpy(), dtype=np.int64)
 
 
-def open_runs(path: Environment | RunTable | Path | str) -> Environment | RunTable:
+def open_runs(path: RetrainedRuns | RunTable | Path | str) -> RetrainedRuns | RunTable:
     """Open runs: models trained on parts of a corpus, and how well each did; retrained (an environment) or imported.
 
     Args:
         path: the directory that holds them; runs that are open are given back.
     Raises:
-        EnvironmentDataError: nothing there, or damaged.
+        RunsError: nothing there, or damaged.
     """
     if not isinstance(path, Path | str):
         return path
-    return RunTable.open(path) if (Path(path) / INFO).exists() else Environment.open(path)
+    return RunTable.open(path) if (Path(path) / INFO).exists() else RetrainedRuns.open(path)

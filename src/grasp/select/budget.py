@@ -26,7 +26,7 @@ from grasp.artifact.where import LabelColumn
 from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError
-from grasp.store.checksummed_parquet import read_sealed
+from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
 from grasp.text import several
 
@@ -415,5 +415,5 @@ def _names_in(path: Path) -> list[str]:
         found = [name for name in NAMES if name in columns]
         if not found:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
-        names = plain_values(read_sealed(path, found[:1]).column(0))
+        names = plain_values(read_checksummed(path, found[:1]).column(0))
         return [str(label_text(name)) for name in names if name is not None]

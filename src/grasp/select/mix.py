@@ -23,8 +23,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import SettingsError
-from grasp.predict.predictor import ANY_TEXT, Exposure
-from grasp.predict.scoring_rule import ScoringProtocol, geometry
+from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
@@ -34,7 +34,7 @@ from grasp.select.quadratic_program import Programme, Segments, climb, solve
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import Environment
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 SHOWN = 5
@@ -87,7 +87,7 @@ def mix(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
-    runs: "Environment | RunTable | Path | str | None" = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
@@ -136,7 +136,9 @@ def mix(
     aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
     rule = aim.predictor.protocol  # as it fits the artifact
-    mixed: Mixed = (geometry().mixed if rule.interacts else _additive)(aim, slices, programme)
+    mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
+        aim, slices, programme
+    )
     by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
@@ -209,7 +211,7 @@ def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme
     """The best mixture: rows are worth what they are worth, and less if they are seen often."""
     current_G = programme.current_G
     effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
-    curves = ExposureCurves(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
+    curves = ExposureCurves(aim.trained.exposure, effect_G + NEW_ROW_VALUE, current_G)
     segments = curves.segments(programme.low_G, programme.high_G)
     p_G = solve(replace(programme, segments=segments))
 
@@ -223,7 +225,7 @@ def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme
 class ExposureCurves:
     """What slices are worth by their shares, under the law of exposure."""
 
-    exposure: Exposure
+    exposure: RepetitionLaw
     worth_G: F64  # of a new row, in all
     current_G: F64
 

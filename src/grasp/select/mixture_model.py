@@ -23,8 +23,8 @@ from grasp.api.retrain import Opened
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
-from grasp.errors import EnvironmentDataError, SettingsError
-from grasp.predict.families import dirichlet_shares
+from grasp.errors import RunsError, SettingsError
+from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
@@ -32,7 +32,7 @@ from grasp.runs.alignment import row_weights
 from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import Learned, SubsetFeatures
 from grasp.runs.import_runs import read_mixtures
-from grasp.runs.retrained import Environment
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
 from grasp.select.quadratic_program import Programme, climb
@@ -65,11 +65,11 @@ class Taught:
         Args:
             metric: one, several, or metrics and weights; None: all of them alike.
         Raises:
-            EnvironmentDataError: not imported runs by shares, no such metric, too few runs, or runs all alike.
+            RunsError: not imported runs by shares, no such metric, too few runs, or runs all alike.
         """
         table = open_runs(runs)
         if not isinstance(table, RunTable) or table.info.kind != "shares":
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
                 "grasp runs import MIXTURES METRICS --label LABEL"
             )
@@ -77,7 +77,7 @@ class Taught:
         asked = dict(named) if isinstance(named, Mapping) else dict.fromkeys(listed(named, table.metrics), 1.0)
         unknown = [name for name in asked if name not in table.metrics]
         if unknown or not sum(asked.values()) > 0 or min(asked.values()) < 0:
-            raise EnvironmentDataError(
+            raise RunsError(
                 f"{table.name}: got the metrics {asked}, expected some of {', '.join(table.metrics[:NAMED])} ... with "
                 "weights of 0 or more"
             )
@@ -147,7 +147,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         mixtures: a line a mixture, a column a value of the label: shares that add up to 1.
         metric: metrics, separated by commas. Default: all of them.
     Raises:
-        EnvironmentDataError: see `Taught.from_runs`; values that no run has; shares that do not add up to 1.
+        RunsError: see `Taught.from_runs`; values that no run has; shares that do not add up to 1.
     """
     taught = Taught.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, taught.table.values)
@@ -204,7 +204,7 @@ def mix_runs(
 
 
 def propose_runs(
-    runs: Runs | Environment,
+    runs: Runs | RetrainedRuns,
     metric: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
     count: int = 4,
@@ -235,14 +235,14 @@ def propose_runs(
             "some, import them, and ask again"
         )
     found = open_runs(runs)
-    if isinstance(found, Environment):
+    if isinstance(found, RetrainedRuns):
         if artifact is None:
             raise SettingsError(f"propose: {found.path} holds retrained subsets; name the artifact of their corpus")
         found = shares_of(found, artifact.files)
     taught = Taught.from_runs(found, metric)
     rng = stream(seed, "propose", len(taught.table))
     even_G = taught.share_RG.mean(axis=0)
-    share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
+    share_BG = np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
     picked, settles = most_telling(taught.learned, taught.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     table = taught.table
@@ -309,10 +309,10 @@ def most_telling(
     return picked, settles
 
 
-def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
+def shares_of(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     """Retrained subsets as runs by shares of the label that they were drawn by; losses are the targets'."""
     if environment.label is None:
-        raise EnvironmentDataError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
+        raise RunsError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
     column = label_column(artifact, environment.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))

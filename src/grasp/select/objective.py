@@ -19,17 +19,17 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import SIMILAR, Exposure, Predictor, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, as_protocol, protocol_from, save_protocol
+from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
-from grasp.store.checksummed_parquet import write_sealed
+from grasp.store.checksummed_parquet import write_checksummed
 from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
     from grasp.runs.calibration import OutcomePredictor
-    from grasp.runs.retrained import Environment
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 GROUP_ROWS = 65_536
@@ -80,7 +80,7 @@ class Choice(Result):
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
-            write_sealed(marked, part, group_rows=GROUP_ROWS)
+            write_checksummed(marked, part, group_rows=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
         write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
@@ -150,7 +150,7 @@ class SelectionObjective:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         train_tokens: float | None,
-        runs: "Environment | RunTable | Path | str | None",
+        runs: "TrainingRuns | RunTable | Path | str | None",
         *,
         cautious: bool,
     ) -> Self:
@@ -219,13 +219,13 @@ def rule_of(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
-    rule = as_protocol(protocol, artifact)
+    rule = resolve_protocol(protocol, artifact, choosing=True)
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
-def exposure_of(train_tokens: float | None, tokens_N: I64) -> Exposure:
+def exposure_of(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
     """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
-    return Exposure(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
+    return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
 def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
@@ -249,7 +249,7 @@ def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[
         "components": {f"{half}.raw": -weight} if weight else {},
         "selected_on": None,
     }
-    return protocol_from(given.model_dump() | changed, "diversity")
+    return parse_protocol(given.model_dump() | changed, "diversity")
 
 
 def weighted_targets(

@@ -32,9 +32,9 @@ from grasp.artifact.rows import (
 )
 from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError
-from grasp.predict.scoring_rule import ScoringProtocol, geometry
-from grasp.predict.slices import sensible_labels
-from grasp.predict.weights import Weights, mask_of, one_subset
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
+from grasp.predict.slices import suggest_labels
+from grasp.predict.weights import Weights, mask_of, single_subset
 from grasp.progress import Progress
 from grasp.select.budget import (
     OPTIMAL,
@@ -54,7 +54,7 @@ from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import Environment
+    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
 SUBSET = "selection"
@@ -81,7 +81,7 @@ def select(
     by: str | None = None,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
-    runs: "Environment | RunTable | Path | str | None" = None,
+    runs: "TrainingRuns | RunTable | Path | str | None" = None,
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     drop_leaks: bool = False,
@@ -125,7 +125,7 @@ def select(
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
     rule = rule_of(artifact, protocol, diversity)
-    if documents == "all" and rule.searches:
+    if documents == "all" and rule.interaction is Interaction.PAIRS:
         raise SettingsError(
             "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
             "any or half, or diversity 0"
@@ -155,7 +155,7 @@ def select(
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
     kept_N = mask_of(rows, artifact.n_rows)
-    weights = one_subset(SUBSET, kept_N).weights
+    weights = single_subset(SUBSET, kept_N).weights
     changes, change_notes = aim.judged(SUBSET, weights)
     sums = aim.predictor.sums(weights)
     n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
@@ -166,7 +166,7 @@ def select(
         headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
         value_notes.append(
             f"value {value:+z.3f}: the change, less what repetition takes: it leaves "
-            f"{float(sums.worth(aim.trained.exposure)[0]):.0%} of what as many new rows would do"
+            f"{float(sums.repetition_factor(aim.trained.exposure)[0]):.0%} of what as many new rows would do"
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
     choice_notes = _notes(aim, chosen, by, whole=documents is not None)
@@ -220,7 +220,7 @@ def _refuse_no_budget(rule: ScoringProtocol, tokens: float | None, allowed_N: Bo
     """Refuse a question without a budget if none can be proposed."""
     if tokens is None:
         raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
-    if rule.searches:
+    if rule.interaction is Interaction.PAIRS:
         raise SettingsError(
             "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
             "20%, or take the geometry away with diversity 0"
@@ -275,7 +275,7 @@ def _choose(
     """
     rule = aim.predictor.protocol
     # what runs lead to expect is of means over the retained rows
-    by_runs = aim.intervals is not None and aim.train_tokens is None and not rule.interacts
+    by_runs = aim.intervals is not None and aim.train_tokens is None and rule.interaction is Interaction.NONE
     if aim.cautious and not by_runs:
         raise SettingsError(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
@@ -284,7 +284,7 @@ def _choose(
     effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
     tokens_M, rows_M = aim.tokens_N, None
     if amount is not None and (amount.unit == "documents" or whole):
-        if rule.searches:
+        if rule.interaction is Interaction.PAIRS:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(aim.artifact)
         effect_M = _mean_by(document_N, aim.effect_N)
@@ -308,10 +308,10 @@ def _choose(
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         notes = (f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget",)
     limits = limits_of(amount)
-    if rule.searches:
+    if rule.interaction is Interaction.PAIRS:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        best = geometry().choose_rows(aim.predictor, aim.weights_T, limits, progress)
+        best = geometry().select_rows(aim.predictor, aim.weights_T, limits, progress)
         order_N = picked_P = best.row_index
     else:
         best, picked_P, order_N = _ranked(aim, effect_M, document_N, limits, by_runs=by_runs)
@@ -361,7 +361,7 @@ def _ranked(
     if document_N is not None and limits.costs_differ:
         guarantee += ", until no other one fits"
     if limits.unit == "tokens" and document_N is None:
-        worth_M = aim.predictor.worth_of_tokens(worth_M, aim.weights_T, limits.cost_N)
+        worth_M = aim.predictor.ranking_effects(worth_M, aim.weights_T, limits.cost_N)
     if by_runs:
         worth_M, guarantee = _worth_by_runs(aim, document_N, limits, worth_M)
     order_P = ranked(worth_M, among_N=limits.allowed_N)
@@ -446,7 +446,7 @@ def _curve(aim: SelectionObjective, order_N: I64, places: Sequence[int], effect_
     parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
     rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
-    sums = aim.predictor.sums(Weights(rows_BN)).cumulated()
+    sums = aim.predictor.sums(Weights(rows_BN)).cumulative()
     tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
     last_B = effect_N[order_N[np.asarray(places) - 1]]
     columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))
@@ -470,7 +470,7 @@ def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[
         except SettingsError as err:
             refused.append(err)
             return -np.inf
-        weights = one_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
+        weights = single_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
         return float(aim.value(aim.predictor.sums(weights))[0])
 
     at_once, near = (SEARCHED, 0.0) if limits_of is None else (16, 0.005)
@@ -518,7 +518,7 @@ def _notes(aim: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: b
     if gone_N.any():
         mean = float(aim.effect_N[gone_N].mean())
         line = f"left out: {share(int(gone_N.sum()), len(gone_N))}, their mean effect {mean:+.3f}"
-        for label in [by] if by else sensible_labels(artifact)[:1]:
+        for label in [by] if by else suggest_labels(artifact)[:1]:
             column = label_column(artifact, label)
             gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
             # values that lose more than the corpus does, beyond what as many rows drawn at random would

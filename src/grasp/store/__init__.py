@@ -1,6 +1,6 @@
-"""What is kept on disk: directories of whole parts, each of them a schema of one store.
+"""Stores: directories of files that are written part by part, verified by checksum, and readable from a URL.
 
-Comes in: what decides the content, then tables and arrays, a part at a time. Goes out: the same files, each compared
-with its checksum, here or behind a URL. Read `directory.py` first; `records.py` has marks and signed summaries,
-`locks.py` who may write, `remote.py` what lies elsewhere, `sealed.py` tables that stand alone.
+`directory.py` writes and reads a store, `records.py` has completion marks and signed summaries, `locks.py` coordinates
+writers, `remote.py` reads and publishes stores at URLs, `contents.py` converts tables and arrays to bytes, and
+`checksummed_parquet.py` has single tables with checksums. Start with `directory.Store`.
 """

@@ -1,7 +1,7 @@
-"""Parquet tables that say what they hold: a digest of every column in the metadata, compared by whoever reads it.
+"""Parquet tables with a digest of every column in the file metadata, verified on reading.
 
-A flipped bit may turn one name into another that is there as well, and Parquet would not notice. Tables of others have
-no digests, and are read as they are.
+A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without digests, i.e.
+written by other programs, are read without verification. Start with `write_checksummed` and `read_checksummed`.
 """
 
 import json
@@ -15,27 +15,30 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-SEAL = b"grasp.seal"  # key of the digests in the metadata of a file
+DIGESTS_KEY = b"grasp.seal"  # key of the digests in the metadata of a file
 BATCH = 1 << 16
 
 
-class NotAsWrittenError(pa.ArrowInvalid):  # type: ignore[misc]
-    """A table is not what was written."""
+class ChecksumMismatchError(pa.ArrowInvalid):  # type: ignore[misc]
+    """The content of a table does not match its digests."""
 
 
 class _Digests:
-    """Digests of the columns that pass, however they are cut into parts, and of what the metadata say.
+    """Running digests of columns, independent of how the rows are split into batches, and a digest of the metadata.
 
-    Of numbers the value counts, not the type.
+    A digest covers values, not types: int32 and int64 columns with equal values have equal digests.
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str]) -> None:
-        told = {key: value for key, value in (schema.metadata or {}).items() if key != SEAL}
-        self._metadata = xxhash.xxh3_128_hexdigest(b"\0".join(part for item in sorted(told.items()) for part in item))
-        once = [name for name in columns if schema.names.count(name) == 1]
-        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in once}  # of sizes, and of values
+        metadata = {key: value for key, value in (schema.metadata or {}).items() if key != DIGESTS_KEY}
+        self._metadata = xxhash.xxh3_128_hexdigest(
+            b"\0".join(part for item in sorted(metadata.items()) for part in item)
+        )
+        unique_names = [name for name in columns if schema.names.count(name) == 1]
+        # Two digests a column: lengths (validity of numbers) and values. Together they fix where a value ends.
+        self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}
 
-    def add(self, part: pa.Table | pa.RecordBatch) -> None:
+    def update(self, part: pa.Table | pa.RecordBatch) -> None:
         for name, (sizes, values) in self._columns.items():
             column = part.column(name)
             for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
@@ -61,70 +64,73 @@ class _Digests:
                     values.update(memoryview(data)[ends[0] : ends[1]] if data is not None else b"")
 
     def record(self) -> dict[str, Any]:
+        """Return the digests as hexadecimal text, in JSON."""
         columns = {name: sizes.hexdigest() + values.hexdigest() for name, (sizes, values) in self._columns.items()}
         return {"columns": columns, "metadata": self._metadata}
 
 
-class SealedWriter:
-    """Writes tables of one schema one after the other; what they hold is said when it is closed."""
+class ChecksummedParquetWriter:
+    """Writer of a Parquet file in several tables of one schema; adds the digests on closing."""
 
-    def __init__(self, path: Any, schema: pa.Schema, **how: Any) -> None:
+    def __init__(self, path: Any, schema: pa.Schema, **options: Any) -> None:
         self._digests = _Digests(schema, schema.names)
-        self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | how))
+        self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | options))
 
-    def write(self, table: pa.Table, **how: Any) -> None:
-        self._digests.add(table)
-        self._writer.write_table(table, **how)
+    def write(self, table: pa.Table, **options: Any) -> None:
+        self._digests.update(table)
+        self._writer.write_table(table, **options)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if kind is None:
-            self._writer.add_key_value_metadata({SEAL: json.dumps(self._digests.record()).encode()})
+            self._writer.add_key_value_metadata({DIGESTS_KEY: json.dumps(self._digests.record()).encode()})
         self._writer.close()
 
 
-def write_sealed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
-    """Write a table with the digests of its columns."""
-    with SealedWriter(path, table.schema) as writer:
+def write_checksummed(table: pa.Table, path: Path, *, group_rows: int | None = None) -> None:
+    """Write a table and the digests of its columns; `group_rows` is the size of a row group."""
+    with ChecksummedParquetWriter(path, table.schema) as writer:
         writer.write(table, row_group_size=group_rows)
 
 
-def sealed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Batches of some columns; what is wrong with them is known when the last one has come.
+def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield batches of a table; the digests are verified after the last batch.
 
+    Args:
+        columns: columns to read. Default: all.
     Raises:
-        NotAsWrittenError: a column, or the metadata, are not those that were written.
+        ChecksumMismatchError: a column or the metadata differ from what was written.
     """
     with pq.ParquetFile(path) as file:
-        schema, seal = file.schema_arrow, (file.metadata.metadata or {}).get(SEAL)
-        known = None
-        if seal is not None:
+        schema, digests_json = file.schema_arrow, (file.metadata.metadata or {}).get(DIGESTS_KEY)
+        expected = None
+        if digests_json is not None:
             try:
-                known = json.loads(seal)
-                known = {"columns": dict(known["columns"]), "metadata": known["metadata"]}
+                expected = json.loads(digests_json)
+                expected = {"columns": dict(expected["columns"]), "metadata": expected["metadata"]}
             except (ValueError, TypeError, KeyError) as err:
-                raise NotAsWrittenError(f"its metadata {SEAL.decode()} is damaged; restore a copy") from err
-        digests = _Digests(schema, [] if known is None else schema.names if columns is None else columns)
+                raise ChecksumMismatchError(f"its metadata {DIGESTS_KEY.decode()} is damaged; restore a copy") from err
+        digests = _Digests(schema, [] if expected is None else schema.names if columns is None else columns)
         for batch in file.iter_batches(BATCH, columns=columns):
-            digests.add(batch)
+            digests.update(batch)
             yield batch
-    if known is None:
+    if expected is None:
         return
-    found = digests.record()
-    wrong = [name for name, digest in found["columns"].items() if known["columns"].get(name) != digest]
-    wrong += sorted(known["columns"].keys() - set(schema.names))
-    wrong += [] if found["metadata"] == known["metadata"] else ["its metadata"]
-    if wrong:
-        raise NotAsWrittenError(
-            f"{wrong[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
+    actual = digests.record()
+    mismatches = [name for name, digest in actual["columns"].items() if expected["columns"].get(name) != digest]
+    mismatches += sorted(expected["columns"].keys() - set(schema.names))
+    mismatches += [] if actual["metadata"] == expected["metadata"] else ["its metadata"]
+    if mismatches:
+        raise ChecksumMismatchError(
+            f"{mismatches[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
         )
 
 
-def read_sealed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
-    """A whole table; arguments and errors as in `sealed_batches`."""
-    batches = list(sealed_batches(path, columns))
+def read_checksummed(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a table; arguments and errors as `read_checksummed_batches`."""
+    batches = list(read_checksummed_batches(path, columns))
     if batches:
         return pa.Table.from_batches(batches)
     schema = pq.read_schema(path)

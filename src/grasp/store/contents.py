@@ -1,6 +1,7 @@
-"""Tables and arrays as the bytes of files, and back: Parquet, .npy, safetensors. The same ones give the same bytes.
+"""Convert tables and arrays to the bytes of Parquet, .npy and safetensors files, and read them.
 
-What we wrote is `readable`, or damaged; a table that a user names is a `readable_table`, or something else.
+Equal content gives equal bytes. `readable` converts errors of our own files, which are then damaged; `readable_table`
+converts errors of files that a user passes. Start with `parquet_bytes` and `read_table`.
 """
 
 import io
@@ -21,14 +22,15 @@ from grasp.text import plain
 
 
 def npy_bytes(array: NDArray[Any]) -> bytes:
-    """An array as the bytes of a .npy file."""
+    """Return the bytes of a .npy file of an array."""
     buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)  # one order: its header is compared
+    # Always in C order: the order is in the header, and bytes are compared.
+    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
     return buffer.getvalue()
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    """A table as the bytes of a Parquet file."""
+    """Return the bytes of a Parquet file of a table."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
@@ -36,43 +38,51 @@ def parquet_bytes(table: pa.Table) -> bytes:
 
 
 def tensor_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Named arrays as the bytes of a safetensors file."""
+    """Return the bytes of a safetensors file of named arrays."""
     content: bytes = safetensors.numpy.save({name: np.asarray(arrays[name], order="C") for name in sorted(arrays)})
     return content
 
 
 @contextmanager
-def readable(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> Iterator[None]:
-    """Turn what a damaged file makes its library say into one line, which `again` ends."""
+def readable(path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError) -> Iterator[None]:
+    """Convert the exceptions of a damaged file to one line that ends with the recovery hint `recovery_hint`."""
     try:
         yield
     except FileNotFoundError as err:
-        raise mistake(f"{path}: missing; {again}") from err
+        raise error_type(f"{path}: missing; {recovery_hint}") from err
     except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError) as err:
-        raise mistake(f"{path}: damaged: {plain(err)}; {again}") from err  # TypeError: bfloat16
+        raise error_type(f"{path}: damaged: {plain(err)}; {recovery_hint}") from err  # numpy has no bfloat16: TypeError
 
 
 def read_table(
-    path: Path, again: str, mistake: type[GraspError] = ArtifactError, columns: list[str] | None = None
+    path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError, columns: list[str] | None = None
 ) -> pa.Table:
-    """A Parquet table, or those of the columns that it has."""
-    with readable(path, again, mistake), pq.ParquetFile(path) as file:
+    """Read a Parquet table, or those of `columns` that it has."""
+    with readable(path, recovery_hint, error_type), pq.ParquetFile(path) as file:
         return file.read(columns)
 
 
-def read_tensors(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file."""
-    with readable(path, again, mistake):
+def read_tensors(
+    path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError
+) -> dict[str, NDArray[Any]]:
+    """Read the arrays of a safetensors file."""
+    with readable(path, recovery_hint, error_type):
         arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(path)
     return arrays
 
 
 @contextmanager
-def readable_table(place: Path | str, mistake: type[GraspError], expected: str) -> Iterator[None]:
-    """Say in one line why a table that a user names is none; `place`, with the flag or setting before it, begins it."""
+def readable_table(place: Path | str, error_type: type[GraspError], expected: str) -> Iterator[None]:
+    """Convert the exceptions of reading a user's table to one line.
+
+    Args:
+        place: beginning of the message: the option or setting, and the path.
+        mistake: type of the error.
+        expected: what the message says is expected.
+    """
     try:
         yield
     except FileNotFoundError as err:
-        raise mistake(f"{place}: no such file; expected {expected}") from err
+        raise error_type(f"{place}: no such file; expected {expected}") from err
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise mistake(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
+        raise error_type(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err

@@ -1,10 +1,11 @@
-"""One directory of whole parts. Killed anywhere, the same work goes on; other work is refused, and the difference said.
+"""A directory of parts, each of which is either complete or absent. Interrupted work can be resumed at any point.
 
-    plan     what decides the content, written first
-    part     some files, and a mark written after them: size and checksum of each
-    summary  written last and signed (`records.Signed`): the store is complete
+    plan     the settings that determine the content, written first
+    part     some files, and a mark that is written after them, with the size and checksum of each
+    summary  written last, with a checksum (`records.Signed`): the store is complete
 
-A `Schema` names the files, and says how messages end. Everything is written aside and renamed.
+Resuming with other settings is refused, and the message lists the differences. A `Schema` defines file names and
+messages. All files are written to a temporary name and renamed. Start with `Store`.
 """
 
 import json
@@ -38,140 +39,149 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Files:
-    """Files of one directory, by what was noted of them; each is compared with its checksum when first asked for."""
+    """Files of a directory with known sizes and checksums; a file is verified when it is first used."""
 
     def __init__(
-        self, root: Path, entries: Mapping[str, FileEntry], again: str, mistake: type[GraspError] = ArtifactError
+        self,
+        root: Path,
+        entries: Mapping[str, FileEntry],
+        recovery_hint: str,
+        error_type: type[GraspError] = ArtifactError,
     ) -> None:
         self.root, self.entries = root, entries
-        self.where = str(root)  # what the user calls it: the path, or the URL
-        self._again, self._mistake = again, mistake
-        self._checked: set[str] = set()
+        self.where = str(root)  # path or URL, for messages
+        self._recovery_hint, self._error_type = recovery_hint, error_type
+        self._verified: set[str] = set()
 
     def file(self, name: str) -> Path:
-        """Where a file lies on this machine, as it was written.
+        """Return the local path of a file, after verifying it.
 
         Raises:
-            GraspError: it is not listed, not there, or not what was written.
+            GraspError: the file is not listed, missing or damaged.
         """
         if name not in self.entries:
-            raise self._mistake(f"{self.where}: lists no {name}; {self._again}")
-        if name not in self._checked:
+            raise self._error_type(f"{self.where}: lists no {name}; {self._recovery_hint}")
+        if name not in self._verified:
             if what := fault(self.root, name, self.entries[name]):
-                self._not_here(name, what)
-            self._checked.add(name)
+                self._handle_missing(name, what)
+            self._verified.add(name)
         return self.root / name
 
-    def _not_here(self, name: str, what: str) -> None:
-        """What is done about a file that is missing here, or damaged."""
-        raise self._mistake(f"{self.root / name}: {what}; {self._again}")
+    def _handle_missing(self, name: str, what: str) -> None:
+        """Handle a file that is missing or damaged locally."""
+        raise self._error_type(f"{self.root / name}: {what}; {self._recovery_hint}")
 
     def fault(self, name: str) -> str | None:
-        """What is wrong with a file where it lies, in words; None: nothing."""
+        """Return what is wrong with a file, in words; None: it is intact."""
         return fault(self.root, name, self.entries[name])
 
     def verify(self) -> dict[str, str]:
-        """What is wrong with each file that is not as it was written, by name; all are read."""
+        """Read all files, and return what is wrong with each damaged one, by name."""
         return {name: what for name in sorted(self.entries) if (what := self.fault(name))}
 
 
-Content = bytes | Callable[[Path], object]  # of a file: as it is, or what writes it
+Content = bytes | Callable[[Path], object]  # content of a file, or a function that writes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema(Generic[M]):
-    """What is particular about one kind of store.
+    """The file names and messages of a kind of store.
 
     Attributes:
-        mark: what a mark holds; the files of its part among it.
-        marks: where marks lie, e.g. `shards/*.json`; a part is called as its mark is, without the ending.
-        plan: name of the file that says what decides the content; empty: the directory's name does.
-        ours: patterns of further files that go when other work takes the place.
-        again: what to do where a file is damaged.
-        mistake: the error of whoever gives this directory.
+        mark: model of a mark, which lists the files of its part.
+        marks: pattern of the marks, e.g. `shards/*.json`; the stem of a mark is the name of its part.
+        plan: name of the file with the settings that determine the content; empty: the directory name determines it.
+        ours: patterns of further files that are removed when the store is cleared.
+        again: what the user should do if a file is damaged, for messages.
+        mistake: type of errors about this directory.
+        files: function that returns the size and checksum of each file of a mark.
     """
 
     mark: type[M]
     marks: str
     plan: str = ""
     ours: tuple[str, ...] = ()
-    again: str = "build it again"
-    mistake: type[GraspError] = ArtifactError
+    recovery_hint: str = "build it again"
+    error_type: type[GraspError] = ArtifactError
     files: Callable[[M], Mapping[str, FileEntry]] = attrgetter("files")
 
 
 class Store(Generic[M]):
-    """The parts of one directory; whoever writes holds its lock."""
+    """The parts of a directory. Writers must hold its lock (`locks.locked`)."""
 
     def __init__(self, root: Path, schema: Schema[M]) -> None:
         self.root, self.schema = root, schema
 
     def begin(self, identity: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Begin, or go on with the same work; what a kill left aside is removed.
+        """Start a store, or resume it if the settings are the same; remove temporary files.
 
         Args:
-            identity: all that decides the content; JSON.
-            replace: other work makes way; else only where no part of it is whole.
+            identity: all settings that determine the content, as JSON.
+            replace: whether to delete a store with other settings; without it, only if it has no complete part.
         Raises:
-            GraspError: other work was begun here, with every field in which it differs.
+            GraspError: the directory has a store with other settings; the message lists the differences.
         """
-        plan, now = self.root / self.schema.plan, plain_json(identity, self.schema.plan)
+        plan, requested = self.root / self.schema.plan, plain_json(identity, self.schema.plan)
         with out_of_space(str(self.root), lambda: "nothing is written yet"):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as err:
-                raise self.schema.mistake(f"{plan.parent}: no directory can be made here; choose another one") from err
-            then = None
+                raise self.schema.error_type(
+                    f"{plan.parent}: cannot create this directory; choose another one"
+                ) from err
+            stored = None
             if plan.exists():
                 try:
-                    then = parse_json(plan.read_bytes())
+                    stored = parse_json(plan.read_bytes())
                 except (OSError, ValueError) as err:
-                    raise self.schema.mistake(f"{plan}: damaged: {err}; {self.schema.again}") from err
-            if then is not None and (changed := list(differences(then, now))):
+                    raise self.schema.error_type(f"{plan}: damaged: {err}; {self.schema.recovery_hint}") from err
+            if stored is not None and (changed := list(differences(stored, requested))):
                 if not replace and any(self.root.glob(self.schema.marks)):
-                    raise self.schema.mistake(
+                    raise self.schema.error_type(
                         f"{self.root}: was begun with other input: {'; '.join(changed)}; restore it, choose another "
-                        f"place, or delete {plan.parent} to start over"
+                        f"directory, or delete {plan.parent} to start over"
                     )
                 self.clear()
-                then = None
-            if then is None:
-                write_whole(plan, (json.dumps(now, indent=1) + "\n").encode())
+                stored = None
+            if stored is None:
+                write_whole(plan, (json.dumps(requested, indent=1) + "\n").encode())
         remove_parts(*(path for path in {self.root, plan.parent, self._mark("").parent} if path.is_dir()))
 
     @cached_property
     def parts(self) -> dict[str, Files]:
-        """Files of the parts that are whole, by name; one whose files are gone or cut is not, and is redone."""
-        found = {}
+        """Return the files of complete parts, by name. A part with missing or truncated files is not complete."""
+        complete = {}
         for mark in sorted(self.root.glob(self.schema.marks)):
             entries = self.schema.files(self.mark(mark.stem))
             sizes = {self.root / name: entry.bytes for name, entry in entries.items()}
             if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items()):
-                found[mark.stem] = Files(self.root, entries, self.schema.again, self.schema.mistake)
-        return found
+                complete[mark.stem] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
+        return complete
 
     def mark(self, part: str) -> M:
-        """What the mark of a part says.
+        """Read the mark of a part.
 
         Raises:
-            GraspError: there is none, or it is damaged.
+            GraspError: the mark is missing or damaged.
         """
-        return read_record(self._mark(part), self.schema.mark, self.schema.mistake)
+        return read_record(self._mark(part), self.schema.mark, self.schema.error_type)
 
     def missing(self, parts: Iterable[str]) -> list[str]:
-        """Those of the parts that are not whole yet."""
+        """Return those of the parts that are not complete."""
         return [part for part in parts if part not in self.parts]
 
     def progress(self) -> str:
-        """How far it is, in words."""
-        return f"{len(self.parts)} parts are whole"
+        """Describe the progress, for messages."""
+        return f"{len(self.parts)} parts are complete"
 
-    def put(self, part: str, files: Mapping[str, Content], /, **told: Any) -> M:
-        """Write a part: it is whole when this returns, and as if never begun when this raises.
+    def put(self, part: str, files: Mapping[str, Content], /, **fields: Any) -> M:
+        """Write a part. It is complete when this returns; if an exception is raised, no part of it remains.
 
         Args:
-            files: by path below the directory.
-            told: what else its mark says.
+            files: content by path relative to the directory.
+            fields: further fields of the mark.
+        Returns:
+            The mark.
         """
         mark = self._mark(part)
         shown = mark.relative_to(self.root).with_suffix("")
@@ -179,36 +189,36 @@ class Store(Generic[M]):
             try:
                 self.drop(part)
                 entries = {name: write_content(self.root / name, content) for name, content in files.items()}
-                record = self.schema.mark.model_validate({"files": entries, **told})
+                record = self.schema.mark.model_validate({"files": entries, **fields})
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(mark, dump_json(record))
             except OSError:
-                for path in (mark, *(self.root / name for name in files)):  # the mark first: none without its files
+                for path in (mark, *(self.root / name for name in files)):  # the mark first, so that it never dangles
                     path.unlink(missing_ok=True)
                 raise
-        self.parts[part] = Files(self.root, entries, self.schema.again, self.schema.mistake)
+        self.parts[part] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)
         return record
 
     def drop(self, part: str) -> None:
-        """Remove a part, its mark first."""
+        """Delete a part, beginning with its mark."""
         self._mark(part).unlink(missing_ok=True)
         if part in self.parts:
             for name in self.parts.pop(part).entries:
                 (self.root / name).unlink(missing_ok=True)
 
     def file(self, part: str, name: str = "") -> Path:
-        """A file of a part, as it was written: its checksum is compared when it is first asked for.
+        """Return the path of a file of a part, verified on first use.
 
         Args:
-            name: below the directory; may be left out where the part has one file.
+            name: path relative to the directory; optional if the part has one file.
         """
         files = self.parts.get(part)
         if files is None:
-            raise self.schema.mistake(f"{self.root}: has no {part}; {self.schema.again}")
+            raise self.schema.error_type(f"{self.root}: has no {part}; {self.schema.recovery_hint}")
         return files.file(name or next(iter(files.entries)))
 
     def entries(self) -> dict[str, FileEntry]:
-        """Size and checksum of everything here, marks too, by path below the directory."""
+        """Return size and checksum of all files, including marks, by path relative to the directory."""
         entries: dict[str, FileEntry] = {}
         for part, files in sorted(self.parts.items()):
             path = self._mark(part)
@@ -216,7 +226,7 @@ class Store(Generic[M]):
         return entries
 
     def clear(self) -> None:
-        """Remove all parts, and whatever else is a store's."""
+        """Delete all parts and all other files of the store."""
         for pattern in filter(None, (self.schema.marks, *self.schema.ours, self.schema.plan)):
             for path in self.root.glob(pattern):
                 discard(path)
@@ -227,7 +237,7 @@ class Store(Generic[M]):
 
 
 def write_content(path: Path, content: Content) -> FileEntry:
-    """Write a file that is whole when it is there."""
+    """Write a file atomically, and return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
         return write_whole(path, content)
@@ -239,12 +249,14 @@ def write_content(path: Path, content: Content) -> FileEntry:
 def write_at_once(
     path: Path, signed: Signed[R], files: Mapping[str, Content], record: Callable[[dict[str, FileEntry]], R]
 ) -> None:
-    """Write a whole store, which appears only when it is complete.
+    """Write a complete store atomically: it is written to a temporary directory and renamed.
 
     Args:
-        record: its signed record, from the size and checksum of each file.
+        signed: kind of the store's record.
+        files: content by path relative to the directory.
+        record: function that makes the record from the size and checksum of each file.
     Raises:
-        SettingsError: something is there already.
+        SettingsError: the path already exists.
     """
     check_place(path)
     with written_aside(path) as aside:

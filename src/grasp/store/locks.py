@@ -1,5 +1,7 @@
-"""One writer at a time (`locked`), and work that several processes share out: a part of it is one process's (`Lease`,
-`acquire_lease`, `held`), and a dead one's part is taken over.
+"""Coordinate processes: an exclusive lock for writers, and leases for work that several processes share.
+
+A process holds a lease on each of its runs and renews it; runs of a process that died are taken over by others. Start
+with `locked`, or with `acquire_lease` and `keep_renewed`.
 """
 
 import fcntl
@@ -14,27 +16,27 @@ from pathlib import Path
 
 from grasp.errors import ArtifactError
 
-TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
+TTL_SECONDS = 300.0  # time to live of a lease that is not renewed
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold an exclusive `flock` on the file `path`, which the kernel releases when its holder dies.
+    """Hold an exclusive `flock` on the file `path`. The kernel releases the lock if the process dies.
 
-    The file says who holds it, and stays: removing it would race.
+    The file contains the name of the holder. It is never removed, since that would be a race.
 
     Args:
-        wait: until no other process or thread holds it; else that is an error.
+        wait: whether to wait for other holders (processes or threads); without it, a held lock is an error.
     Raises:
-        ArtifactError: another process (or another holder in this one) has it, the message says which; the file
-            system cannot lock, or not be written to.
+        ArtifactError: the lock is held (the message names the holder), or the file system is read-only or has no
+            locks.
     """
-    place = path.parent
+    directory = path.parent
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as err:
         raise ArtifactError(
-            f"{place}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+            f"{directory}: not writable ({err.strerror}: {err.filename}); choose another directory"
         ) from err
     with open(descriptor, "rb+", buffering=0) as file:
         try:
@@ -42,11 +44,11 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
         except BlockingIOError as err:
             holder = file.read(1000).decode(errors="replace").strip() or "another process"
             raise ArtifactError(
-                f"{place}: locked by {holder}; two writers cannot share one directory: wait for it or stop it"
+                f"{directory}: locked by {holder}; a directory can have one writer: wait for that process or stop it"
             ) from err
         except OSError as err:
             raise ArtifactError(
-                f"{place}: this file system cannot lock files ({err.strerror}); write to a local disk"
+                f"{directory}: the file system does not support locks ({err.strerror}); use a local disk"
             ) from err
         file.truncate(0)
         file.write(f"{_this_process()}\n".encode())
@@ -62,52 +64,52 @@ def _this_process() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One generation of the claim on one run, held by one of several processes.
+    """The exclusive right of a process to work on a run, for a limited time.
 
-    A lease is a file `<run>.<generation>`. The highest generation holds the run for as long as its modification time,
-    which the holder renews, is younger than the time to live. Taking a run means creating the next generation with
-    O_EXCL: of all who find a lease too old exactly one can create its successor, so there is no moment in which
-    two hold one run by mistake. Files are never removed while runs are left (a name that came free could be created
-    twice): giving a lease back sets its time to zero.
+    A lease is a file `<run>.<generation>`. The highest generation is valid while its modification time, which the
+    holder renews, is younger than the time to live. A process takes over a run by creating the next generation with
+    O_EXCL: if several processes find an expired lease, exactly one of them can create its successor, so a run never
+    has two valid leases. Files are never removed while runs remain, since a name could otherwise be created twice:
+    `release` sets the modification time to zero.
 
-    A holder that was only slow, not dead, may finish after it was superseded. That costs work, never data: a run is a
-    function of its settings, and it is written aside and renamed. Clocks of machines that share a file system
-    must agree to well within the time to live.
+    A holder that was only slow may finish after its lease expired. This wastes work but loses no data: the result of a
+    run is determined by its settings, and files are written to a temporary name and renamed. Clocks of machines that
+    share a file system must agree to well within the time to live.
     """
 
     run: str
     path: Path
 
     def renew(self) -> None:
-        """Make the lease young again; a lease whose file is gone has nothing left to protect."""
+        """Renew the lease; do nothing if its file was removed."""
         _touch(self.path, None)
 
     def release(self) -> None:
-        """Let anyone take the run from now on."""
+        """End the lease, so that other processes can take the run."""
         _touch(self.path, (0.0, 0.0))
 
 
 def generations(directory: Path) -> dict[str, int]:
-    """The highest generation of every run that was taken; a file is called `run.7`, where run itself may have dots."""
-    found: dict[str, int] = {}
+    """Return the highest generation of every run; files are named e.g. `run.7`, and `run` may contain dots."""
+    highest: dict[str, int] = {}
     for entry in os.scandir(directory) if directory.exists() else ():
         run, _, generation = entry.name.rpartition(".")
         if generation.isdigit():
-            found[run] = max(int(generation), found.get(run, 0))
-    return found
+            highest[run] = max(int(generation), highest.get(run, 0))
+    return highest
 
 
 def acquire_lease(
     directory: Path, run: str, *, ttl: float = TTL_SECONDS, known: Mapping[str, int] | None = None
 ) -> Lease | None:
-    """The lease on `run`, or None while somebody else holds it.
+    """Acquire the lease on a run; return None if another process holds it.
 
     Args:
-        directory: where the leases of the environment lie.
-        run: a file name without a path.
-        ttl: seconds after which a lease that was not renewed counts as abandoned.
-        known: `generations(directory)`, so that it is read once for many runs. Where it is old, a generation that
-            somebody took since cannot be created again: then there is no lease.
+        directory: directory of the leases.
+        run: name of the run, which becomes a file name.
+        ttl: seconds after which a lease that is not renewed expires.
+        known: `generations(directory)`, to read it once for many runs. If it is outdated, the next generation may
+            already exist; then None is returned.
     """
     directory.mkdir(parents=True, exist_ok=True)
     latest = (generations(directory) if known is None else known).get(run)
@@ -124,14 +126,14 @@ def acquire_lease(
 
 
 @contextmanager
-def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]:
-    """Renew the leases from a thread while the block runs, and give them back when it ends."""
+def keep_renewed(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]:
+    """Renew leases in a thread while the block runs, and release them at its end."""
     stop = threading.Event()
 
     def renew() -> None:
         while not stop.wait(ttl / 5):
             for lease in leases:
-                with suppress(OSError):  # a share that fails for a moment: it is tried again long before the end
+                with suppress(OSError):  # a temporary failure of a network share: retried well before the expiry
                     lease.renew()
 
     thread = threading.Thread(target=renew, name="grasp-leases", daemon=True)
@@ -149,7 +151,7 @@ def _age(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
-        return 0.0  # removed a moment ago: the runs are complete, nothing is to be taken
+        return 0.0  # removed meanwhile, which means that all runs are complete
 
 
 def _touch(path: Path, times: tuple[float, float] | None) -> None:

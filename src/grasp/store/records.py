@@ -1,4 +1,8 @@
-"""What a store says of itself: records in JSON, and those that are signed, which may come from a stranger."""
+"""JSON records of a store: completion marks, and signed summaries with a format version and a checksum.
+
+A record may come from an untrusted source: names in it are validated before they become paths, and its size is limited.
+Start with `Signed`.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,25 +18,25 @@ from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, 
 from grasp.text import parse_json, plain
 from grasp.yaml_files import describe
 
-LARGEST = 1 << 30  # bytes of a record
+MAX_BYTES = 1 << 30  # of a record
 
-# Names come from whoever made a store and become paths: letters, digits, `_`, `-`, `.`; no step begins with a dot, so
-# nothing is absolute, hidden, on another drive, or outside.
-_STEP = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
-Name = Annotated[str, StringConstraints(pattern=rf"^{_STEP}\Z", max_length=100)]
-FileName = Annotated[str, StringConstraints(pattern=rf"^{_STEP}(/{_STEP})*\Z", max_length=300)]
+# Names in a record become paths, and a record may be forged. Only letters, digits, `_`, `-` and `.` are allowed, and no
+# component begins with a dot, so that a path is never absolute, hidden, on another drive, or outside the store.
+_COMPONENT = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
+Name = Annotated[str, StringConstraints(pattern=rf"^{_COMPONENT}\Z", max_length=100)]
+FileName = Annotated[str, StringConstraints(pattern=rf"^{_COMPONENT}(/{_COMPONENT})*\Z", max_length=300)]
 
 
 class JsonModel(BaseModel):
-    """Base of what is written as JSON: immutable, unknown fields and wrong types refused."""
+    """Base class of records that are written as JSON: frozen; unknown fields and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re", allow_inf_nan=False)
 
 
 class Mark(JsonModel):
-    """Written when a part is whole."""
+    """Completion mark of a part of a store, written when its files are complete."""
 
-    files: dict[FileName, FileEntry] = Field(description="Size and checksum of each, by path below the store.")
+    files: dict[FileName, FileEntry] = Field(description="Size and checksum of each file, by its path in the store.")
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -40,17 +44,23 @@ R = TypeVar("R", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Signed(Generic[R]):
-    """A record with format, version, and its own checksum in its field `checksum`.
+    """A kind of record that stores its format, its version and its own checksum (field `checksum`).
 
     Attributes:
-        what: in messages, e.g. "the manifest of an artifact".
-        again: what to do where it is damaged.
-        none: what to say where there is none, after the path of the store, which is its `{place}` as well.
-        unsigned: whether one without a checksum is read too, as written by hand.
-        key: of the field that holds `format`.
-        older: versions that are read as well.
-        check: what is wrong with the whole of it, in words; None: nothing.
-        files: size and checksum of each of the store's files.
+        name: file name of the record.
+        kind: pydantic model of the record.
+        what: name of the record in messages, e.g. "the manifest of an artifact".
+        format: expected value of the field `key`.
+        version: format version that is written.
+        recovery_hint: what to do if the record is damaged.
+        error_type: raised for every error.
+        largest: largest size in bytes that is read.
+        none: message if there is no record, after the path of the store; may contain `{place}`, the same path.
+        unsigned: also read records without a checksum, i.e. written by hand.
+        key: name of the field that holds `format`.
+        older: further versions that are read.
+        check: return what is inconsistent in a record, or None.
+        files: return size and checksum of each file of the store.
     """
 
     name: str
@@ -58,9 +68,9 @@ class Signed(Generic[R]):
     what: str
     format: str
     version: int
-    again: str
-    mistake: type[GraspError] = ArtifactError
-    largest: int = LARGEST
+    recovery_hint: str
+    error_type: type[GraspError] = ArtifactError
+    largest: int = MAX_BYTES
     none: str = ""
     unsigned: bool = False
     key: str = "format"
@@ -69,74 +79,90 @@ class Signed(Generic[R]):
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
     def write(self, root: Path, record: R) -> None:
-        """Sign it and let it appear: from now on the store is complete."""
+        """Sign and write a record atomically; the store is complete once it exists."""
         write_whole(root / self.name, with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED}))))
 
     def read(self, root: Path) -> R:
-        """The record of a store on this machine.
+        """Read the record of a store on this machine.
 
         Raises:
-            GraspError: no regular file, too large, or as `parse`.
+            GraspError: it is not a regular file or too large, or as `parse`.
         """
         path = root / self.name
         if (kind := kind_of(path)) == "nothing" and self.none:
-            raise self.mistake(f"{root}: {self.none.format(place=root)}")
+            raise self.error_type(f"{root}: {self.none.format(place=root)}")
         if kind != "file":
-            raise self.mistake(f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.again}")
+            raise self.error_type(
+                f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.recovery_hint}"
+            )
         if (size := path.stat().st_size) > self.largest:
-            raise self.mistake(f"{path}: has {size} bytes, expected at most {self.largest}; {self.again}")
+            raise self.error_type(f"{path}: has {size} bytes, expected at most {self.largest}; {self.recovery_hint}")
         return self.parse(path, path.read_bytes())
 
     def parse(self, path: Path | str, data: bytes) -> R:
-        """Check format, version, checksum and fields, in this order: another version may sign in another way.
+        """Validate format, version, checksum and fields, in this order: versions may differ in the checksum.
 
         Raises:
-            GraspError: the first of them that is wrong.
+            GraspError: the first of them that is invalid.
         """
         try:
             raw = parse_json(data)
         except ValueError as err:
-            raise self.mistake(f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.again}") from err
-        by_hand = self.unsigned and isinstance(raw, dict) and not raw.get("checksum")
-        if by_hand:
+            raise self.error_type(
+                f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
+            ) from err
+        is_unsigned = self.unsigned and isinstance(raw, dict) and not raw.get("checksum")
+        if is_unsigned:
             raw = {self.key: self.format, "format_version": self.version} | raw
         if not isinstance(raw, dict) or raw.get(self.key) != self.format:
-            raise self.mistake(f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.again}")
-        if (version := raw.get("format_version")) not in (self.version, *self.older):
-            raise self.mistake(
-                f"{path}: format version {version!r}, this program reads {self.version}; {self.again}, or use the "
-                "version of grasp that wrote it"
+            raise self.error_type(
+                f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.recovery_hint}"
             )
-        if not by_hand and not is_signed(data):
-            raise self.mistake(f"{path}: damaged: its checksum does not match; restore a copy, or {self.again}")
+        if (version := raw.get("format_version")) not in (self.version, *self.older):
+            raise self.error_type(
+                f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
+                "the version of grasp that wrote it"
+            )
+        if not is_unsigned and not is_signed(data):
+            raise self.error_type(
+                f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
+            )
         try:
             record = self.kind.model_validate_json(data)
         except ValidationError as err:
-            raise self.mistake(f"{describe(err, str(path), self.kind)}; {self.again}") from err
-        if what := self.check(record):
-            raise self.mistake(f"{path}: {what}; {self.again}")
+            raise self.error_type(f"{describe(err, str(path), self.kind)}; {self.recovery_hint}") from err
+        if inconsistency := self.check(record):
+            raise self.error_type(f"{path}: {inconsistency}; {self.recovery_hint}")
         return record
 
 
 def dump_json(record: BaseModel) -> bytes:
-    """Stable text of a record: the same record gives the same bytes."""
+    """Serialise a record; equal records give equal bytes."""
     return (json.dumps(record.model_dump(mode="json"), indent=1) + "\n").encode()
 
 
-def read_record(path: Path, kind: type[R], mistake: type[GraspError] = ArtifactError) -> R:
-    """Read a record, or say that the file is damaged."""
+def read_record(path: Path, kind: type[R], error_type: type[GraspError] = ArtifactError) -> R:
+    """Read an unsigned record.
+
+    Raises:
+        GraspError: `error_type`; the file is not a regular file, or damaged.
+    """
     if kind_of(path) != "file":
-        raise mistake(f"{path}: is no regular file; restore a copy or build again")
+        raise error_type(f"{path}: not a regular file; restore a copy, or rebuild")
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as err:
-        raise mistake(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
+        raise error_type(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
 
 
 def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`data` as JSON gives it back, so that what is compared later is what was written."""
+    """Return `data` after a round trip through JSON, so that later comparisons see what was written.
+
+    Raises:
+        ArtifactError: a value cannot be written as JSON.
+    """
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
+        parsed: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
     except (TypeError, ValueError) as err:
-        raise ArtifactError(f"{where}: holds something that is not JSON: {err}") from err
-    return plain
+        raise ArtifactError(f"{where}: contains a value that is not JSON: {err}") from err
+    return parsed

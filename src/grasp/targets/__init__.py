@@ -1,7 +1,7 @@
-"""Benchmarks and files of questions become units: a prompt, and the answer whose loss is measured.
+"""Load targets: benchmark tasks and files of questions, as units of a prompt and an answer whose loss is measured.
 
-In: names of tasks, files, tables in memory. Out: a `UnitSet`, drawn by a seed. Read `units` first, then `load`
-(files and tables) and `olmes` (tasks).
+`units` defines units and tokenizes them, `load` reads files and tables, `olmes` reads tasks, and `sample_logs` reads
+logs of lm-evaluation-harness. Start with `load_units`.
 """
 
 from grasp.targets.load import load_units

@@ -1,8 +1,8 @@
-"""From target settings to the units of a run: read from files, tables or tasks, left out, drawn.
+"""Load the units of target settings from files, tables and tasks, and draw a sample of them.
 
-A record is a unit, in one of the forms that people have: prompt and completion; question and answer; conversations and
-instructions, as a corpus has them; a sample log of lm-evaluation-harness, see `sample_logs`; requests of olmes, see
-`olmes`; any other by the templates of a `DatasetTarget`.
+A record is a unit. Accepted forms are prompt and completion; question and answer; conversations and instructions, as in
+a corpus; sample logs of lm-evaluation-harness (`sample_logs`); requests of OLMES (`olmes`); and any other columns, by
+the templates of a `DatasetTarget`. Start with `load_units`.
 """
 
 import re
@@ -27,53 +27,53 @@ from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import parse_json
 from grasp.yaml_files import describe
 
-LOOKED_FOR = (
+EXPECTED_FIELDS = (
     "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, a sample log "
     "of lm-evaluation-harness with `doc`, `target` and `arguments`, or requests of olmes"
 )
-# files of a harness: one per task
-_LOG = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
-_ENDING = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
-_FILE = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
+# Names of log files of evaluation harnesses, which write one file per task.
+_LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
+_SUFFIX = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
+_FILE_NAME = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
 
-Records = Iterable[tuple[str, Mapping[str, Any]]]  # where it is, for messages, and its fields
+Records = Iterable[tuple[str, Mapping[str, Any]]]  # location for messages, and fields
 T = TypeVar("T")
 
 
 def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> UnitSet:
-    """Units of every target named, in the order named; within a target in the order drawn.
+    """Load the units of all targets, in the order of `settings.names`; within a target, in the order of the draw.
 
-    `units_per_target` units are drawn without replacement. The draw depends on the seed, the target's name
-    and the number of its units alone, and draws are nested: the first 64 of 128 are the 64. Leaving a unit
-    out moves no other one, except that later ones take the places that come free.
+    `units_per_target` units are drawn without replacement. The draw depends on the seed, the name of the target and
+    its number of units only. Draws are nested: the first 64 of 128 units are those of a draw of 64. Excluding a unit
+    does not change the order of the others.
 
     Args:
-        in_memory: the units that a name beginning with `sources.IN_MEMORY` stands for.
+        in_memory: units of the target whose name begins with `sources.IN_MEMORY`.
     Raises:
-        TargetError: no target, an unknown or empty one, a record of no known form (with file and line), two targets of
-            one name, a unit_id that occurs twice.
-        MissingExtraError: what a target is read with is not installed.
+        TargetError: there is no target; a target is unknown or empty; a record has an unknown form (the message has
+            file and line); two targets have the same name; a unit_id is not unique.
+        MissingExtraError: a package that reads the target is not installed.
     """
-    given: list[Sequence[Unit]] = []
+    unit_lists: list[Sequence[Unit]] = []
     for name in settings.names:
-        # a file: by a folder, a scheme, an ending, or because it is there
-        looks_so = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE.fullmatch(name) is not None
+        # a file name has a directory, a URL scheme or a known suffix, or the file exists
+        is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE_NAME.fullmatch(name) is not None
         if in_memory and name.startswith(IN_MEMORY):
-            given.append(in_memory)
-        elif looks_so or Path(name).is_file():
-            for file in _logs_in(name) or [name]:
-                records = _array_in(file) or records_of(file, field="targets.names")
+            unit_lists.append(in_memory)
+        elif is_file or Path(name).is_file():
+            for file in _find_logs(name) or [name]:
+                records = _read_json_list(file) or records_of(file, field="targets.names")
                 units = units_of(records, target_name(file), settings.loss_on)
                 if not units:
-                    raise TargetError(f"{file}: no units; {LOOKED_FOR}")
-                given.append(units)
+                    raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
+                unit_lists.append(units)
         else:
-            given.append(read_task(name, settings.variant, settings.loss_on, task_root()))
-    given += [read_mapped(target, settings.loss_on) for target in settings.datasets]
+            unit_lists.append(read_task(name, settings.variant, settings.loss_on, task_root()))
+    unit_lists += [read_mapped(target, settings.loss_on) for target in settings.datasets]
     pools: dict[str, list[Unit]] = {}
-    for group in given:
+    for group in unit_lists:
         if clash := sorted({unit.target for unit in group} & pools.keys()):
-            raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
+            raise TargetError(f"targets: {', '.join(clash)} is named twice, expected unique targets")
         for unit in group:
             pools.setdefault(unit.target, []).append(unit)
     if not pools:
@@ -81,81 +81,85 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
     target_of: dict[str, str] = {}
     for unit in chain.from_iterable(pools.values()):
         for part in ("target", "unit_id", "prompt", "completion"):
-            text: str = getattr(unit, part)  # of a conversation the prompt is all that is said
+            text: str = getattr(unit, part)  # for a conversation, the prompt has the text of all turns
             try:
                 text.encode()
-            except UnicodeEncodeError as err:  # JSON may spell halves of pairs, which no tokenizer and no table takes
+            except UnicodeEncodeError as err:  # JSON can contain lone surrogates; tokenizers and tables reject them
                 raise TargetError(
                     f"unit {unit.unit_id!a} of {unit.target!a}: {part}: half of a surrogate pair at character "
-                    f"{err.start}, which is no text; mend it"
+                    f"{err.start}, which is not valid text; fix the file"
                 ) from err
         if other := target_of.get(unit.unit_id):
             raise TargetError(
-                f"targets: unit_id {unit.unit_id!r} occurs twice (in {other} and {unit.target}), expected each once"
+                f"targets: unit_id {unit.unit_id!r} occurs twice (in {other} and {unit.target}), expected unique ids"
             )
         target_of[unit.unit_id] = unit.target
     drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
     excluded = frozenset(settings.exclude_units)
-    found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
+    excluded_ids = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
     sizes = {target: len(pool) for target, pool in pools.items()}
-    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes, tuple(chain.from_iterable(pools.values())))
+    return UnitSet(tuple(chain.from_iterable(drawn)), excluded_ids, sizes, tuple(chain.from_iterable(pools.values())))
 
 
 def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: TargetSettings) -> list[T]:
-    """What is scored of a target, in the order drawn.
+    """Draw `settings.units_per_target` items of a target, without those that are excluded.
 
+    Args:
+        pool: all items of the target, with their `unit_ids`.
     Raises:
-        TargetError: all of it is left out.
+        TargetError: all units are excluded.
     """
-    # An alias draws what its task draws: the stream is named by the task that stands behind it.
+    # The random stream is named after the task of an alias, so that both draw the same units.
     order = stream(settings.seed, "units", ALIASES.get(target, target)).permutation(len(pool))
     excluded = frozenset(settings.exclude_units)
-    kept = [pool[k] for k in order if unit_ids[k] not in excluded]
-    if not kept:
-        raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
-    return kept[: settings.units_per_target]
+    remaining = [pool[k] for k in order if unit_ids[k] not in excluded]
+    if not remaining:
+        raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units; keep at least one")
+    return remaining[: settings.units_per_target]
 
 
 def target_name(path: str) -> str:
-    """What a file's target is called where no record says: the file's name without its ending."""
-    stem = _ENDING.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
-    log = _LOG.fullmatch(stem)
+    """Return the default name of the target of a file: the file name without suffix, or the task of a log file."""
+    stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
+    log = _LOG_NAME.fullmatch(stem)
     return log["task"] or log["olmes"] if log else stem
 
 
 def records_of(
     data: Source | str, split: str | None = None, field: str = "targets"
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Records of a source, or of what a path names, with all of their columns; `field` is the setting that names it.
+    """Yield the records of a source or path, each with its location and all columns.
 
+    Args:
+        field: the setting that has the path, for messages.
     Raises:
-        TargetError: it cannot be read.
+        TargetError: the data cannot be read.
     """
     try:
         source = open_source(data, split, field) if isinstance(data, str) else data
         for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
-            yield from records_in(chunk, mend=False)  # half of a pair in a question is refused
+            yield from records_in(chunk, mend=False)  # lone surrogates in a question are an error
     except CorpusError as err:
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
 
-def _logs_in(directory: str) -> list[str]:
-    """Logs of a harness in a local directory and below, one per task; none: it is something else.
+def _find_logs(directory: str) -> list[str]:
+    """Return the log files of a harness below a local directory, one per task; empty if there are none.
 
     Raises:
-        TargetError: two logs of one task.
+        TargetError: there are two log files of a task.
     """
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if _FILE.fullmatch(path.name) and _LOG.fullmatch(_ENDING.sub("", path.name)):
+        if _FILE_NAME.fullmatch(path.name) and _LOG_NAME.fullmatch(_SUFFIX.sub("", path.name)):
             first = logs.setdefault(target_name(path.name), str(path))
             if first != str(path):
-                raise TargetError(f"{directory}: {first} and {path} are logs of one task; name the file that you mean")
+                raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
     return list(logs.values())
 
 
-def _array_in(file: str) -> Records | None:
-    """Records of a local file that is one JSON list of objects, as harnesses wrote before; None: another file."""
+def _read_json_list(file: str) -> Records | None:
+    """Return the records of a local file that is a JSON list of objects (older harnesses); None: it is not."""
     if not file.endswith((".json", ".jsonl")) or not Path(file).is_file():
         return None
     with Path(file).open("rb") as handle:
@@ -164,14 +168,14 @@ def _array_in(file: str) -> Records | None:
     try:
         records = parse_json(Path(file).read_bytes())
     except ValueError as err:
-        raise TargetError(f"{file}: not JSON: {err}; mend or write it again") from err
+        raise TargetError(f"{file}: not JSON: {err}; fix or regenerate the file") from err
     if not records or not all(isinstance(record, Mapping) for record in records):
         return None
     return [(f"{file}: record {k}", record) for k, record in enumerate(records)]
 
 
 class UnitFields(BaseModel):
-    """What a record may hold; other fields are left alone."""
+    """Fields of a record; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -186,20 +190,24 @@ class UnitFields(BaseModel):
 
 
 def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
-    """Records as units; unit_id is the record's own, else ``<task>:<position among the records of that task>``.
+    """Convert records to units. The default unit_id is ``<task>:<position among the records of the task>``.
 
-    The first record says whether they are a log of a harness, whose records belong together.
+    If the first record is one of a harness log, all records are parsed as a log, in which several records may belong to
+    one unit.
+
+    Args:
+        task: target of records without a field `task`.
     """
     records = iter(records)
-    head = list(islice(records, 1))
-    records = chain(head, records)
+    first_records = list(islice(records, 1))
+    records = chain(first_records, records)
     for is_log, read in ((is_sample, units_of_log), (is_request, units_of_requests)):
-        if head and is_log(head[0][1]):
+        if first_records and is_log(first_records[0][1]):
             return read(records, task, loss_on)
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
-        fields, conversation = _fields(record, where)
+        fields, conversation = _parse_fields(record, where)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -215,44 +223,45 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
         if conversation is None:
             units.append(unit)
             continue
-        answers = conversation.answers  # a unit for the last, or for every one, each after all that was said before it
-        chosen = answers if unit.loss_on == "assistant" else answers[-1:]
-        for k in chosen:
-            own = replace(
+        # One unit for the last answer, or for every answer; the context of each are all turns before it.
+        answers = conversation.answers
+        scored_answers = answers if unit.loss_on == "assistant" else answers[-1:]
+        for k in scored_answers:
+            answer_unit = replace(
                 unit,
-                unit_id=unit.unit_id if len(chosen) == 1 else f"{unit.unit_id}#{answers.index(k)}",
+                unit_id=unit.unit_id if len(scored_answers) == 1 else f"{unit.unit_id}#{answers.index(k)}",
                 loss_on="all" if unit.loss_on == "all" else "completion",
                 conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
             )
-            units.append(own)
+            units.append(answer_unit)
     return units
 
 
-def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
-    """A record in any of the forms."""
-    given = {name: value for name, value in record.items() if value is not None}
+def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
+    """Parse a record of any form, and its conversation if it has one."""
+    values = {name: value for name, value in record.items() if value is not None}
     conversation = None
-    if not isinstance(given.get("completion"), str):
+    if not isinstance(values.get("completion"), str):
         try:
-            conversation = conversation_in(given, where)
+            conversation = conversation_in(values, where)
         except CorpusError as err:
             raise TargetError(str(err)) from err
         if conversation is not None and conversation.fault is not None:
-            raise TargetError(f"{where}: {FAULTS[conversation.fault]}; mend it or take it out")
-    if conversation is not None:  # it ends with an answer, or what follows is left out
+            raise TargetError(f"{where}: {FAULTS[conversation.fault]}; fix or remove the record")
+    if conversation is not None:  # turns after the last answer are ignored
         last = conversation.turns[conversation.answers[-1]]
         parts = [last["content"], *answer_parts(last).values()]
         completion = next(text for part in parts if (text := str(part or "")).strip())
-        given |= {"prompt": conversation.content, "completion": completion}
-    elif {"question", "answer"} <= given.keys() and "prompt" not in given:
-        question, answer = given.pop("question"), _answer(given.pop("answer"), where)
-        given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
-    elif not {"prompt", "completion"} & given.keys():
+        values |= {"prompt": conversation.content, "completion": completion}
+    elif {"question", "answer"} <= values.keys() and "prompt" not in values:
+        question, answer = values.pop("question"), _parse_answer(values.pop("answer"), where)
+        values |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
+    elif not {"prompt", "completion"} & values.keys():
         refuse_unscored(record, where)
-        named = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
-        raise TargetError(f"{where}: has the fields {named or 'none'}; {LOOKED_FOR}")
+        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
+        raise TargetError(f"{where}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
     try:
-        fields = UnitFields.model_validate(given)
+        fields = UnitFields.model_validate(values)
     except ValidationError as err:
         raise TargetError(describe(err, where)) from err
     if not fields.completion.strip():
@@ -264,24 +273,25 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
     return fields, conversation
 
 
-def _answer(answer: Any, where: str) -> str:
-    """Return the text of an answer: of several that are right (Natural Questions, TriviaQA) the first."""
-    found = answer
-    if isinstance(found, Mapping):
-        found = found.get("value")
-    if isinstance(found, list) and found:
-        found = found[0]
-    if isinstance(found, bool) or not isinstance(found, str | int | float):
+def _parse_answer(answer: Any, where: str) -> str:
+    """Return the text of an answer; the first one if several are correct (Natural Questions, TriviaQA)."""
+    text = answer
+    if isinstance(text, Mapping):
+        text = text.get("value")
+    if isinstance(text, list) and text:
+        text = text[0]
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise TargetError(f"{where}: answer: got {answer!r:.60}, expected a text or a list of texts")
-    return str(found)
+    return str(text)
 
 
 def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
-    """Every record of a source as a unit, by format strings; unit_id is ``<name>:<id column or position>``.
+    """Convert every record of a source to a unit by format strings; unit_id is ``<name>:<id column or position>``.
 
     Raises:
-        MissingExtraError: `datasets` is needed and not installed.
-        TargetError: nothing to read, an unknown split or column (with those that there are), an empty completion.
+        MissingExtraError: `datasets` is required and not installed.
+        TargetError: there is nothing to read, a split or column does not exist (the message lists existing ones), or a
+            completion is empty.
     """
     where = f"targets.datasets.{target.name}"
     try:

@@ -1,16 +1,18 @@
-"""Sample logs of lm-evaluation-harness (`--log_samples`): what was scored of each document, and its right answer.
+"""Parse sample logs of lm-evaluation-harness (`--log_samples`): the scored requests and the gold answer of a document.
 
-A record holds a document (`doc`), the `target`, and the `arguments` of its requests:
+A record has a document (`doc`), a `target`, and the `arguments` of its requests:
 
-    multiple choice     (context, continuation) of every choice; the target is the position or the text of the right one
+    multiple choice     (context, continuation) of every choice; the target is the position or the text of the gold one
     log-likelihood      one (context, continuation)
-    rolling             one (text,), all of which is scored
-    generation          one (context, settings); no continuation was scored, so that the target is appended
+    rolling             one (text,), which is scored completely
+    generation          one (context, settings); no continuation was scored, so the target is appended
 
-Newer versions write the arguments as `{"gen_args_0": {"arg_0": ..., "arg_1": ...}}`, the target as `str(target)`, and a
-record per filter of the answers. The text of a target does not say all: "2" is a position or a text, "['a', 'b']" a
-list or a text. A task has one way to say it, so that the log as a whole is asked: every document must fit, and the
-accuracy that the harness logged decides where both ways do.
+Newer versions write the arguments as `{"gen_args_0": {"arg_0": ..., "arg_1": ...}}`, the target as `str(target)`, and
+one record per filter of the answers. The text of a target can be ambiguous: "2" is a position or a text, "['a', 'b']" a
+list or a text. All documents of a task use the same encoding. It is therefore inferred from the whole log: it must fit
+every document, and if several encodings do, it must agree with the accuracy that the harness logged.
+
+Start with `units_of_log`.
 """
 
 import ast
@@ -27,15 +29,15 @@ from grasp.targets.units import LossOn, Unit
 from grasp.text import parse_json
 
 _SHOWN = 60  # characters of a value in a message
-# metrics of tasks whose target holds tests or rules, not an answer (humaneval, mbpp, ifeval)
+# metrics of tasks whose target consists of tests or rules instead of an answer (humaneval, mbpp, ifeval)
 _NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_|schema_compliance")
-_CHOICES = re.compile(r"choice|option|ending", re.IGNORECASE)  # fields of a document that hold the choices
-_INSTEAD = "write its questions as `prompt` and `completion`"
-# fields of what looks like a log and does not hold what was scored
+_OPTIONS_FIELD = re.compile(r"choice|option|ending", re.IGNORECASE)  # names of fields with choices
+_REMEDY = "write its questions as `prompt` and `completion`"
+# files of harnesses without the scored requests, by the fields of their records
 _NOT_SCORED = {
-    ("doc_id", "prompt_0", "truth"): "a write-out of lm-evaluation-harness 0.3 joins prompt and answer, so that it "
-    "does not say what was scored; log with --log_samples of version 0.4 or later",
-    ("doc_id", "model_output", "metrics"): "predictions of olmes hold no prompts; name the -requests.jsonl file, which "
+    ("doc_id", "prompt_0", "truth"): "a write-out of lm-evaluation-harness 0.3 joins prompt and answer, so the scored "
+    "text is unknown; log with --log_samples of version 0.4 or later",
+    ("doc_id", "model_output", "metrics"): "predictions of olmes have no prompts; use the -requests.jsonl file, which "
     "--save-raw-requests true writes",
 }
 
@@ -44,15 +46,15 @@ T = TypeVar("T")
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a line of a sample log."""
+    """Return whether a record is one of a sample log."""
     return record.get("doc") is not None and record.get("arguments") is not None
 
 
 def refuse_unscored(record: Mapping[str, Any], where: str) -> None:
-    """Refuse a record of a harness that does not say what was scored.
+    """Reject a record of a harness log that lacks the scored requests.
 
     Raises:
-        TargetError: what it is, and what to use instead.
+        TargetError: the record is one of these; the message says what to use instead.
     """
     for names, reason in _NOT_SCORED.items():
         if record.keys() >= set(names):
@@ -60,79 +62,79 @@ def refuse_unscored(record: Mapping[str, Any], where: str) -> None:
 
 
 def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
-    """Documents of a log as units; unit_id is ``<task>:<doc_id>``.
+    """Convert the documents of a log to units; unit_id is ``<task>:<doc_id>``.
 
     Raises:
-        TargetError: a record that does not say what was scored, or which answer is right (with file and line); a
-            document that occurs twice and differs.
+        TargetError: the scored text or the gold answer of a record is unknown (the message has file and line), or a
+            document occurs twice with different content.
     """
-    samples: list[tuple[str, Unit | _Choices | _Generation]] = []
+    samples: list[tuple[str, Unit | _MultipleChoice | _Generation]] = []
     for position, (where, record) in enumerate(records):
         if not is_sample(record):
-            raise TargetError(f"{where}: has no `doc` and `arguments`, expected a sample as in the lines before it")
-        samples.append((where, _sample(record, where, task, position, loss_on)))
-    for kind in (_Choices, _Generation):
+            raise TargetError(f"{where}: has no `doc` and `arguments`, expected a sample like the preceding records")
+        samples.append((where, _parse_sample(record, where, task, position, loss_on)))
+    for kind in (_MultipleChoice, _Generation):
         by_task: dict[str, list[Any]] = {}
         for _, sample in samples:
             if isinstance(sample, kind):
                 by_task.setdefault(sample.unit.target, []).append(sample)
         for group in by_task.values():
-            kind.decide(group)
+            kind.resolve(group)
     units: dict[str, Unit] = {}
     for where, sample in samples:
-        unit = sample if isinstance(sample, Unit) else sample.answered()
-        first = units.setdefault(unit.unit_id, unit)  # the harness logs a document once for every filter
+        unit = sample if isinstance(sample, Unit) else sample.to_unit()
+        first = units.setdefault(unit.unit_id, unit)  # the harness logs a document once per filter
         if differing := [part.name for part in fields(Unit) if getattr(unit, part.name) != getattr(first, part.name)]:
             raise TargetError(
                 f"{where}: document {unit.unit_id!r} occurs twice and differs in {', '.join(differing)}; expected the "
-                "log of one task, with one record for each document and filter"
+                "log of one task, with one record per document and filter"
             )
     return list(units.values())
 
 
-def _sample(
+def _parse_sample(
     record: Mapping[str, Any], where: str, task: str, position: int, loss_on: LossOn
-) -> "Unit | _Choices | _Generation":
-    """What a record says; choices and generations are decided upon later."""
-    requests, doc, target = _requests(record["arguments"], where), record["doc"], record.get("target")
-    own_task = record.get("task")
-    name = own_task if isinstance(own_task, str) and own_task else task
+) -> "Unit | _MultipleChoice | _Generation":
+    """Parse a record; the gold answers of choices and generations are resolved later."""
+    requests, doc, target = _parse_requests(record["arguments"], where), record["doc"], record.get("target")
+    record_task = record.get("task")
+    name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
     unit = Unit(f"{name}:{doc_id}", name, "", "", loss_on)
     context, *rest = requests[0]
     if len(requests) == 1 and not rest and isinstance(context, str):
-        return replace(unit, completion=_text_to_score(context, where))
+        return replace(unit, completion=_require_text(context, where))
     if not rest:
         raise TargetError(f"{where}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
     if not isinstance(rest[0], str):
-        turns = _turns(context)
+        turns = _parse_turns(context)
         if turns is None and not isinstance(context, str):
             raise TargetError(f"{where}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
-        if target is None or (target == "None" and "None" not in _parts(doc, str)):  # str() of none
-            raise TargetError(f"{where}: target: is missing; {_INSTEAD}")
-        if reason := _why_no_answer(record, doc, str(target)):
-            raise TargetError(f"{where}: target: got {target!r:.{_SHOWN}}, {reason}; {_INSTEAD}")
-        return _Generation.read(where, replace(unit, prompt="" if turns else context), turns, target, doc)
+        if target is None or (target == "None" and "None" not in _nested_values(doc, str)):  # str(None)
+            raise TargetError(f"{where}: target: missing; {_REMEDY}")
+        if reason := _not_an_answer(record, doc, str(target)):
+            raise TargetError(f"{where}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
+        return _Generation.parse(where, replace(unit, prompt="" if turns else context), turns, target, doc)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{where}: arguments: expected the context and the continuation of every request as text")
-    places = _conditional(requests, record, where)
-    pairs = [requests[k] for k in places]
+    positions = _conditional_positions(requests, record, where)
+    pairs = [requests[k] for k in positions]
     if len(pairs) == 1:
-        return replace(unit, prompt=pairs[0][0], completion=_text_to_score(pairs[0][1], where))
-    return _Choices.read(where, unit, pairs, target, _predicted(record, places))
+        return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], where))
+    return _MultipleChoice.parse(where, unit, pairs, target, _parse_prediction(record, positions))
 
 
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def _requests(arguments: Any, where: str) -> list[Arguments]:
-    """Arguments of each request, in order.
+def _parse_requests(arguments: Any, where: str) -> list[Arguments]:
+    """Return the arguments of each request, in order.
 
     Raises:
-        TargetError: something else; pictures or sounds beside the text.
+        TargetError: these are not requests, or a request has images or audio.
     """
     try:
-        requests = [tuple(_in_order(request)) for request in _in_order(arguments)]
+        requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
         if not all(requests) or not requests:
             raise ValueError
     except (TypeError, ValueError) as err:
@@ -141,14 +143,14 @@ def _requests(arguments: Any, where: str) -> list[Arguments]:
         ) from err
     if more := next((request[2] for request in requests if len(request) > 2), None):
         raise TargetError(
-            f"{where}: arguments: got {more!r:.{_SHOWN}} beside the text; expected a context and a continuation, "
-            "pictures and sounds are not read"
+            f"{where}: arguments: got {more!r:.{_SHOWN}} in addition to text; expected a context and a continuation, "
+            "images and audio are not supported"
         )
     return requests
 
 
-def _in_order(group: Any) -> list[Any]:
-    """Values of a list, or of `{name_0: ..., name_1: ...}` in the order of the numbers; null is an empty table cell."""
+def _ordered_values(group: Any) -> list[Any]:
+    """Return the values of a list, or of `{name_0: ..., name_1: ...}` by number, without null (empty table cells)."""
     if isinstance(group, Mapping):
         group = [group[name] for name in sorted(group, key=lambda name: int(str(name).rpartition("_")[2]))]
     if not isinstance(group, list | tuple):
@@ -156,22 +158,22 @@ def _in_order(group: Any) -> list[Any]:
     return [value for value in group if value is not None]
 
 
-def _conditional(requests: Sequence[Arguments], record: Mapping[str, Any], where: str) -> list[int]:
-    """Positions of the requests for choices.
+def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], where: str) -> list[int]:
+    """Return the positions of the requests with a context.
 
-    `acc_mutual_info` has every choice scored a second time, after nothing: in turn with the first time up to version
-    0.4.3, later after all of them.
+    For `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after each request,
+    later after all requests.
     """
     after_context = [k for k, request in enumerate(requests) if request[0] != ""]
     if "acc_mutual_info" in record and not after_context:
         raise TargetError(
-            f"{where}: arguments: contexts are empty, so that those of acc_mutual_info look like the others"
+            f"{where}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
         )
     return after_context if 2 * len(after_context) == len(requests) else list(range(len(requests)))
 
 
-def _turns(context: Any) -> list[Mapping[str, Any]] | None:
-    """Messages to a chat model, which the harness logs as JSON in a list of one text; None: it is another context."""
+def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
+    """Parse the messages of a chat, which the harness logs as a list with one JSON text; None: the context is text."""
     if isinstance(context, list | tuple) and len(context) == 1 and isinstance(context[0], str):
         context = context[0]
     if isinstance(context, str) and context.startswith("[{"):
@@ -183,7 +185,7 @@ def _turns(context: Any) -> list[Mapping[str, Any]] | None:
     return [{name: turn.get(name) for name in ("role", "content")} for turn in context] if is_chat and context else None
 
 
-def _text_to_score(text: str, where: str) -> str:
+def _require_text(text: str, where: str) -> str:
     if not text.strip():
         raise TargetError(f"{where}: completion: got {text!r}, expected text to score")
     return text
@@ -193,13 +195,13 @@ def _text_to_score(text: str, where: str) -> str:
 
 
 @dataclass(slots=True)
-class _Choices:
-    """A document with a request for each choice.
+class _MultipleChoice:
+    """A document with one request per choice.
 
     Attributes:
-        by_number: right choices if a number is a position, and another text the text of a choice.
-        by_text: right choices if every target is the text of a choice.
-        predicted: the most likely choice, and whether the harness counted it as right; None: not logged.
+        by_number: gold choices if a number is a position, and any other target the text of a choice.
+        by_text: gold choices if every target is the text of a choice.
+        predicted: the most likely choice, and whether the harness counted it as correct; None: not logged.
     """
 
     where: str
@@ -212,93 +214,95 @@ class _Choices:
     gold: int = -1
 
     @classmethod
-    def read(
+    def parse(
         cls, where: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
-    ) -> "_Choices":
+    ) -> "_MultipleChoice":
         texts = [continuation for _, continuation in pairs]
-        number = _numbers(target, len(pairs))
+        number = _parse_positions(target, len(pairs))
         if len(set(texts)) > 1:
-            by_text = () if isinstance(target, int) else _choices_called(target, texts)
+            by_text = () if isinstance(target, int) else _find_choices(target, texts)
             by_number = number or by_text
-        elif number and not _choices_called(target, texts):
+        elif number and not _find_choices(target, texts):
             by_number = by_text = number
-        else:  # the contexts are the choices, and the target is what follows each of them (winogrande)
-            by_number = by_text = _right_by_accuracy(predicted, len(pairs))
+        else:  # the choices are contexts, and the target is the continuation of all of them (winogrande)
+            by_number = by_text = _correct_by_accuracy(predicted, len(pairs))
             if not by_text:
                 raise TargetError(
                     f"{where}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
-                    f"and `filtered_resps` do not tell which context is right; {_INSTEAD}"
+                    f"and `filtered_resps` do not determine the correct context; {_REMEDY}"
                 )
         return cls(where, unit, pairs, str(target), by_number, by_text, predicted)
 
     @staticmethod
-    def decide(samples: "Sequence[_Choices]") -> None:
-        """Set `gold` of all documents of a task, whose targets are numbers or texts alike.
+    def resolve(samples: "Sequence[_MultipleChoice]") -> None:
+        """Set `gold` of all documents of a task, whose targets are either all numbers or all texts.
 
         Raises:
-            TargetError: a target that is neither, or that can be both.
+            TargetError: a target is neither, or is ambiguous.
         """
         if unfit := next((sample for sample in samples if not sample.by_number), None):
             raise TargetError(
                 f"{unfit.where}: target: got {unfit.target!r:.{_SHOWN}}, expected the number or the text of one of its "
                 f"{len(unfit.pairs)} requests"
             )
-        readings = [[sample.by_number for sample in samples], [sample.by_text for sample in samples]]
-        readings = [right for right in readings if all(right)]
-        differing = [k for k in range(len(samples)) if len({right[k][0] for right in readings}) > 1]
+        # An encoding lists the gold choices of every document.
+        encodings = [[sample.by_number for sample in samples], [sample.by_text for sample in samples]]
+        encodings = [gold for gold in encodings if all(gold)]
+        differing = [k for k in range(len(samples)) if len({gold[k][0] for gold in encodings}) > 1]
         if differing:
-            readings = [right for right in readings if all(map(_Choices._agrees, samples, right))]
-            if len(readings) != 1:
+            encodings = [gold for gold in encodings if all(map(_MultipleChoice._agrees, samples, gold))]
+            if len(encodings) != 1:
                 sample = samples[differing[0]]
-                number, text = (sample.pairs[right[0]][1] for right in (sample.by_number, sample.by_text))
+                number, text = (sample.pairs[gold[0]][1] for gold in (sample.by_number, sample.by_text))
                 raise TargetError(
                     f"{sample.where}: target: got {sample.target!r:.{_SHOWN}}, which is the number of {number!r} and "
-                    f"the text of {text!r}, and `acc` and `filtered_resps` do not tell which is meant; {_INSTEAD}"
+                    f"the text of {text!r}, and `acc` and `filtered_resps` do not resolve the ambiguity; {_REMEDY}"
                 )
-        for sample, right in zip(samples, readings[0], strict=True):
-            sample.gold = right[0]
+        for sample, gold in zip(samples, encodings[0], strict=True):
+            sample.gold = gold[0]
 
-    def _agrees(self, right: tuple[int, ...]) -> bool:
-        """Whether the harness counted its prediction as right if, and only if, it is one of these choices."""
-        return self.predicted is None or (self.predicted[0] in right) == self.predicted[1]
+    def _agrees(self, gold: tuple[int, ...]) -> bool:
+        """Return whether the logged accuracy is that of the logged prediction if these choices are correct."""
+        return self.predicted is None or (self.predicted[0] in gold) == self.predicted[1]
 
-    def answered(self) -> Unit:
+    def to_unit(self) -> Unit:
+        """Return the document as a unit, with the gold choice as its completion."""
         contexts, texts = zip(*self.pairs, strict=True)
         return replace(
             self.unit,
             prompt=contexts[self.gold],
-            completion=_text_to_score(texts[self.gold], self.where),
+            completion=_require_text(texts[self.gold], self.where),
             choices=texts if len(set(contexts)) == 1 else contexts,
             gold=self.gold,
         )
 
 
-def _numbers(target: Any, count: int) -> tuple[int, ...]:
-    """Positions below `count` that a target names: one, or a list of them where several choices are right."""
-    given = _literal(target) if isinstance(target, str) else target
-    named = given if isinstance(given, list) else [given]
-    whole = all(isinstance(number, int) and 0 <= number < count for number in named)
-    return tuple(map(int, named)) if whole else ()
+def _parse_positions(target: Any, count: int) -> tuple[int, ...]:
+    """Parse a target as a position below `count`, or a list of positions if several choices are correct."""
+    value = _parse_literal(target) if isinstance(target, str) else target
+    numbers = value if isinstance(value, list) else [value]
+    are_positions = all(isinstance(number, int) and 0 <= number < count for number in numbers)
+    return tuple(map(int, numbers)) if are_positions else ()
 
 
-def _choices_called(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
-    """Positions of the choices with a text; a delimiter may stand before all of them."""
-    names = target if isinstance(target, list) else _aliases(target) or [target]
-    found: list[int] = []
+def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
+    """Return the positions of the choices with the text of a target; all choices may have a delimiter in front."""
+    names = target if isinstance(target, list) else _parse_texts(target) or [target]
+    matches: list[int] = []
     for name in names:
         if isinstance(name, str) and name.strip():
             same = [k for k, text in enumerate(texts) if text.strip() == name.strip()]
             ends = [k for k, text in enumerate(texts) if text.endswith(name)]
-            found += same or [k for k in ends if all(text.startswith(texts[k].removesuffix(name)) for text in texts)]
-    return tuple(dict.fromkeys(found))
+            matches += same or [k for k in ends if all(text.startswith(texts[k].removesuffix(name)) for text in texts)]
+    return tuple(dict.fromkeys(matches))
 
 
-def _predicted(record: Mapping[str, Any], places: Sequence[int]) -> tuple[int, bool] | None:
-    """The most likely of the requests at these places, and whether the harness counted it as right."""
+def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> tuple[int, bool] | None:
+    """Return the most likely of the requests at `positions`, and whether the harness counted it as correct."""
     try:
         accuracy = float(record["acc"])
         answers = record.get("filtered_resps") or [answer[0] for answer in record["resps"]]
-        likelihoods = [float(answers[k][0]) for k in places]
+        likelihoods = [float(answers[k][0]) for k in positions]
     except (KeyError, IndexError, TypeError, ValueError):
         return None
     if accuracy not in (0.0, 1.0) or any(isnan(value) for value in likelihoods):
@@ -306,12 +310,12 @@ def _predicted(record: Mapping[str, Any], places: Sequence[int]) -> tuple[int, b
     return likelihoods.index(max(likelihoods)), accuracy == 1.0
 
 
-def _right_by_accuracy(predicted: tuple[int, bool] | None, count: int) -> tuple[int, ...]:
-    """The right choice, where the accuracy leaves one: the prediction, or of two choices the other one."""
+def _correct_by_accuracy(predicted: tuple[int, bool] | None, count: int) -> tuple[int, ...]:
+    """Infer the gold choice from the accuracy: a correct prediction, or the other one of two choices."""
     if predicted is None:
         return ()
-    choice, is_right = predicted
-    return (choice,) if is_right else (1 - choice,) if count == 2 else ()
+    predicted_choice, is_right = predicted
+    return (predicted_choice,) if is_right else (1 - predicted_choice,) if count == 2 else ()
 
 
 # ---------------------------------------------------------------------------------------------------- generation
@@ -322,10 +326,10 @@ class _Generation:
     """A document whose answer was generated.
 
     Attributes:
-        turns: messages to a chat model; the prompt of the unit is then empty.
-        answers: right answers, if the target reads as a list of them; None: it is a text.
-        canonical: the answer that the document prefers.
-        is_quoted: the target looks like a list, and the document holds it as a text.
+        turns: messages of a chat; the prompt of the unit is then empty.
+        answers: correct answers, if the target is the text of a list; None: it is an answer.
+        canonical: the answer that the document marks as the preferred one.
+        is_quoted: the target looks like a list, but is a text in the document.
     """
 
     where: str
@@ -338,43 +342,44 @@ class _Generation:
     answer: str = ""
 
     @classmethod
-    def read(
+    def parse(
         cls, where: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
     ) -> "_Generation":
-        found = target if isinstance(target, list) else _literal(str(target))
-        if not isinstance(found, list):
+        value = target if isinstance(target, list) else _parse_literal(str(target))
+        if not isinstance(value, list):
             return cls(where, unit, turns, str(target), None, None, False)
-        is_quoted = isinstance(target, str) and any(target in text for text in _parts(doc, str))
-        is_written = str(found) == str(target) and all(isinstance(text, str) for text in found)
+        is_quoted = isinstance(target, str) and any(target in text for text in _nested_values(doc, str))
+        is_written = str(value) == str(target) and all(isinstance(text, str) for text in value)
         if not is_written and not is_quoted:
             raise TargetError(
-                f"{where}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is neither "
-                f"one of texts as Python writes it nor part of the document; {_INSTEAD}"
+                f"{where}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is neither a "
+                f"Python list of strings nor a text of the document; {_REMEDY}"
             )
-        answers = tuple(found) if is_written else None
-        return cls(where, unit, turns, str(target), answers, _canonical(answers, doc), is_quoted)
+        answers = tuple(value) if is_written else None
+        return cls(where, unit, turns, str(target), answers, _canonical_answer(answers, doc), is_quoted)
 
     @staticmethod
-    def decide(samples: "Sequence[_Generation]") -> None:
-        """Set `answer` of all documents of a task: a list is one of answers, unless every document quotes it.
+    def resolve(samples: "Sequence[_Generation]") -> None:
+        """Set `answer` of all documents of a task. Targets are lists of answers unless all documents quote them.
 
         Raises:
-            TargetError: a list without answers.
+            TargetError: a list has no answers.
         """
-        lists = any(sample.answers is not None and not sample.is_quoted for sample in samples)
+        are_lists = any(sample.answers is not None and not sample.is_quoted for sample in samples)
         for sample in samples:
             sample.answer = sample.target
-            if lists and sample.answers is not None:
+            if are_lists and sample.answers is not None:
                 if not sample.answers:
-                    raise TargetError(f"{sample.where}: target: got an empty list of answers; take the record out")
+                    raise TargetError(f"{sample.where}: target: got an empty list of answers; remove the record")
                 sample.answer = sample.canonical or sample.answers[0]
 
-    def answered(self) -> Unit:
+    def to_unit(self) -> Unit:
+        """Return the document as a unit, with the correct answer as its completion."""
         if self.turns is None:
             context, answer = self.unit.prompt, self.answer
-            joint = "" if not context or context[-1].isspace() or answer[:1].isspace() else " "
-            return replace(self.unit, completion=_text_to_score(joint + answer, self.where))
-        turns = [*self.turns, {"role": "assistant", "content": _text_to_score(self.answer, self.where)}]
+            delimiter = "" if not context or context[-1].isspace() or answer[:1].isspace() else " "
+            return replace(self.unit, completion=_require_text(delimiter + answer, self.where))
+        turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer, self.where)}]
         try:
             conversation = conversation_in({"messages": turns}, self.where)
         except CorpusError as err:
@@ -382,7 +387,7 @@ class _Generation:
         assert conversation is not None
         if conversation.fault is not None:
             raise TargetError(f"{self.where}: {FAULTS[conversation.fault]}")
-        loss_on: LossOn = "all" if self.unit.loss_on == "all" else "completion"  # examples are no units
+        loss_on: LossOn = "all" if self.unit.loss_on == "all" else "completion"  # few-shot examples are not scored
         return replace(
             self.unit,
             prompt=conversation.content,
@@ -392,66 +397,67 @@ class _Generation:
         )
 
 
-def _literal(text: str) -> Any:
-    """The number, truth value or list that Python writes as this text; None: another text. Nothing is executed."""
+def _parse_literal(text: str) -> Any:
+    """Parse a Python literal that is a number, a truth value or a list; None: it is another text."""
     if not re.fullmatch(r"\[.*\]|\d+|True|False", text, re.DOTALL):
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # an escape that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # invalid escape sequences
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
-def _aliases(target: Any) -> tuple[str, ...] | None:
-    """Texts of a target that reads as a list of texts; None: it does not."""
-    found = _literal(target) if isinstance(target, str) else None
-    return tuple(found) if isinstance(found, list) and all(isinstance(text, str) for text in found) else None
+def _parse_texts(target: Any) -> tuple[str, ...] | None:
+    """Parse a target that is the text of a list of texts; None: it is not."""
+    value = _parse_literal(target) if isinstance(target, str) else None
+    return tuple(value) if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
 
 
-def _canonical(answers: Sequence[str] | None, doc: Any) -> str | None:
-    """The answer that the document names beside the list of all of them, as triviaqa does; None: no such answer."""
-    for place in _parts(doc, dict):
-        if answers and list(answers) in place.values():
-            named = [place[name] for name in ("value", "answer") if place.get(name) in answers]
-            if named:
-                return str(named[0])
+def _canonical_answer(answers: Sequence[str] | None, doc: Any) -> str | None:
+    """Return the preferred answer, which a document has next to the list of all answers (triviaqa); None: no such."""
+    for group in _nested_values(doc, dict):
+        if answers and list(answers) in group.values():
+            preferred = [group[name] for name in ("value", "answer") if group.get(name) in answers]
+            if preferred:
+                return str(preferred[0])
     return None
 
 
-def _why_no_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | None:
-    """Why the target of a generation is no answer that a model could give; None: it is one."""
+def _not_an_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | None:
+    """Return why the target of a generation is not an answer that a model could give; None: it is one."""
     if any(_NO_ANSWER.match(name) for name in record):
-        return "which tests or rules are scored by, and is no answer"
-    if any(target == ",".join(map(str, place)) for place in _parts(doc, dict) if len(place) > 1):
-        return "which names fields of the document"
+        return "which consists of tests or rules, not of an answer"
+    groups = list(_nested_values(doc, dict))
+    if any(target == ",".join(map(str, group)) for group in groups if len(group) > 1):
+        return "which lists field names of the document"
     if not target.isdecimal():
         return None
-    is_number = target in map(str, _parts(doc, int)) and target not in _parts(doc, str)
-    label = [place.get("label") for place in _parts(doc, dict)]
-    texts = _lists_of_texts(doc) if is_number else []
-    for place in _parts(doc, dict):
-        texts += [
-            found for name, value in place.items() if _CHOICES.search(str(name)) for found in _lists_of_texts(value)
-        ]
-    numbers_one = any(target in map(str, range(len(found))) and target not in found for found in texts)
-    if numbers_one or (is_number and target in map(str, label)):
-        return "which may be the number of a choice (doc_to_choice), whose text the log does not hold"
+    is_number = target in map(str, _nested_values(doc, int)) and target not in _nested_values(doc, str)
+    labels = [group.get("label") for group in groups]
+    text_lists = _lists_of_texts(doc) if is_number else []
+    for group in groups:
+        fields_of_choices = [value for name, value in group.items() if _OPTIONS_FIELD.search(str(name))]
+        text_lists += [texts for value in fields_of_choices for texts in _lists_of_texts(value)]
+    is_position = any(target in map(str, range(len(texts))) and target not in texts for texts in text_lists)
+    if is_position or (is_number and target in map(str, labels)):
+        return "which may be the number of a choice (doc_to_choice), whose text is not in the log"
     return None
 
 
 def _lists_of_texts(value: Any) -> list[list[str]]:
-    """Lists of texts in a part of a document, those that are written as a text among them."""
-    lists = [*_parts(value, list), *(found for text in _parts(value, str) if isinstance(found := _literal(text), list))]
-    return [found for found in lists if found and all(isinstance(text, str) for text in found)]
+    """Return the lists of texts in a part of a document, including those that are stored as text."""
+    parsed = [_parse_literal(text) for text in _nested_values(value, str)]
+    lists = [*_nested_values(value, list), *(literal for literal in parsed if isinstance(literal, list))]
+    return [texts for texts in lists if texts and all(isinstance(text, str) for text in texts)]
 
 
-def _parts(doc: Any, kind: type[T]) -> Iterator[T]:
-    """Values of one type in a document, at any depth, outer ones first."""
+def _nested_values(doc: Any, kind: type[T]) -> Iterator[T]:
+    """Yield the values of one type in a document at any depth, outer ones first."""
     level = [doc]
     while level:
         yield from (value for value in level if isinstance(value, kind))
         groups = [
             value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
         ]
-        level = [part for group in groups for part in group]
+        level = [value for group in groups for value in group]

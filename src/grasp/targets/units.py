@@ -25,10 +25,11 @@ LossOn = Literal["completion", "assistant", "all"]
 class Unit:
     """One scored element: the loss of `completion` after `prompt`.
 
-    `choices` are the candidate continuations as they would be appended (so `choices[gold] == completion`);
-    where the candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
-    A conversation, which ends with an answer, has no prompt and no completion until a tokenizer writes it out; what the
-    chat template writes after the answer is then its `ending`.
+    `choices` are the candidate continuations as they would be appended, so `choices[gold] == completion`. If the
+    candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
+
+    A conversation ends with an answer. Its prompt and completion are set by `UnitSet.written_out`, and `ending` is the
+    text that the chat template writes after the answer.
     """
 
     unit_id: str
@@ -39,7 +40,7 @@ class Unit:
     choices: tuple[str, ...] = ()
     gold: int | None = None
     support: str | None = None
-    image_hash: str | None = None  # of a trusted picture's pixels
+    image_hash: str | None = None  # hash of the pixels of a trusted image
     conversation: Conversation | None = None
     ending: str = ""
 
@@ -54,32 +55,33 @@ class UnitTokens:
 
 @dataclass(frozen=True)
 class UnitSet:
-    """All units of a run, target after target, in the order in which the targets were named."""
+    """All units of a run, grouped by target in the order of the settings."""
 
     units: tuple[Unit, ...]
-    excluded: tuple[str, ...] = ()  # unit_ids that were named in `exclude_units` and found
-    drawn_from: Mapping[str, int] = field(default_factory=dict)  # units that there are of each target
-    pool: tuple[Unit, ...] = ()  # all units that there are, also those that were not drawn
-    unwritten: Skipped = field(default_factory=Skipped)  # what a chat template leaves out of units that it writes
+    excluded: tuple[str, ...] = ()  # unit_ids of `exclude_units` that exist
+    drawn_from: Mapping[str, int] = field(default_factory=dict)  # number of available units per target
+    pool: tuple[Unit, ...] = ()  # all available units, including those that were not drawn
+    unwritten: Skipped = field(default_factory=Skipped)  # parts of units that the chat template omits
 
     @property
     def targets(self) -> tuple[str, ...]:
+        """Return the names of the targets, in order."""
         return tuple(dict.fromkeys(unit.target for unit in self.units))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what is scored: ids, targets, texts and the tokens that carry loss, in order."""
+        """Return a hash of ids, targets, texts and losses of the units, in order."""
         digest = hashlib.blake2b(digest_size=16)
         for unit in self.units:
             digest.update(repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode())
         return digest.hexdigest()
 
     def written_out(self, tokenizer: "Tokenizer") -> "UnitSet":
-        """Return the same with every conversation as text: its last answer is the completion, the rest the prompt.
+        """Render conversations as text: the last answer is the completion, the text before it the prompt.
 
         Raises:
-            TargetError: one that the tokenizer's chat template cannot write out, or whose answer it marks in several
-                spans; the message names the unit.
+            TargetError: the tokenizer's chat template rejects a conversation, or marks its answer in several spans; the
+                message has the unit_id.
         """
         units = []
         unwritten = Skipped()
@@ -110,13 +112,13 @@ class UnitSet:
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
         """Encode each unit as one text, prompt and completion together, in at most `max_length` tokens.
 
-        Which tokens carry loss is said in `grasp.corpus.encoding`, of units as of rows. A prompt that is too long loses
-        its beginning, but for the special tokens in front. An empty one is replaced by BOS or EOS, so that the
-        completion's first token has a context.
+        `grasp.corpus.encoding` defines which tokens carry loss, for units as for rows. A prompt that is too long is
+        truncated at its beginning, after special tokens. An empty prompt is replaced by BOS or EOS, so that the first
+        token of the completion has a context.
 
         Raises:
-            TargetError: a completion has no tokens or does not fit, a token id lies outside the vocabulary,
-                or a prompt is empty and there is no token to stand in. The message names the unit.
+            TargetError: a completion has no tokens or is too long; a token id is outside the vocabulary; a prompt is
+                empty and the tokenizer has neither BOS nor EOS. The message has the unit_id.
         """
         texts = []
         for unit in self.units:
@@ -132,7 +134,7 @@ class UnitSet:
 
 
 def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int) -> UnitTokens:
-    """Return the tokens of a unit up to its last one with loss, with as much of its prompt as there is room for."""
+    """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits."""
     where = f"unit {unit.unit_id!r} of {unit.target}"
     assert tokens.loss_mask is not None
     scored = np.flatnonzero(tokens.loss_mask)
@@ -142,22 +144,22 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
     if first == 0:
         context = np.array(tokenizer.context_ids, dtype=np.int64)
         if not len(context):
-            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
+            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to replace it")
         first, ids = len(context), np.concatenate([context, ids])
-    prefix = tokenizer.prefix_ids  # the tokenizer puts it in front, or the text has it
+    prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
     n_prefix = n_front if len(ids) > max_length else 0
     n_scored = len(ids) - first
     if n_scored + max(1, n_prefix) > max_length:
         raise TargetError(
-            f"{where}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} beside "
-            "one token of context; raise targets.max_length or exclude the unit"
+            f"{where}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} in "
+            "addition to one token of context; increase targets.max_length or exclude the unit"
         )
     ids = np.concatenate([ids[:n_prefix], ids[n_prefix:][-(max_length - n_prefix) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if outside.size:
         raise TargetError(
-            f"{where}: token id {outside[0]} lies outside the model's vocabulary of {tokenizer.vocab_size};"
+            f"{where}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
             " the tokenizer does not belong to the model"
         )
     return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)

@@ -1,15 +1,16 @@
-"""A Llama as arrays: K models of one shape in one batched forward pass, and their Hugging Face form.
+"""K Llama models of the same shape in one batched forward pass, and their conversion to Hugging Face models.
 
+For tiny models, operations between the matrix products dominate the training time. Therefore weights with the same
+input (query, key, value; gate, up) are one matrix, and all weights of all models are views of two flat buffers, which
+the optimizer updates in one call. All tensors have a leading model axis; one model is K = 1.
+
+Some functions have explicit gradients, which need fewer passes through memory than autograd. In particular, a tiny
+model spends most of a step on memory traffic of logits: `head_loss` runs head, softmax and both gradient products on a
+chunk of positions while it is in the cache, with one buffer of `chunk` x V per batch. All explicit gradients are tested
+against autograd in float64.
+
+Start with `StackedLlama`.
 Shape letters: K models, B rows of a batch, L tokens, T = B L, H hidden width, V vocabulary, I inner width.
-
-Training a tiny model is dominated by what happens between the matrix products, so the weights that meet the
-same input (query, key, value; gate, up) are one matrix here, and all weights of all models are views of two
-flat buffers that the optimizer updates in one call. Everything has a leading model axis; one model is K = 1.
-
-Some pieces have their gradients written out: fewer passes through memory than autograd. The head: a tiny model spends
-most of a step moving logits through memory. Here a chunk of positions goes through head, softmax and both gradient
-products while it is in cache, so a batch costs one buffer of `chunk` x V and three products. Each piece is tested
-against autograd on the plain formula, in float64.
 """
 
 import math
@@ -39,13 +40,13 @@ NORM_EPS = 1e-6
 Size = Annotated[int, Field(ge=1)]
 MODEL_BY_MODEL = ("cpu",)  # devices in whose cache a chunk of one model fits
 CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
-CUDA_CHUNK_ELEMENTS = 1 << 27  # of logits; 512 MB in float32
+CUDA_CHUNK_ELEMENTS = 1 << 27  # elements of a chunk of logits: 512 MB in float32
 MIN_CUDA_POSITIONS = 256
-TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
+TINY = torch.finfo(torch.float32).tiny  # losses above 87 nats are reported as 87; their gradients are exact
 
 
 class LlamaShape(Settings):
-    """Sizes of a Llama with as many key and value heads as query heads."""
+    """Sizes of a Llama model with as many key and value heads as query heads."""
 
     vocab_size: Size
     hidden: Size
@@ -57,10 +58,11 @@ class LlamaShape(Settings):
 
     @property
     def n_parameters(self) -> int:
+        """Return the number of parameters."""
         return sum(rows * columns for _, rows, columns in _blocks(self)) + self.hidden * (2 * self.layers + 1)
 
     def config(self, eos_id: int | None = None) -> LlamaConfig:
-        """The Hugging Face configuration of the same model."""
+        """Return the Hugging Face configuration of the model."""
         return LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden,
@@ -79,17 +81,17 @@ class LlamaShape(Settings):
 
 
 class StackedLlama:
-    """Weights of K models of one shape: float32 views of two flat buffers, each with a gradient buffer.
+    """K models of the same shape, whose float32 weights are views of two flat buffers with gradient buffers.
 
-    `matrices` and `vectors` (norm gains) are what an optimizer updates; `weights[name]` is (K, rows,
-    columns), or (K, H) for a gain.
+    An optimizer updates the buffers `matrices` and `vectors` (norm gains); `weights[name]` is (K, rows, columns), or
+    (K, H) for a gain.
     """
 
     def __init__(self, shape: LlamaShape, n_models: int, device: torch.device) -> None:
         if shape.hidden % (2 * shape.heads):
             raise ModelError(
-                f"hidden: got {shape.hidden}, expected a multiple of 2 x {shape.heads} heads: rotary embeddings turn"
-                " pairs of coordinates"
+                f"hidden: got {shape.hidden}, expected a multiple of 2 x {shape.heads} heads: rotary embeddings "
+                "rotate pairs of coordinates"
             )
         self.shape = shape
         self.n_models = n_models
@@ -103,7 +105,7 @@ class StackedLlama:
         self._rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine of the angles, (L, 1, head width / 2)
 
     def initialise(self, seeds: Sequence[int]) -> None:
-        """Draw the weights of model k from ``seeds[k]`` alone: normal, 0.02, as Hugging Face does; gains are 1."""
+        """Initialise model k from ``seeds[k]``: normal with standard deviation 0.02, as Hugging Face; gains are 1."""
         for k, seed in enumerate(seeds):
             for name, tensor in self.tensors(k):
                 if tensor.ndim == 1:
@@ -113,7 +115,7 @@ class StackedLlama:
                 tensor.copy_(torch.from_numpy(values).mul_(0.02))
 
     def tensors(self, k: int) -> Iterator[tuple[str, Tensor]]:
-        """Weights of model k under their Hugging Face names; views, not copies."""
+        """Yield views of the weights of model k with their Hugging Face names."""
         for name, weights in self.weights.items():
             weight = weights.detach()[k]
             if name in _WHOLE:
@@ -125,40 +127,40 @@ class StackedLlama:
                 yield f"model.{layers}.{layer}.{part}", view
 
     def load(self, k: int, state: Mapping[str, Tensor]) -> None:
-        """Copy a Hugging Face state into model k."""
+        """Copy a Hugging Face state dict to model k."""
         for name, tensor in self.tensors(k):
             tensor.copy_(state[name])
 
     def state(self, k: int) -> dict[str, Tensor]:
-        """Copies of the weights of model k under their Hugging Face names, on the CPU."""
+        """Return the state dict of model k with Hugging Face names, as copies on the CPU."""
         state = {name: tensor.cpu().clone() for name, tensor in self.tensors(k)}
         if self.shape.tied:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         return state
 
     def to_hf(self, k: int, eos_id: int | None = None) -> LlamaForCausalLM:
-        """Model k as an ordinary Hugging Face model on the CPU, float32."""
-        with torch.random.fork_rng(devices=[]):  # its own initialisation is thrown away, the caller's stream kept
+        """Return model k as a Hugging Face model on the CPU, in float32 and eval mode."""
+        with torch.random.fork_rng(devices=[]):  # its random initialisation must not advance the caller's generator
             model = LlamaForCausalLM(self.shape.config(eos_id))
         model.load_state_dict(self.state(k))
         return model.eval()
 
     @property
     def head(self) -> Tensor:
-        """Output matrix, (K, V, H)."""
+        """Return the output matrices, (K, V, H)."""
         return self.weights["embed" if self.shape.tied else "head"]
 
     def hidden(self, ids_KBL: Tensor) -> Tensor:
-        """Hidden states as the head sees them, (K, B, L, H).
+        """Return the inputs of the head, (K, B, L, H).
 
-        Rows are padded on the right: under causal attention padding cannot reach a real position.
+        Rows are padded on the right, which does not affect other positions with causal attention.
         """
         n_models, n_rows, length = ids_KBL.shape
         w = self.weights
         offset = torch.arange(n_models, device=ids_KBL.device).mul_(self.shape.vocab_size)
         flat_ids = ids_KBL.reshape(n_models, -1) + offset[:, None]
         x_KTH = F.embedding(flat_ids, w["embed"].reshape(-1, self.shape.hidden))
-        if self._rotary is None or self._rotary[0].shape[0] < length:  # as Hugging Face computes them
+        if self._rotary is None or self._rotary[0].shape[0] < length:  # same formula as Hugging Face
             width = self.shape.hidden // self.shape.heads
             inverse = 1.0 / (ROPE_THETA ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
             angles = torch.arange(max(length, self.shape.context))[:, None].float() * inverse
@@ -175,10 +177,10 @@ class StackedLlama:
         return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
 
     def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
-        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
+        """Return the results of `grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats per label.
 
         Args:
-            batch_tokens: tokens of one forward pass: of all models together on a CPU, of each of them on a GPU.
+            batch_tokens: tokens per forward pass, of all models together on a CPU, of each model on a GPU.
         """
         if self.device.type == "cpu":
             batch_tokens = max(1, batch_tokens // self.n_models)
@@ -198,7 +200,7 @@ class StackedLlama:
 
 
 def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:
-    """Matrices (name, rows, columns), in the order of the flat buffer."""
+    """Return name, rows and columns of each matrix, in the order of the flat buffer."""
     hidden, inner = shape.hidden, shape.intermediate
     blocks = [("embed", shape.vocab_size, hidden)]
     for layer in range(shape.layers):
@@ -220,7 +222,7 @@ _WHOLE = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm"
 
 
 def _leaves(sizes: Sequence[tuple[str, tuple[int, ...]]], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Leaves over one buffer; their gradients are views of its gradient, which backward adds to in place."""
+    """Return a buffer and leaf tensors that are views of it; their gradients are views of the buffer's gradient."""
     counts = [math.prod(size) for _, size in sizes]
     buffer = torch.zeros(sum(counts), device=device, requires_grad=True)
     buffer.grad = torch.zeros_like(buffer)
@@ -237,7 +239,7 @@ def _times(x_KTI: Tensor, weight_KOI: Tensor) -> Tensor:
 
 
 def _attention(packed: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Causal attention of (rows, L, 3, heads, width) packed queries, keys, values; (rows, L, heads, width)."""
+    """Apply causal attention to packed queries, keys and values; return (rows, L, heads, width)."""
     query, key, value = packed.view(n_rows, -1, 3, heads, packed.shape[-1] // (3 * heads)).unbind(dim=2)
     query, key = rotate(query, *rotary), rotate(key, *rotary)
     mixed = F.scaled_dot_product_attention(
@@ -246,25 +248,30 @@ def _attention(packed: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Te
     return mixed.transpose(1, 2)
 
 
-# ------------------------------------------------------------------------------ pieces with their gradients written out
+# --------------------------------------------------------------------------------- functions with explicit gradients
 
 
 def rms_norm(x_KTH: Tensor, gain_KH: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * gain``, the mean over H."""
+    """Return ``x / sqrt(mean(x^2) + eps) * gain``, with the mean over H."""
     normed: Tensor = _RmsNorm.apply(x_KTH, gain_KH, eps)  # type: ignore[no-untyped-call]
     return normed
 
 
 def swiglu(packed_KT2I: Tensor) -> Tensor:
-    """``silu(gate) * up`` of a packed ``[gate, up]``, (K, T, 2 I) -> (K, T, I)."""
+    """Return ``silu(gate) * up`` for packed ``[gate, up]``, (K, T, 2 I) -> (K, T, I)."""
     product: Tensor = _SwiGlu.apply(packed_KT2I)  # type: ignore[no-untyped-call]
     return product
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (..., L, heads, width); `cos`, `sin` (L, 1, width / 2) turn coordinates i, i + width / 2."""
-    turned: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    """Apply rotary embeddings to (..., L, heads, width): rotate coordinates i and i + width / 2.
+
+    Args:
+        cos: cosines of the angles, (L, 1, width / 2).
+        sin: sines of the angles, (L, 1, width / 2).
+    """
+    rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -280,7 +287,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, inverse, gain = ctx.saved_tensors
-        # With u = x / r, r the root mean square: d loss / dx = (g - u mean(g u)) / r, where g = grad * gain.
+        # With u = x / r and r the root mean square: d loss / dx = (g - u mean(g u)) / r for g = grad * gain.
         grad_gain = (product := grad_outputs[0] * unit).sum(dim=1)
         along = torch.matmul(product, gain[:, :, None]).div_(-unit.shape[-1])
         grad = (grad_outputs[0] * gain[:, None, :]).addcmul_(unit, along).mul_(inverse)
@@ -331,52 +338,76 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- head and its loss
 
 
-def head_loss(hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+def head_loss(
+    hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor, loss_KT: Tensor | None = None
+) -> Tensor:
     """Weighted sum of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
 
     Args:
         labels_KT: int64; positions of weight 0 are skipped, their label is never looked at.
         weight_KT: float32, no gradient; normalise it to get a mean.
+        loss_KT: float32 zeros; the terms of the sum are written there.
     Gradients flow to `hidden_KTH` and `head_KVH`. Under autocast the products are done in its type, the
     softmax in float32.
     """
     losses: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_KTH, head_KVH, labels_KT, weight_KT
+        hidden_KTH, head_KVH, labels_KT, weight_KT, loss_KT
     )
     return losses
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_KTH: Tensor,
+        head_KVH: Tensor,
+        labels_KT: Tensor,
+        weight_KT: Tensor,
+        loss_KT: Tensor | None,
+    ) -> Tensor:
         device = hidden_KTH.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         grad_hidden = torch.zeros_like(hidden_KTH)
         grad_head = torch.zeros_like(head_KVH)
         losses = torch.zeros(hidden_KTH.shape[0], device=device)
+        if loss_KT is None:
+            loss_KT = torch.zeros_like(weight_KT)
         with torch.autocast(device.type, enabled=False):
             low_head_KVH = head_KVH.to(dtype)
             if device.type in MODEL_BY_MODEL:
                 for k in range(hidden_KTH.shape[0]):
                     losses[k] = _one_model(
-                        hidden_KTH[k], low_head_KVH[k], labels_KT[k], weight_KT[k], grad_hidden[k], grad_head[k]
+                        hidden_KTH[k],
+                        low_head_KVH[k],
+                        labels_KT[k],
+                        weight_KT[k],
+                        loss_KT[k],
+                        grad_hidden[k],
+                        grad_head[k],
                     )
             else:
-                _all_models(losses, hidden_KTH, low_head_KVH, labels_KT, weight_KT, grad_hidden, grad_head)
+                _all_models(losses, hidden_KTH, low_head_KVH, labels_KT, weight_KT, loss_KT, grad_hidden, grad_head)
         ctx.save_for_backward(grad_hidden, grad_head)
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_outputs[0][:, None, None]
-        return grad_hidden * scale, grad_head * scale, None, None
+        return grad_hidden * scale, grad_head * scale, None, None, None
 
 
 def _one_model(
-    hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, weight_T: Tensor, grad_hidden: Tensor, grad_head: Tensor
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    labels_T: Tensor,
+    weight_T: Tensor,
+    loss_T: Tensor,
+    grad_hidden: Tensor,
+    grad_head: Tensor,
 ) -> Tensor:
-    """Loss of one model; its gradients are written to `grad_hidden` and `grad_head`."""
+    """Loss of one model; its terms are written to `loss_T`, its gradients to `grad_hidden` and `grad_head`."""
     total = torch.zeros((), device=hidden_TH.device)
     for positions in torch.split(weight_T.nonzero().squeeze(1), CPU_CHUNK):
         hidden = hidden_TH[positions]
@@ -385,7 +416,9 @@ def _one_model(
         low = hidden.to(head_VH.dtype)
         logits = torch.mm(low, head_VH.T).float()
         probability = torch.softmax(logits, dim=1)
-        total -= (probability.gather(1, label).clamp_min_(TINY).log_() * weight).sum()
+        gain = probability.gather(1, label).clamp_min_(TINY).log_() * weight
+        total -= gain.sum()
+        loss_T[positions] = -gain[:, 0]
         probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_VH.dtype)
         grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
@@ -403,6 +436,7 @@ def _all_models(
     head_KVH: Tensor,
     labels_KT: Tensor,
     weight_KT: Tensor,
+    loss_KT: Tensor,
     grad_hidden: Tensor,
     grad_head: Tensor,
 ) -> None:
@@ -417,7 +451,9 @@ def _all_models(
         weight, label = weight_KT[k, t, None], labels_KT[k, t, None]
         low = hidden_KTH[k, t].to(head_KVH.dtype)
         probability = torch.softmax(torch.bmm(low, head_KVH[k].transpose(1, 2)).float(), dim=2)
-        losses_K[k] -= (probability.gather(2, label).clamp_min_(TINY).log_() * weight).sum(dim=(1, 2))
+        gain = probability.gather(2, label).clamp_min_(TINY).log_() * weight
+        losses_K[k] -= gain.sum(dim=(1, 2))
+        loss_KT[k, t] = -gain[..., 0]
         probability.scatter_add_(2, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_KVH.dtype)
         grad_hidden[k, t] = (torch.bmm(residual, head_KVH[k]).float() * weight).to(grad_hidden.dtype)

@@ -1,16 +1,17 @@
-"""Training recipes: everything that is fixed about a retrain.
+"""Training recipes: architecture, budget and optimizer of a retraining.
 
-The budget is a number of steps, whatever the size of the subset; the initialisation depends on the seed
-alone; the order of the rows is one permutation of the whole corpus per seed and epoch, from which dropped
-rows are skipped; the learning rate ends at zero. An independent shuffle per subset, or a learning rate that
-does not decay to zero, makes the noise between seeds as large as the effect of dropping rows.
+The budget is a number of steps, independent of the size of the subset. The initialisation depends on the seed only. The
+order of the rows is one permutation of the whole corpus per seed and epoch, from which dropped rows are skipped. The
+learning rate ends at zero. With an independent shuffle per subset, or a learning rate that does not decay to zero, the
+noise between seeds would be as large as the effect of dropping rows.
 
 The second moment decays slowly (0.99): at 0.95 a `tiny` run amplifies rounding errors a hundred times more
 (after 100 steps 6e-4 nats between two orders of summation, against 1e-5) for 0.01 nats of training loss.
 """
 
+import math
 from difflib import get_close_matches
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,25 +20,29 @@ from grasp.settings import Settings
 from grasp.training.llama import LlamaShape, Size
 
 
-class TrainingRecipe(Settings):
-    """Architecture, budget and optimizer of a retrain, frozen."""
+class OptimizerRecipe(Settings):
+    """Budget and optimizer of a training, frozen."""
 
-    name: str = Field(description="Name of the recipe.")
-    shape: LlamaShape = Field(description="Sizes of the model; its context is the longest row, in tokens.")
     steps: Size = Field(description="Optimizer steps, whatever the size of the subset.")
     batch_rows: Size = Field(description="Rows in a step.")
     micro_rows: Size | None = Field(None, description="Rows in one forward pass; none: the whole batch.")
     learning_rate: float = Field(gt=0, description="Peak of AdamW's learning rate.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then to zero.")
-    betas: tuple[float, float] = Field((0.9, 0.99), description="Decay of AdamW's moments.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
-    clip_norm: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
-    cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
-    cpu_autocast: bool = Field(
-        False,
-        description="The same on a CPU: faster where it has them (AMX), from about 1 M parameters on.",
-        exclude_if=lambda wanted: not wanted,  # environments that came before it have no such setting
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up before the schedule.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's moments.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="Largest norm of a gradient; none: any.")
+    # recorded runs that came before these settings do not have them
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear",
+        description="Learning rate after the warm-up: to zero along a line or a cosine, or constant.",
+        exclude_if=lambda schedule: schedule == "linear",
     )
+    warmup_from_zero: bool = Field(
+        False,
+        description="The first step of the warm-up has learning rate zero, as in Transformers.",
+        exclude_if=lambda wanted: not wanted,
+    )
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.", exclude_if=lambda epsilon: epsilon == 1e-8)
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
@@ -46,10 +51,35 @@ class TrainingRecipe(Settings):
         return self
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, from 0: linear to the peak, then linear to exactly zero after the last step."""
+        """Return the learning rate of a step, from 0: linear to the peak, then by the schedule.
+
+        The linear and the cosine schedule are at exactly zero after the last step.
+        """
         if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
+            return self.learning_rate * (step + (not self.warmup_from_zero)) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        if self.schedule == "cosine":
+            done = (step - self.warmup_steps) / (self.steps - self.warmup_steps)
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
         return self.learning_rate * (self.steps - step) / (self.steps - self.warmup_steps)
+
+
+class TrainingRecipe(OptimizerRecipe):
+    """Architecture, budget and optimizer of a retrain, frozen."""
+
+    name: str = Field(description="Name of the recipe.")
+    shape: LlamaShape = Field(description="Sizes of the model; its context is the longest row, in tokens.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then to zero.")
+    betas: tuple[float, float] = Field((0.9, 0.99), description="Decay of AdamW's moments.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest norm of a gradient.")
+    cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
+    cpu_autocast: bool = Field(
+        False,
+        description="The same on a CPU: faster where it has them (AMX), from about 1 M parameters on.",
+        exclude_if=lambda wanted: not wanted,  # environments that came before it have no such setting
+    )
 
 
 _TINY = TrainingRecipe(
@@ -83,10 +113,10 @@ RECIPES = {recipe.name: recipe for recipe in (_TINY, _SMALL, _PAPER)}
 
 
 def named_recipe(name: str) -> TrainingRecipe:
-    """A recipe by name.
+    """Return a built-in recipe by name.
 
     Raises:
-        ModelError: no such recipe; the message lists those that there are.
+        ModelError: unknown recipe; the message lists the built-in ones.
     """
     if name not in RECIPES:
         close = get_close_matches(name, RECIPES, n=1)

@@ -1,17 +1,18 @@
-"""Training models from scratch on subsets of a corpus: one that is kept with its checkpoints, or K at once.
+"""Train models from scratch on subsets of a corpus: one with checkpoints (`train`), or K at once (`train_stacked`).
 
-K models of one recipe are one batched program. Every model has its own seed, subset, data order and weights; only the
-work is shared: one batched matrix product instead of K, one optimizer call. What is learned is what `train` learns, up
-to the rounding of batched kernels.
+K models of the same recipe are one batched program. Every model has its own seed, subset, data order and weights; only
+computation is shared, in batched matrix products and one optimizer call. The models are those of `train` up to the
+rounding of batched kernels.
 
-That is meant for a GPU, where a small model is bound by the number of kernels started. On a CPU one small model
-already fills a core: K of them take K times as long, and separate processes use several cores better.
+`train_stacked` is for GPUs, on which the training time of a small model is determined by the number of kernel launches.
+On a CPU, one small model already uses a core: K models take K times as long, and separate processes use several cores
+better.
 
-Tolerance: 1e-5 nats while training has not yet amplified rounding (tens of steps). A whole `tiny` run
-    amplifies it as it would for one model under another order of summation: single units then differ by up
-    to 0.1 nats and means over 200 units by 1e-3 to 4e-3, where two subsets and seeds differ by 0.2.
+Tolerance: 1e-5 nats for tens of steps, before training amplifies rounding errors. A whole `tiny` run amplifies them as
+    much as another order of summation would for one model: single units then differ by up to 0.1 nats, and means over
+    200 units by 1e-3 to 4e-3, compared with 0.2 between subsets and seeds.
 
-Rows on their way into training come first here: which rows come when, and how they become padded batches.
+The first functions define the order of rows and padded batches. Start with `train`.
 
 Shape letters: K models, S steps of a window, B rows of a batch, L tokens, T = B L, N rows, H hidden width.
 """
@@ -38,33 +39,35 @@ from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
+from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
 from grasp.training.llama import StackedLlama, head_loss
 from grasp.training.recipe import TrainingRecipe
 
-WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
+WINDOW_ROWS = 16_384  # rows read at once, so that a shard on disk is read a few times instead of once per batch
 RECORD = "training.json"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
 def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) -> F64:
-    """How often each row of a corpus comes, (N,): from 0, left out, to 1, against the one that comes most.
+    """Return the frequency of each row relative to the most frequent row, (N,), from 0 (dropped) to 1.
 
     Args:
-        retained: rows that are kept, or a weight a row: one of weight 2 is seen twice as often as one of weight 1.
+        retained: mask of the retained rows, or one weight per row; a row of weight 2 is seen twice as often as one of
+            weight 1.
     Raises:
-        ShapeError: `retained` is not of the corpus.
-        ModelError: a negative or non-finite weight; fewer rows than one batch.
+        ShapeError: `retained` has a wrong shape.
+        ModelError: a weight is negative or not finite, or there are fewer rows than in a batch.
     """
     weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
     if weight_N.shape != (n_rows,):
-        raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry a row")
-    bad = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
-    if bad.size:
-        raise ModelError(f"retained: row {bad[0]} weighs {weight_N[bad[0]]}, expected a finite number >= 0")
-    if (kept := np.count_nonzero(weight_N)) < batch_rows:
+        raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry per row")
+    invalid = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
+    if invalid.size:
+        raise ModelError(f"retained: row {invalid[0]} has weight {weight_N[invalid[0]]}, expected a finite number >= 0")
+    if (n_retained := np.count_nonzero(weight_N)) < batch_rows:
         raise ModelError(
-            f"retained: {kept} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
+            f"retained: {n_retained} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
             " more rows or lower the recipe's batch_rows"
         )
     often_N: F64 = weight_N / weight_N.max()
@@ -72,11 +75,11 @@ def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) 
 
 
 def row_order(often_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
-    """Rows in training order from position `start` on, without end, in pieces of at most an epoch.
+    """Yield the rows in training order from position `start`, endlessly, in chunks of at most one epoch.
 
-    Epoch e visits the corpus in one permutation of all its rows, the same for every subset of a seed; rows
-    that are not kept are skipped. So any two subsets see the rows they share in the same order. A row that comes less
-    often than others is skipped in some epochs: where e a + u passes no whole number, u being its own phase.
+    Every epoch is a permutation of the whole corpus, which is the same for all subsets of a seed; dropped rows are
+    skipped. Therefore two subsets see their common rows in the same order. A row with frequency a < 1 is skipped in
+    some epochs: it is seen in epoch e if an integer lies in (e a + u, (e + 1) a + u], with a random phase u per row.
     """
     phase_N = stream(seed, "order", "phase").random(len(often_N))
     epoch = 0
@@ -89,7 +92,7 @@ def row_order(often_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64
 
 
 def batch_order(often_N: Bool | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int) -> Iterator[I64]:
-    """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two epochs."""
+    """Yield the rows of each step in [`first_step`, `last_step`), (B,) each; a batch may span two epochs."""
     pieces = row_order(often_N, seed=seed, start=first_step * batch_rows)
     ready = np.zeros(0, dtype=np.int64)
     for _ in range(first_step, last_step):
@@ -101,7 +104,7 @@ def batch_order(often_N: Bool | F64, *, seed: int, batch_rows: int, first_step: 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One step for K models: `ids_KBL` padded on the right with 0, and which of these tokens carry loss."""
+    """The rows of one step for K models: `ids_KBL`, padded on the right with 0, and a mask of the labels."""
 
     row_index_KB: I64
     ids_KBL: I64
@@ -111,10 +114,10 @@ class TokenBatch:
 def token_batches(
     rows: RowStore, orders: Sequence[Iterator[I64]], *, steps: int, context: int, vocab_size: int
 ) -> Iterator[TokenBatch]:
-    """Batches of `steps` steps, model k fed by ``orders[k]``; rows are fetched for many steps at once.
+    """Yield the batches of `steps` steps; model k reads the rows of ``orders[k]``. Many steps are read at once.
 
     Raises:
-        ModelError: a row that is longer than `context`, or with a token outside the vocabulary.
+        ModelError: a row is longer than `context`, or has a token outside the vocabulary.
     """
     window: list[I64] = []
     for step in range(steps):
@@ -125,14 +128,14 @@ def token_batches(
 
 
 def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> Iterator[TokenBatch]:
-    """The batches of a window of steps, whose rows are fetched at once."""
+    """Yield the batches of a window of steps, whose rows are read at once."""
     unique, position = np.unique(index_SKB, return_inverse=True)
     fetched = rows.rows(unique)
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
     if (long := np.flatnonzero(lengths > context)).size:
         raise ModelError(
-            f"row {unique[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: cut the"
-            f" corpus with corpus.max_length {context}, or raise the recipe's context"
+            f"row {unique[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: set"
+            f" corpus.max_length to {context}, or increase the recipe's context"
         )
     if (outside := np.flatnonzero((fetched.flat_ids < 0) | (fetched.flat_ids >= vocab_size))).size:
         row = np.searchsorted(fetched.offsets, outside[0], side="right") - 1
@@ -140,11 +143,11 @@ def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> I
             f"row {unique[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
             f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
         )
-    flat = np.append(fetched.flat_ids, 0)  # the last one is what padding reads
+    flat = np.append(fetched.flat_ids, 0)  # index -1 is padding
     flat_labelled = np.ones(len(flat), np.bool_)
     if fetched.labelled is not None:
         flat_labelled[:-1] = fetched.labelled
-    flat_labelled[[*starts, -1]] = False  # nothing predicts the first token of a row, and padding predicts nothing
+    flat_labelled[[*starts, -1]] = False  # the first token of a row is not predicted, and padding has no labels
     for index_KB, place_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
         lengths_KB = lengths[place_KB]
         reach_L = np.arange(lengths_KB.max())
@@ -155,27 +158,20 @@ def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> I
 # -------------------------------------------------------------------------------------------------------- one step
 
 
-class Trainer:
+class Trainer(AdamWTraining):
     """Weights, optimizer and step counter of K models that are trained together.
 
     Every model has its own loss, gradient norm and updates: nothing passes from one to another.
     """
 
+    recipe: TrainingRecipe
+    clip_epsilon = 0.0
+
     def __init__(self, recipe: TrainingRecipe, seeds: Sequence[int], device: str | torch.device) -> None:
-        self.recipe = recipe
-        self.device = torch.device(device)
-        self.model = StackedLlama(recipe.shape, len(seeds), self.device)
+        self.model = StackedLlama(recipe.shape, len(seeds), torch.device(device))
         self.model.initialise(seeds)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [self.model.matrices], "weight_decay": recipe.weight_decay},
-                {"params": [self.model.vectors], "weight_decay": 0.0},
-            ],
-            betas=recipe.betas,
-            fused=True,
-        )
+        super().__init__(recipe, [self.model.matrices], [self.model.vectors])
         self._buffers = {"matrices": self.model.matrices, "vectors": self.model.vectors}
-        self.step = 0
         self._losses_SK = torch.full((recipe.steps, len(seeds)), math.nan, device=self.device)
 
     @property
@@ -184,36 +180,79 @@ class Trainer:
         losses: F32 = self._losses_SK[: self.step].cpu().numpy()
         return losses
 
+    @property
+    def narrow(self) -> bool:
+        """Return whether products are taken in bfloat16."""
+        return {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}.get(self.device.type, False)
+
     def advance(self, batch: TokenBatch) -> None:
-        """One optimizer step; model k reads ``batch.ids_KBL[k]``."""
-        model, recipe = self.model, self.recipe
-        weight_KBL = torch.from_numpy(label_weights(batch)).to(self.device, non_blocking=True)
-        ids_KBL = torch.from_numpy(batch.ids_KBL).to(self.device, non_blocking=True)
-        loss_K = torch.zeros(model.n_models, device=self.device)
-        narrow = {"cuda": recipe.cuda_autocast, "cpu": recipe.cpu_autocast}.get(self.device.type, False)
-        rows = recipe.micro_rows or ids_KBL.shape[1]
-        for ids, weight in zip(torch.split(ids_KBL, rows, 1), torch.split(weight_KBL, rows, 1), strict=True):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16) if narrow else nullcontext():
+        """Take one optimizer step; model k reads ``batch.ids_KBL[k]``."""
+        loss_K, _ = self._backward(batch.ids_KBL, label_weights(batch))
+        self._losses_SK[self.step] = loss_K
+        self.update()
+
+    def _backward(self, ids_KBL: I64, weight_KBL: F32) -> tuple[Tensor, Tensor]:
+        """Add every model's gradient to its buffers; return losses (K,) and their terms by position, (K, B, L)."""
+        model, device = self.model, self.device
+        weights = torch.from_numpy(weight_KBL).to(device, non_blocking=True)
+        every_id = torch.from_numpy(ids_KBL).to(device, non_blocking=True)
+        loss_K = torch.zeros(model.n_models, device=device)
+        loss_KBL = torch.zeros_like(weights)
+        pieces = (torch.split(tensor, self.recipe.micro_rows or every_id.shape[1], 1) for tensor in (every_id, weights))
+        start = 0
+        for ids, weight in zip(*pieces, strict=True):
+            with torch.autocast(device.type, dtype=torch.bfloat16) if self.narrow else nullcontext():
                 hidden = model.hidden(ids).flatten(1, 2)
                 # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
                 labels = ids.roll(-1, dims=2).flatten(1)
-                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1))
+                loss_KT = torch.zeros_like(labels, dtype=torch.float32)
+                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
             piece_K.sum().backward()  # type: ignore[no-untyped-call]
             loss_K += piece_K.detach()
+            loss_KBL[:, start : start + ids.shape[1]] = loss_KT.view_as(ids)
+            start += ids.shape[1]
+        return loss_K, loss_KBL
 
-        # the gradient of every model is scaled to a norm of at most `clip_norm`
-        gradients = [_grad(weight) for weight in model.weights.values()]
+    def clip(self) -> None:
+        """Scale the gradient of every model to a norm of at most `clip_norm`."""
+        gradients = [grad_of(weight) for weight in self.model.weights.values()]
         norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
-        scale_K = (recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
+        scale_K = (self.recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(self.step)
-        self.optimizer.step()
-        for buffer in (model.matrices, model.vectors):
-            _grad(buffer).zero_()
-        self._losses_SK[self.step] = loss_K
-        self.step += 1
+
+    # ------------------------------------------------------------------------- one model, as a trajectory reads it
+
+    @property
+    def context(self) -> int:
+        return self.recipe.shape.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.shape.vocab_size
+
+    def causal_lm(self) -> LlamaForCausalLM:
+        return self.model.to_hf(0)
+
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        weights = [parameter.detach().clone() for parameter in self.parameters]
+        self.set_weights(tensors)
+        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
+        self.set_weights(weights)
+        return named
+
+    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
+        ids = torch.from_numpy(ids_BL).to(self.device)
+        row_P, at_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        hidden_PH = self.model.hidden(ids[None])[0, row_P, at_P]
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, at_P]
+        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, at_P + 1], weight_P, row_P, len(ids_BL))
+
+    def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
+        """Add the gradient of one model's loss to its buffers, and return each row's part of the loss, (B,), nats."""
+        _, loss_KBL = self._backward(ids_BL[None], weight_BL[None].astype(np.float32))
+        losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
+        return losses
 
     def check(self) -> None:
         """Refuse weights that came out of a loss that is not a number, by model and step."""
@@ -252,11 +291,6 @@ def label_weights(batch: TokenBatch) -> F32:
     return np.asarray(has_label_KBL / labels_K11, dtype=np.float32)
 
 
-def _grad(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
-
-
 # ------------------------------------------------------------------------------------------------- one whole model
 
 
@@ -283,28 +317,28 @@ def train(
 ) -> TrainedModel:
     """Train a model from scratch on a subset of a corpus.
 
-    Deterministic: on a CPU, the same arguments and number of threads give the same weights bit for bit, also
-        when a run was killed and went on from its last checkpoint. On a GPU they agree within rounding.
+    Training is deterministic: on a CPU, the same arguments and number of threads give identical weights, also if
+    a killed run is resumed from its last checkpoint. On a GPU they agree up to rounding.
 
     Args:
-        retained: (N,) rows that are trained on, or how often each comes, relative to the others; none: all.
+        retained: mask of the rows, or their relative frequencies, (N,). Default: all rows.
         tokenizer: saved with the model.
-        out: directory of the finished Hugging Face checkpoint; `training.json` in it, written last, says
-            that it is whole. A finished one of the same arguments is loaded, an unfinished one goes on.
-        checkpoints: numbers of steps after which ``<out>/checkpoint-<step>``, a Hugging Face checkpoint with
-            the optimizer's state, is kept.
-        progress: called with the number of steps done, after each.
+        out: directory of the finished Hugging Face checkpoint. It is complete if it contains `training.json`, which is
+            written last. A finished run with the same arguments is loaded, an unfinished one is resumed.
+        checkpoints: steps after which ``<out>/checkpoint-<step>``, a Hugging Face checkpoint with the state of the
+            optimizer, is saved.
+        progress: callback that receives the number of finished steps after each step.
     Raises:
-        ShapeError: `retained` has not one entry a row.
-        ModelError: fewer rows than a batch; a row too long or outside the vocabulary; a loss that is not a
-            number; `out` holds a run of other arguments.
+        ShapeError: `retained` has a wrong shape.
+        ModelError: there are fewer rows than in a batch; a row is too long or has a token outside the vocabulary; a
+            loss is not finite; or `out` has a run with other arguments.
     """
     often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
     outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
     if outside:
         raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
     if checkpoints and out is None:
-        raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
+        raise ModelError("checkpoints: got steps without `out`, expected a directory for them")
     subset = hashlib.blake2b(np.packbits(often_N > 0).tobytes(), digest_size=16)
     if (often_N[often_N > 0] < 1).any():
         subset.update(often_N.tobytes())
@@ -317,7 +351,7 @@ def train(
     trainer = Trainer(recipe, [seed], device)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        remove_parts(out)  # of a run that was killed
+        remove_parts(out)  # temporary files of a killed run
         _resume(trainer, out, identity)
     for step in _steps(trainer, rows, [often_N], [seed]):
         if out is not None and step in checkpoints:
@@ -327,7 +361,7 @@ def train(
     if out is not None and not (out / RECORD).exists():
         discard(out / "final")
         final = _save(trainer, out / "final", identity, tokenizer)
-        # the record goes last: a kill in between leaves files that the next run writes again
+        # the record is moved last: files of an interrupted move are written again by the next run
         for path in sorted(final.iterdir(), key=lambda path: path.name == RECORD):
             path.replace(out / path.name)
         final.rmdir()
@@ -336,7 +370,7 @@ def train(
 
 
 def _steps(trainer: Trainer, rows: RowStore, often_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
-    """Train to the end, model k on rows that come ``often_KN[k]``; the number of steps done, after each."""
+    """Train to the end, model k with the row frequencies ``often_KN[k]``; yield the number of finished steps."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
         batch_order(often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
@@ -350,19 +384,19 @@ def _steps(trainer: Trainer, rows: RowStore, often_KN: Sequence[F64], seeds: Seq
 
 
 def _checkpoints(out: Path) -> tuple[Path, ...]:
-    found = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
-    return tuple(found[step] for step in sorted(filter(str.isdigit, found), key=int))
+    path_of_step = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
+    return tuple(path_of_step[step] for step in sorted(filter(str.isdigit, path_of_step), key=int))
 
 
 def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
-    """Load the finished model, else the last checkpoint, else nothing."""
+    """Load the finished model or the last checkpoint, if there is one."""
     places = [*_checkpoints(out), *([out] if (out / RECORD).exists() else [])]
     if not places:
         return
     record = json.loads((places[-1] / RECORD).read_text(encoding="utf-8"))
     if other := [key for key, value in identity.items() if record["identity"].get(key) != value]:
         raise ModelError(
-            f"{places[-1]}: trained with another {', '.join(other)}, expected the same; give another directory"
+            f"{places[-1]}: trained with another {', '.join(other)}, expected the same; pass another directory"
             " or remove it"
         )
     trainer.model.load(0, load_file(places[-1] / WEIGHTS))
@@ -372,12 +406,12 @@ def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _save(trainer: Trainer, place: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
-    """A Hugging Face checkpoint with the optimizer's state and, last of all, what it is; what exists is whole."""
+    """Save a Hugging Face checkpoint atomically, with the state of the optimizer and a record of its arguments."""
     trainer.check()
     if place.exists():
         return place
     with written_aside(place) as part:
-        hf_logging.disable_progress_bar()  # the terminal belongs to the command line
+        hf_logging.disable_progress_bar()  # the command line has its own progress display
         trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save(part)
@@ -400,23 +434,23 @@ def train_stacked(
     device: str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Trainer:
-    """Train K models from scratch, model k from ``seeds[k]`` on the rows ``retained[k]``; gives them in their trainer.
+    """Train K models from scratch, model k with ``seeds[k]`` on the rows ``retained[k]``, and return their trainer.
 
     Args:
-        retained: K subsets as `train` takes them.
-        progress: called with the number of steps done, after each.
+        retained: K subsets, as in `train`.
+        progress: callback that receives the number of finished steps after each step.
     Raises:
-        ShapeError: not as many subsets as seeds, or a subset that is not of the corpus.
+        ShapeError: the numbers of subsets and seeds differ, or a subset has a wrong shape.
         ModelError: as `train`.
     """
     if len(seeds) != len(retained) or not seeds:
         raise ShapeError(
-            f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, expected as many of each, and at least"
-            " one"
+            f"train_stacked: got {len(seeds)} seeds and {len(retained)} subsets, expected equal numbers, and at least"
+            " one of each"
         )
-    often_KN = [relative_weights(rows.n_rows, recipe.batch_rows, one) for one in retained]
+    often_KN = [relative_weights(rows.n_rows, recipe.batch_rows, subset) for subset in retained]
     if torch.device(device).type == "cpu" and recipe.micro_rows is None:
-        # a K-th of the batch at a time: more activations at once would only leave the cache
+        # process a K-th of the batch at a time, so that the activations of all models fit the cache
         recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
     trainer = Trainer(recipe, seeds, device)
     for step in _steps(trainer, rows, often_KN, seeds):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.causal_lm import weights_fingerprint
-from grasp.models.checkpoint import device_of, dtype_of, load_beside, load_checkpoint
+from grasp.models.checkpoint import device_of, dtype_of, load_auxiliary, load_checkpoint
 from grasp.models.forward_pass import BatchFeatures, Pass
 from grasp.models.head import TOLERANCE, OutputHead
 from grasp.models.residuals import head_residual
@@ -314,7 +314,7 @@ class ByProcessor:
         # `backend` is an option of transformers 5, `use_fast` of 4; each version ignores the other's
         backend_options = {"backend": "pil", "use_fast": False}
         try:
-            return cls(load_beside(AutoImageProcessor, settings, "has no image processor", **backend_options))
+            return cls(load_auxiliary(AutoImageProcessor, settings, "has no image processor", **backend_options))
         except (ModelError, TypeError, AttributeError) as err:
             raise ModelError(f"{' '.join(str(err).split())}; {INSTEAD}") from err
 

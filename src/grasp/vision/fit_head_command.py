@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs
-from grasp.cli.options import Assignments, ConfigFile, Quiet, merged
+from grasp.cli.options import Assignments, ConfigFile, Quiet, merge_settings
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.settings import FitSettings
@@ -51,7 +51,7 @@ def fit_head(
         "model.classifier.head": head,
         "corpus.path": corpus,
     }
-    data = merged(config, assign, flags)
+    data = merge_settings(config, assign, flags)
     require_flags(data, REQUIRED, "fit-head")
     settings = validated(FitSettings, data, "settings")
     read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}

@@ -159,6 +159,10 @@ class ImageFolder:
             select(batch.schema, self.root)
             yield ArrowChunk(first, self.root, first, batch)
 
+    def approximate_length(self, n: int) -> int:
+        """Return the number of images."""
+        return len(self.files)
+
     def _relative(self, file: str) -> PurePosixPath:
         return PurePosixPath(file).relative_to(self.root)
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
 from grasp.models.gradients import Block, Use
 from grasp.seeds import stream
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
 from grasp.models.gradients import PerExample, Use
 
 TakeMatrix = Callable[[int, Tensor, slice], None]

@@ -1,4 +1,4 @@
-"""See how far to trust it: grasp retrain, evaluate, methods."""
+"""Commands that evaluate predictions: grasp retrain, evaluate, methods."""
 
 import textwrap
 from pathlib import Path
@@ -8,8 +8,18 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, show, tell
-from grasp.cli.options import Address, Art, Assignments, ConfigFile, JsonFile, Quiet, cluster, merged, names
+from grasp.cli.console import check_outputs, print_result, show
+from grasp.cli.options import (
+    Address,
+    Art,
+    Assignments,
+    ConfigFile,
+    JsonFile,
+    Quiet,
+    cluster_spec,
+    merge_settings,
+    split_names,
+)
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
@@ -20,37 +30,37 @@ from grasp.text import printable
 @command(
     "grasp methods",
     "grasp methods bm25",
-    also="A settings file for --method-settings, two configurations of one method:\n"
+    epilog="Example of a file for --method-settings, with two configurations of one method:\n"
     "  bm25: {query: completion}\n"
     "  bm25-lucene: {method: bm25, variant: lucene}\n"
-    "Beside its settings a configuration may have `seed`, `weighting` (mean or count\n"
-    "over a subset's rows), `negative` (what negative scores are multiplied by where\n"
-    "subsets are predicted), and `oracle_selected: true` if it was chosen on the\n"
-    "runs it will be judged by: it is then kept apart.",
+    "In addition to its settings, a configuration may have `seed`, `weighting` (mean\n"
+    "or count over the rows of a subset), `negative` (factor of negative scores when\n"
+    "subsets are predicted), and `oracle_selected: true` if it was selected on the\n"
+    "runs on which it is evaluated; it is then listed separately.",
 )
 def methods(
-    name: str = typer.Argument(None, metavar="[METHOD]", help="Method whose settings are shown; none: all methods."),
+    name: str = typer.Argument(None, metavar="[METHOD]", help="Show the settings of a method. Default: list all."),
 ) -> None:
-    """List published methods, or the settings of one.
+    """List published attribution methods, or the settings of one.
 
-    They are what `grasp evaluate --methods` and `grasp score --method` take.
+    Use their names with `grasp evaluate --methods` and `grasp score --method`.
     """
     from grasp.methods.registry import find_method
     from grasp.methods.registry import methods as installed
 
     if name is None:
-        show("methods", ("name", "text"), [(entry.name, entry.summary()) for entry in installed().values()])
+        show("methods", ("name", "description"), [(entry.name, entry.summary()) for entry in installed().values()])
         return
     entry = find_method(name)
-    kind = entry.load()
+    method_class = entry.load()
     print(f"{entry.name}\n")
-    print("\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines()))
-    print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.requires)])}")
-    if kind.required_modules:
-        extras = sorted(set(kind.required_modules.values()))
+    print("\n".join(line.strip() for line in (method_class.__doc__ or "").strip().splitlines()))
+    print(f"\ninputs: {', '.join(['rows and units', *sorted(method_class.requires)])}")
+    if method_class.required_modules:
+        extras = sorted(set(method_class.required_modules.values()))
         print(f"needs: {install_hint(*extras)}")
-    for field, info in kind.settings_type.model_fields.items():
-        default = "must be given" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+    for field, info in method_class.settings_type.model_fields.items():
+        default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
         print(f"\n{field}, {default}")
         print(textwrap.fill(info.description or "", width=100, initial_indent="    ", subsequent_indent="    "))
 
@@ -69,25 +79,25 @@ def retrain(
     assign: Assignments = [],
     print_jobs: bool = rare(
         "--print-jobs",
-        "Score what earlier jobs left; print a shell line for each run of --train-command that is left.",
+        "Score checkpoints of earlier jobs; print a shell line per remaining run of --train-command.",
         False,
     ),
     engine: str = rare(
-        "--engine NAME", "local: processes here; ray: of a Ray cluster whose nodes all reach --out.", "local"
+        "--engine NAME", "local: processes on this machine; ray: a Ray cluster whose nodes share --out.", "local"
     ),
     address: Address = None,
     quiet: Quiet = False,
-    **asked: Any,
+    **params: Any,
 ) -> None:
-    asked["targets"] = names(asked["targets"])
-    given = merged(settings or {}, assign, {}) if settings or assign else None
-    spec = cluster(engine, asked["workers"], address, None)
+    params["targets"] = split_names(params["targets"])
+    settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
+    spec = cluster_spec(engine, params["workers"], address, None)
     with Watch(quiet=quiet) as watch:
         environment = grasp.retrain(
-            **asked, settings=given, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
+            **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
         )
-    if not (print_jobs and environment.pending()):  # lines are for a scheduler: nothing else on standard output
-        tell(environment.summary())
+    if not (print_jobs and environment.pending()):  # with --print-jobs, standard output has nothing but shell lines
+        print_result(environment.summary())
 
 
 @command(
@@ -101,20 +111,20 @@ def retrain(
 )
 def evaluate(
     art: Art,
-    csv_file: Path | None = option("--csv FILE", "A line a method and target, as CSV.", None),
+    csv_file: Path | None = option("--csv FILE", "Write CSV, one row per method and target.", None),
     json_file: JsonFile = None,
     quiet: Quiet = False,
-    **asked: Any,
+    **params: Any,
 ) -> None:
     opened = grasp.open(art)
     outputs = {"--json": json_file, "--csv": csv_file}
-    check_outputs(outputs, artifact=opened.files, asked=asked, streamed=("--json", "--csv"))
-    if names(asked["methods"]) == []:
+    check_outputs(outputs, artifact=opened.files, params=params, streamed=("--json", "--csv"))
+    if split_names(params["methods"]) == []:
         raise SettingsError(
-            f"--methods: got {asked['methods']!r}, expected names separated by commas; see grasp methods"
+            f"--methods: got {params['methods']!r}, expected names separated by commas; see grasp methods"
         )
     with Watch(quiet=quiet) as watch:
-        result = grasp.evaluate(opened, **asked, progress=watch)
+        result = grasp.evaluate(opened, **params, progress=watch)
     if not {json_file, csv_file} & {*STREAMS}:
         print(result)
     for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):

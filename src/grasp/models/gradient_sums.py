@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I64
-from grasp.baselines.gradients.factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
 from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 
 

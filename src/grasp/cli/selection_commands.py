@@ -1,4 +1,4 @@
-"""Choose what to train on: grasp select, mix, distil, apply."""
+"""Commands that select training data: grasp select, mix, distil, apply."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs
-from grasp.cli.options import Art, Quiet, beside
+from grasp.cli.options import Art, Quiet, table_outputs
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_place
@@ -28,52 +28,56 @@ from grasp.text import plain
 def select(
     art: Art,
     export: Path | None = option(
-        "--export DIR", "New directory for the chosen rows: text, tokens, labels, ready to train on.", None
+        "--export DIR", "New directory for the selected rows: text, tokens and labels, ready to train on.", None
     ),
-    out: Path | None = option("--out FILE", "Parquet of row ids, best first; summary and protocol beside it.", None),
+    out: Path | None = option(
+        "--out FILE", "Parquet of row ids, best first; a summary and the protocol are written next to it.", None
+    ),
     left_out: Path | None = option(
         "--left-out PATH",
-        "What is not kept: a new directory, written as that of --export; or a .parquet or .csv of snippets and labels.",
+        "Where to write the remaining rows: a new directory like that of --export, or a .parquet or .csv of snippets "
+        "and labels.",
         None,
     ),
-    form: str = rare("--format NAME", "Of the export: parquet, jsonl or datasets.", "parquet"),
+    form: str = rare("--format NAME", "Format of the export: parquet, jsonl or datasets.", "parquet"),
     ids_out: Path | None = rare(
         "--ids-out FILE",
-        "Names of the documents that --documents takes: .csv or .parquet with their places in the corpus, else text.",
+        "Write the ids of the documents selected by --documents: .csv or .parquet with their positions in the corpus, "
+        "or plain text.",
         None,
     ),
-    corpus: str | None = rare("--corpus PATH", "Where the corpus lies now. Default: where it was built from.", None),
+    corpus: str | None = rare("--corpus PATH", "Current path of the corpus. Default: the path of the build.", None),
     quiet: Quiet = False,
-    **asked: Any,
+    **params: Any,
 ) -> None:
     from grasp.select.export import Exporter
 
     opened = grasp.open(art)
     artifact = opened.files
-    documents = asked["documents"]
-    # a corpus, as in `dropped-v1.2`; with an ending in letters a table
+    documents = params["documents"]
+    # A suffix of letters names a table; any other path is a directory, e.g. `dropped-v1.2`.
     dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
-    for place in (export, dropped):
-        if place is not None:
-            check_place(place)
-    outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact=artifact, asked=asked, tables=["--left-out"] if dropped is None else [])
+    for directory in (export, dropped):
+        if directory is not None:
+            check_place(directory)
+    outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
+    check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     exporter = None
     if written is not None or documents or ids_out or corpus or form != "parquet":
         exporter = Exporter.from_options(artifact, documents=documents, form=form, corpus=corpus, ids=ids_out)
         if written is None:
             raise SettingsError(
-                "--documents, --ids-out, --corpus, --format: say how documents are written; add --export DIR"
+                "--documents, --ids-out, --corpus, --format: only apply to exported documents; add --export DIR"
             )
     with Watch(quiet=quiet) as watch:
-        selection = opened.select(**asked, progress=watch)
+        selection = opened.select(**params, progress=watch)
     print(selection)
     if out is not None:
-        first = "rows of the best documents" if selection.asked["items"] == "documents" else "rows, best"
-        print(f"{selection.save(out)}: {first} first; beside it {out.stem}.json, for grasp report --selection")
+        order = "rows of the best documents" if selection.asked["items"] == "documents" else "rows, best"
+        print(f"{selection.save(out)}: {order} first; summary for grasp report --selection: {out.stem}.json")
     if left_out is not None and dropped is None:
-        print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
+        print(f"{left_out}: {selection.write_left_out(left_out):,} rows that were not selected, worst first")
     if exporter is not None and export is not None:
         print(exporter.write(selection, export, say=lambda line: print(plain(line))))
     if exporter is not None and dropped is not None:
@@ -89,21 +93,23 @@ def select(
 )
 def mix(
     art: Art,
-    out: Path | None = option("--out FILE", "Parquet of the mixture; its summary and protocol beside it.", None),
-    weights: Path | None = rare(
-        "--weights FILE", "Parquet of subset_id, row_id, weight, as grasp predict --subsets reads it.", None
+    out: Path | None = option(
+        "--out FILE", "Parquet of the mixture; a summary and the protocol are written next to it.", None
     ),
-    **asked: Any,
+    weights: Path | None = rare(
+        "--weights FILE", "Parquet of subset_id, row_id, weight, for grasp predict --subsets.", None
+    ),
+    **params: Any,
 ) -> None:
     opened = grasp.open(art)
-    check_outputs({**beside("--out", out), "--weights": weights}, artifact=opened.files, asked=asked)
-    mixture = opened.mix(**asked)
+    check_outputs({**table_outputs("--out", out), "--weights": weights}, artifact=opened.files, params=params)
+    mixture = opened.mix(**params)
     print(mixture)
     if out is not None:
-        print(f"{mixture.save(out)}: the shares; beside it {out.stem}.json, for grasp report --mixture")
+        print(f"{mixture.save(out)}: mixture weights; summary for grasp report --mixture: {out.stem}.json")
     if weights is not None:
         mixture.write_weights(weights)
-        print(f"{weights}: the rows and their weights, for grasp predict --subsets")
+        print(f"{weights}: row weights, for grasp predict --subsets")
 
 
 @command(
@@ -112,9 +118,9 @@ def mix(
     verb="grasp.distil.distil",
     more="protocol seed",
 )
-def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
+def distil(art: Art, quiet: Quiet = False, **params: Any) -> None:
     with Watch(quiet=quiet) as watch:
-        result = grasp.open(art).distil(**asked, progress=watch)
+        result = grasp.open(art).distil(**params, progress=watch)
     print(result)
 
 
@@ -124,11 +130,13 @@ def distil(art: Art, quiet: Quiet = False, **asked: Any) -> None:
     verb="grasp.distil.apply",
 )
 def apply(
-    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
-    keep: str | None = option("--keep AMOUNT", "Copy the best documents to DIR/kept: 20%, or a number of them.", None),
+    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory written by grasp distil."),
+    keep: str | None = option(
+        "--keep AMOUNT", "Copy the best documents to DIR/kept: a share (20%) or a number of documents.", None
+    ),
     quiet: Quiet = False,
-    **asked: Any,
+    **params: Any,
 ) -> None:
     with Watch(quiet=quiet) as watch:
-        result = grasp.apply(scorer, keep=keep, **asked, progress=watch)
+        result = grasp.apply(scorer, keep=keep, **params, progress=watch)
     print(result)

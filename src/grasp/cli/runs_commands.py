@@ -1,4 +1,4 @@
-"""grasp runs import"""
+"""Commands for training runs of other tools: grasp runs import, predict, mix, propose."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 import grasp
 from grasp.cli.app import app, command, option
-from grasp.cli.console import check_outputs, tell
+from grasp.cli.console import check_outputs, print_result
 from grasp.cli.options import ResultFile
 
 runs = typer.Typer(cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
@@ -32,21 +32,21 @@ def root() -> None:
 )
 def import_runs(
     trained: Path = typer.Argument(
-        ..., metavar="FILE", help="What each run was trained on: a line a run, a column a value of a label."
+        ..., metavar="FILE", help="Mixture of each run: one row per run, one column per label value."
     ),
     results: Path | None = typer.Argument(
-        None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness or olmes."
+        None, metavar="[RESULTS]", help="Results: CSV, Parquet, or a directory of lm-evaluation-harness or olmes."
     ),
-    weights: bool = option("--times", "Weights say how often each value is seen; default: shares.", False),
+    weights: bool = option("--times", "Weights are numbers of epochs per label value. Default: shares.", False),
     out: Path = option("--out DIR", "Directory of the runs, for --runs."),
-    **asked: Any,
+    **params: Any,
 ) -> None:
-    table = grasp.import_runs(trained, results, weights="times" if weights else "shares", out=out, **asked)
+    table = grasp.import_runs(trained, results, weights="times" if weights else "shares", out=out, **params)
     print(table)
     print(f"{out}: {len(table):,} runs, for --runs of predict, select, mix, evaluate, calibrate and report")
 
 
-RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported runs, see grasp runs import.")]
+RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Directory written by grasp runs import.")]
 
 
 @command(
@@ -57,12 +57,14 @@ RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported ru
 )
 def predict_runs(
     runs: RunsDirectory,
-    mixtures: Path = typer.Argument(..., metavar="MIXTURES", help="A line a mixture, a column a value of the label."),
+    mixtures: Path = typer.Argument(
+        ..., metavar="MIXTURES", help="Mixtures: one row per mixture, one column per label value."
+    ),
     out: ResultFile = None,
-    **asked: Any,
+    **params: Any,
 ) -> None:
     check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": runs}, tables=["--out"])
-    tell(grasp.predict_runs(runs, mixtures, **asked), out)
+    print_result(grasp.predict_runs(runs, mixtures, **params), out)
 
 
 @command(
@@ -72,9 +74,9 @@ def predict_runs(
     group=runs,
     verb="grasp.select.mixture_model",
 )
-def mix_runs(runs: RunsDirectory, out: ResultFile = None, **asked: Any) -> None:
+def mix_runs(runs: RunsDirectory, out: ResultFile = None, **params: Any) -> None:
     check_outputs({"--out": out}, {"holds the runs": runs}, tables=["--out"])
-    tell(grasp.mix_runs(runs, **asked), out)
+    print_result(grasp.mix_runs(runs, **params), out)
 
 
 @command(
@@ -87,11 +89,11 @@ def mix_runs(runs: RunsDirectory, out: ResultFile = None, **asked: Any) -> None:
 def propose_runs(
     runs: RunsDirectory,
     count: int = option("--count N", "Mixtures to propose.", 4, min=1),
-    art: Path | None = option("--art ART", "Artifact of the corpus: for retrained runs, and for --subsets.", None),
+    art: Path | None = option("--art ART", "Artifact of the corpus; required for retrained runs and --subsets.", None),
     out: ResultFile = None,
-    **asked: Any,
+    **params: Any,
 ) -> None:
     read = {"holds the runs": runs, "is the artifact": art}
-    check_outputs({"--out": out, "--subsets": asked["subsets"]}, read, tables=["--out"])
+    check_outputs({"--out": out, "--subsets": params["subsets"]}, read, tables=["--out"])
     opened = None if art is None else grasp.open(art)
-    tell(grasp.propose_runs(runs, count=count, artifact=opened, **asked), out)
+    print_result(grasp.propose_runs(runs, count=count, artifact=opened, **params), out)

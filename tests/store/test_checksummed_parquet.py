@@ -1,4 +1,4 @@
-"""Laws: a seal does not depend on how a table is cut; a flipped bit is refused or changes nothing."""
+"""Laws: digests do not depend on how a table is cut; a flipped bit is refused or changes nothing."""
 
 import contextlib
 import datetime
@@ -16,12 +16,12 @@ from grasp.errors import GraspError
 from grasp.inspect.detect import read_suspects
 from grasp.predict.subset_tables import RowIndex
 from grasp.store.checksummed_parquet import (
-    SEAL,
-    NotAsWrittenError,
-    SealedWriter,
-    read_sealed,
-    sealed_batches,
-    write_sealed,
+    DIGESTS_KEY,
+    ChecksummedParquetWriter,
+    ChecksumMismatchError,
+    read_checksummed,
+    read_checksummed_batches,
+    write_checksummed,
 )
 from tests.report.world import write_artifact
 
@@ -37,31 +37,33 @@ TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_(), pa.date32(), pa.list
 SCHEMA = pa.schema(list(zip(COLUMNS, TYPES, strict=True)), {"corpus": "c0ffee"})
 
 
-def seal_of(path):
-    return (pq.ParquetFile(path).metadata.metadata or {}).get(SEAL)
+def stored_digests(path):
+    return (pq.ParquetFile(path).metadata.metadata or {}).get(DIGESTS_KEY)
 
 
-def write_as_damaged(table, path, seal):
-    """Another table under the seal of the first, as flipped bits leave it."""
+def write_as_damaged(table, path, digests):
+    """Another table with the digests of the first, as flipped bits leave it."""
     with pq.ParquetWriter(path, table.schema) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({SEAL: seal})
+        writer.add_key_value_metadata({DIGESTS_KEY: digests})
 
 
 @settings(max_examples=50)
 @given(st.lists(st.fixed_dictionaries(COLUMNS), max_size=12), st.integers(1, 12))
 def test_a_table_is_read_as_it_was_written_however_it_is_cut(tmp_path_factory, lines, size):
-    path = tmp_path_factory.mktemp("sealed") / "t.parquet"
+    path = tmp_path_factory.mktemp("checksummed") / "t.parquet"
     table = pa.Table.from_pylist(lines, SCHEMA)
-    with SealedWriter(path, SCHEMA) as writer:
+    with ChecksummedParquetWriter(path, SCHEMA) as writer:
         for start in range(0, len(lines), size):
             writer.write(table.slice(start, size))
-    in_parts = seal_of(path)
-    assert str(read_sealed(path).to_pylist()) == str(table.to_pylist())
+    in_parts = stored_digests(path)
+    assert str(read_checksummed(path).to_pylist()) == str(table.to_pylist())
     for columns in (["real", "text"], ["several"]):
-        assert str(read_sealed(path, columns).select(columns).to_pylist()) == str(table.select(columns).to_pylist())
-    write_sealed(table, path, group_rows=3)
-    assert seal_of(path) == in_parts
+        assert str(read_checksummed(path, columns).select(columns).to_pylist()) == str(
+            table.select(columns).to_pylist()
+        )
+    write_checksummed(table, path, group_rows=3)
+    assert stored_digests(path) == in_parts
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,13 @@ def test_a_table_is_read_as_it_was_written_however_it_is_cut(tmp_path_factory, l
 def test_what_is_not_as_written_is_refused_and_what_others_write_is_read(change, tmp_path):
     path = tmp_path / "t.parquet"
     schema = pa.schema([("text", pa.string()), ("number", pa.int64())], {"corpus": "c0ffee"})
-    write_sealed(pa.table({"text": ["a", "b", None], "number": [1, 2, 3]}, schema=schema), path)
+    write_checksummed(pa.table({"text": ["a", "b", None], "number": [1, 2, 3]}, schema=schema), path)
     changed = change(pq.read_table(path))
-    write_as_damaged(changed, path, seal_of(path))
-    with pytest.raises(NotAsWrittenError, match="is not as it was written: the file is damaged"):
-        read_sealed(path)
+    write_as_damaged(changed, path, stored_digests(path))
+    with pytest.raises(ChecksumMismatchError, match="damaged"):
+        read_checksummed(path)
     pq.write_table(changed, path)  # as whoever reads it and writes it again
-    assert read_sealed(path).to_pylist() == changed.to_pylist()
+    assert read_checksummed(path).to_pylist() == changed.to_pylist()
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +106,8 @@ def readings(art, place, name):
     """What commands make of a table."""
     path = place / name
     if name == "suspects.parquet":
-        found = read_suspects(path, art.files, ["topic"])
-        return str((found.record, found.lines))
+        result = read_suspects(path, art.files, ["topic"])
+        return str((result.record, result.lines))
     if name == "weights.parquet":
         return [
             block.weights_BN.toarray().tolist()
@@ -141,17 +143,20 @@ def test_one_name_that_becomes_another_is_refused(written, tmp_path):
     other = table.set_column(
         table.column_names.index("row_id"), "row_id", pa.array([*table["row_id"].to_pylist()[1:], "row-0"])
     )
-    write_as_damaged(other, tmp_path / "kept.parquet", seal_of(place / "kept.parquet"))
+    write_as_damaged(other, tmp_path / "kept.parquet", stored_digests(place / "kept.parquet"))
     for ask in (
         lambda path: art.select(3, "sciq", exclude=path),
         lambda path: art.predict(subsets=path),
     ):
-        with pytest.raises(GraspError, match=r"kept\.parquet: cannot be read: 'row_id' is not as it was written"):
+        with pytest.raises(GraspError, match=r"kept\.parquet: .*read.*'row_id'"):
             ask(tmp_path / "kept.parquet")
 
 
-def test_nothing_is_sealed_that_was_not_written_to_its_end(tmp_path):
-    with contextlib.suppress(ZeroDivisionError), SealedWriter(tmp_path / "t", pa.schema([("n", pa.int64())])):
+def test_no_digests_for_what_was_not_written_to_its_end(tmp_path):
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        ChecksummedParquetWriter(tmp_path / "t", pa.schema([("n", pa.int64())])),
+    ):
         raise ZeroDivisionError
-    assert seal_of(tmp_path / "t") is None
-    assert list(sealed_batches(tmp_path / "t")) == []
+    assert stored_digests(tmp_path / "t") is None
+    assert list(read_checksummed_batches(tmp_path / "t")) == []

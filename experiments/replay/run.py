@@ -1,0 +1,309 @@
+"""Replays of trainings against retraining: task rho of every way to score rows by them.
+
+    python -m experiments.replay.run small-192 small-48 --data ../shared/data --work WORK \\
+        --out experiments/replay/result.json
+
+Killed, the same command goes on: a replay lies in WORK/replay, states and all, until it is done. Predictions of a
+subset are means of its rows' scores. Scores of drawn rows are sums over the steps where a row was in the batch, and a
+subset's is the mean over those of its rows that were drawn.
+
+Shape letters: N rows, T targets, B subsets, R resamples, M probe steps, K steps, W orders.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.evaluate import noise
+from experiments.finetune.further import FEATURES, FORWARD, HERE, forms, relevance
+from experiments.finetune.methods import artifact_of
+from experiments.finetune.prepare import model_directory
+from experiments.finetune.setting import NAMES, Name
+from experiments.finetune.worlds import shares
+from experiments.mistakes import in_one_line
+from experiments.replay.setting import World, probe_steps
+from grasp.arrays import F64
+from grasp.files import write_whole
+from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.seeds import bootstrap_weights
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.replay_gate import check_by_groups, smoothness
+from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
+from grasp.training.trajectory import Trajectory
+
+PROBES = 5
+RESAMPLES = 1000
+SHIFT = 0.2  # of the weights of groups, in a check
+SHIPPED = "gradient + .25 of token + input"
+THIRDS = ("first", "second", "last")
+
+
+# ------------------------------------------------------------------------------------------------------------ replays
+
+
+def replay(world: World, seed: int, settings: MetagradientSettings, place: Path) -> tuple[Metagradient, dict[str, Any]]:
+    """Train and differentiate by one order, or read what is there; with what it cost."""
+    kept, record = place / "metagradient.safetensors", place / "record.json"
+    if record.exists():
+        return Metagradient.load(kept), json.loads(record.read_text(encoding="utf-8"))
+    place.mkdir(parents=True, exist_ok=True)
+    used = time.process_time()
+    trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
+    forecast = price(trajectory, len(world.targets), settings)
+    print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
+    losses = trajectory.train()
+    trained = time.process_time() - used
+    found = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
+    found.save(kept)
+    shutil.rmtree(place / "states")
+    cost = {
+        "cpu_seconds": round(time.process_time() - used),
+        "cpu_seconds_of_training": round(trained, 1),
+        "trainings": round((time.process_time() - used) / trained, 2),
+        "trainings_forecast": round(forecast.total, 2),
+        "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
+    }
+    write_whole(record, (json.dumps(cost, indent=1) + "\n").encode())
+    return found, cost
+
+
+def _progress(left: int, used: float) -> None:
+    if left % 16 == 0:
+        print(f"  {left} steps left, {time.process_time() - used:.0f} s of CPU", flush=True)
+
+
+def group_check(world: World, found: Metagradient, place: Path, retrainings: int) -> dict[str, Any]:
+    """Retrain order 0 with the weights of groups of rows moved at random, or read what is there."""
+    record = place / f"check-{retrainings}.json"
+    if record.exists():
+        return dict(json.loads(record.read_text(encoding="utf-8")))
+    trajectory = Trajectory(world.training(), world.rows, world.order(0))
+    trajectory.train()
+    group_N = np.asarray(world.corpus.label.codes_N, dtype=np.int64)
+    check = check_by_groups(trajectory, world.targets, found, group_N, shift=SHIFT, retrainings=retrainings)
+    print(f"{world.name}: {check}", flush=True)
+    result = {
+        "groups": int(group_N.max()) + 1,
+        "shift": SHIFT,
+        "slope": round(check.slope, 3),
+        "correlation": round(check.correlation, 3),
+        "measured": check.measured_RT.round(5).tolist(),
+        "predicted": check.predicted_RT.round(5).tolist(),
+    }
+    write_whole(record, (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+# --------------------------------------------------------------------------------------------------------------- scores
+
+
+def drawn(found: Sequence[Metagradient], n_rows: int, first: float = 0.0, last: float = 1.0) -> F64:
+    """See `drawn_scores`; `first` and `last`: shares of the steps between which derivatives are summed."""
+    steps = [len(one.order_KB) for one in found]
+    return drawn_scores(found, n_rows, [(round(first * count), round(last * count)) for count in steps])
+
+
+def probed(found: Sequence[Metagradient], steps: Sequence[int] | None = None) -> F64:
+    """See `probed_scores`; `steps`: the probe steps of every order that count, None: all."""
+    return probed_scores(found, [list(one.probe_steps_M) if steps is None else steps for one in found])
+
+
+def filled(score_NT: F64) -> F64:
+    """Give rows without a score the mean of the others."""
+    return np.where(np.isfinite(score_NT), score_NT, np.nanmean(score_NT, axis=0))
+
+
+def added(*scores: F64) -> F64:
+    """Add scores of equal spread."""
+    return np.sum([brought_to_one_scale(filled(score_NT)) for score_NT in scores], axis=0)
+
+
+def predicted(score_NT: F64, share_BN: F64) -> F64:
+    """Mean score of the rows of every subset that have one, (B, T)."""
+    has_NT = np.isfinite(score_NT)
+    mean_BT: F64 = share_BN @ np.where(has_NT, score_NT, 0.0) / (share_BN @ has_NT)
+    return mean_BT
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+class Comparison:
+    """Task rho of scores against the runs of an environment, by the same resamples of subsets."""
+
+    def __init__(self, utilities: Utilities, share_BN: F64, base_NT: F64) -> None:
+        self.share_BN, targets = share_BN, list(utilities.targets)
+        realized_BE = utilities.values_BSE.mean(axis=1)
+        self.names = list(dict.fromkeys(targets))
+        member_TE = [[target == name for target in targets] for name in self.names]
+        self.task_BT = np.stack([realized_BE[:, own_E].mean(axis=1) for own_E in member_TE], axis=1)
+        count = len(share_BN)
+        self.weights_RB = np.concatenate([np.ones((1, count)), bootstrap_weights(count, resamples=RESAMPLES)])
+        self.base_R = self._rho(base_NT).mean(axis=0)
+
+    def _rho(self, score_NT: F64) -> F64:
+        pairs = [predicted(score_NT, self.share_BN), self.task_BT]
+        rho_TR: F64 = np.nan_to_num(rank_correlations(pairs, [(0, 1)], self.weights_RB)[0])
+        return rho_TR
+
+    def record(self, score_NT: F64) -> dict[str, Any]:
+        """Task rho, of each target, and its difference to what ships, with 95 % intervals over subsets."""
+        rho_TR = self._rho(score_NT)
+        rho_R = rho_TR.mean(axis=0)
+        return {
+            "task_rho": _interval(rho_R),
+            "difference": _interval(rho_R - self.base_R),
+            "of_target": {name: round(float(rho), 3) for name, rho in zip(self.names, rho_TR[:, 0], strict=True)},
+        }
+
+
+def _interval(value_R: F64) -> list[float]:
+    low, high = np.percentile(value_R[1:] - value_R[1:].mean(), [2.5, 97.5])
+    return [round(float(np.clip(v, -1.0, 1.0)), 3) for v in (value_R[0], value_R[0] + low, value_R[0] + high)]
+
+
+def ways(found: Mapping[str, Sequence[Metagradient]], shipped_NT: F64) -> dict[str, F64]:
+    """Every way to score rows that is compared: alone, and added to what ships."""
+    n_rows = len(shipped_NT)
+    out: dict[str, F64] = {"what ships": shipped_NT}
+
+    def add(name: str, score_NT: F64) -> None:
+        out[name] = score_NT
+        out[f"{name}, with what ships"] = added(score_NT, shipped_NT)
+
+    for curvature, orders in found.items():
+        named = "" if curvature == "difference" else f", {curvature}"
+        groups = {f"order {w}": [one] for w, one in enumerate(orders)}
+        if len(orders) > 1:
+            groups["all orders"] = list(orders)
+        for label, some in groups.items():
+            probed_NT, drawn_NT = probed(some), drawn(some, n_rows)
+            add(f"all rows, {label}{named}", probed_NT)
+            add(f"drawn rows, {label}{named}", drawn_NT)
+            add(f"both, {label}{named}", added(probed_NT, drawn_NT))
+        if curvature != "difference":
+            continue
+        for step in orders[0].probe_steps_M:
+            out[f"all rows, step {step} alone, all orders"] = probed(orders, [int(step)])
+        for chosen in ([2], [1, 3], [0, 2, 4]):
+            steps = [int(orders[0].probe_steps_M[m]) for m in chosen]
+            out[f"all rows, {len(steps)} probe steps, all orders"] = probed(orders, steps)
+        for k, third in enumerate(THIRDS):
+            out[f"drawn rows, {third} third, all orders"] = drawn(orders, n_rows, k / 3, (k + 1) / 3)
+        out["drawn rows, last two thirds, all orders"] = drawn(orders, n_rows, 1 / 3)
+    return out
+
+
+def gate(found: Sequence[Metagradient]) -> dict[str, Any]:
+    """Measure whether replays are smooth: growth of the adjoint, spread of derivatives, agreement of two orders."""
+    records = []
+    for one in found:
+        smooth = smoothness(one)
+        records.append(
+            {
+                "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
+                "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.spread_K, 12)],
+                "first_step": smooth.first_step,
+                "left_out": int(one.left_out_K.max()),
+                "line": str(smooth),
+            }
+        )
+    n_rows = found[0].probe_MNT.shape[1]
+    agreements = []
+    for one, other in combinations(found, 2):
+        scores = [drawn([each], n_rows) for each in (one, other)]
+        both_N = np.isfinite(scores).all(axis=(0, 2))
+        agreements.append(
+            {
+                "all_rows": _agreement(one.probed(), other.probed()),
+                "drawn_rows": _agreement(*(score_NT[both_N] for score_NT in scores)),
+            }
+        )
+    return {"orders": records, "agreement_of_two_orders": agreements}
+
+
+def _agreement(one_NT: F64, other_NT: F64) -> list[float]:
+    return [round(float(spearmanr(a, b).statistic), 3) for a, b in zip(one_NT.T, other_NT.T, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def shipped_scores(world: World, work: Path, utilities: Utilities) -> F64:
+    """Score every row for every target by the build for a model that is trained further, (N, T)."""
+    start = model_directory(world.name, work)
+    artifact = artifact_of(world.name, work, start, world.tokenizer, FEATURES, 8192, "further")
+    columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
+    assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
+    kernel_of = {kernel: relevance(artifact, kernel, columns) for kernel in ("gradient", *FORWARD)}
+    method = forms(kernel_of, np.ones(artifact.n_rows))[SHIPPED]
+    _, score_NT = method.predict(np.eye(artifact.n_rows), list(utilities.targets))
+    return score_NT
+
+
+def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
+    """Replay an environment's training in several orders, and compare."""
+    world = World.open(name, given.data, given.work)
+    settings = MetagradientSettings(probe_steps=probe_steps(world.kind.recipe.steps, PROBES))
+    found: dict[str, list[Metagradient]] = {}
+    costs = {}
+    for curvature, orders in (("difference", given.orders), ("gauss-newton", given.gauss_newton)):
+        for seed in range(orders):
+            changed = settings.model_copy(update={"curvature": curvature})
+            one, cost = replay(world, seed, changed, given.work / "replay" / f"{name}-{curvature}-{seed}")
+            found.setdefault(curvature, []).append(one)
+            costs[f"{curvature}, order {seed}"] = cost
+    check = group_check(world, found["difference"][0], given.work / "replay" / f"{name}-difference-0", given.check)
+    environment = RetrainedRuns.open(HERE / name)
+    utilities = environment.utilities(seeds=(0,), partial=True)
+    assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
+    share_BN = shares(environment, world.corpus.store, utilities)
+    shipped_NT = shipped_scores(world, given.work, utilities)
+    comparison = Comparison(utilities, share_BN, shipped_NT)
+    return {
+        "environment": name,
+        "subsets": len(share_BN),
+        "steps": world.kind.recipe.steps,
+        "probe_steps": list(settings.probe_steps),
+        "settings": settings.model_dump(mode="json"),
+        "noise": noise(environment, utilities),
+        "cost": costs,
+        "gate": gate(found["difference"]) | {"check_by_groups": check},
+        "scores": {label: comparison.record(score_NT) for label, score_NT in ways(found, shipped_NT).items()},
+    }
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, replay, compare, write."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.replay.run", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--work", type=Path, required=True, help="Model, rows, artifacts and replays.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    parser.add_argument("--orders", type=int, default=2, help="Orders of rows that are replayed.")
+    parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
+    parser.add_argument("--check", type=int, default=8, help="Retrainings with moved weights of groups of rows.")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    there = json.loads(given.out.read_text(encoding="utf-8"))["environments"] if given.out.exists() else []
+    done = {one["environment"]: one for one in there}
+    for name in given.names:
+        done[name] = report(name, given)
+        write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Commands that build and inspect artifacts: grasp demo, build, merge, info, verify."""
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.console import program, show
+from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, Quiet, cluster_spec, merge_settings
+from grasp.cli.progress_display import Watch
+from grasp.errors import SettingsError
+from grasp.text import json_text, size_text, skipped_text
+from grasp.yaml_files import leaf
+
+if TYPE_CHECKING:
+    from grasp.artifact.inspection import ArtifactInfo
+
+
+@command("grasp demo --out demo-out")
+def demo(
+    out: Path = option("--out DIR", "Directory for all files of the demo.", Path("demo-out")),
+    quiet: Quiet = False,
+) -> None:
+    """Run a small example from a corpus to a report, on real text.
+
+    It takes a few minutes on two cores; a second run reuses existing files.
+    """
+    started = time.monotonic()
+    from grasp.demo import make_demo, print_answers
+
+    print("Corpus: 12 sources of text, about 10,000 passages. A small model is trained on them from scratch;")
+    print("then a single pass of that model over the corpus gives the features that GRASP needs.")
+    with Watch(quiet=quiet) as watch:
+        demo_files = make_demo(out, watch)
+    print_answers(demo_files, print)
+    art = shlex.quote(str(demo_files.artifact_path))
+    print(f"Done in {time.monotonic() - started:.0f} s. All files are in {out}. Try your own queries:")
+    print(f"  {program()} predict {art} --drop \"source = 'gsm8k'\"")
+    print(f"  {program()} predict {art} --by domain --target openbookqa")
+    print(f"  {program()} score {art} --target commonsense_qa --top 20 --min-tokens 32")
+
+
+@command(
+    "grasp build --train new --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
+    "grasp build --train new --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
+    "grasp build --train further --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --resume --out art",
+    "grasp build --config art/run.yaml --out s3://bucket/art",
+    "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
+    "            --targets trusted.parquet --out art",
+    verb="grasp.build.build",
+    more="resume untrained tokenizer keep_features like rule dtype",
+)
+def build(
+    out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
+    targets: list[str] = option(
+        "--targets NAMES",
+        "Tasks (sciq, ...) or files of questions (exam.jsonl with question and answer, or prompt and completion, on "
+        "each line) that the model should perform well, separated by commas. Repeatable.",
+        [],
+    ),
+    forecast: bool = option(
+        "--forecast", "Only estimate rows, kernels, time and disk space, and report errors in advance.", False
+    ),
+    add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
+    settings: ConfigFile = None,
+    assign: Assignments = [],
+    engine: str = rare("--engine KIND", "local: this process; ray: a Ray cluster.", "local"),
+    workers: int | None = rare(
+        "--workers N", "Workers of the cluster. Default: one per GPU, or one per core without GPUs.", None, min=1
+    ),
+    address: Address = None,
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    from grasp.build.build import NAMED, SETTINGS, add_targets, split_names
+    from grasp.build.build import build as run
+
+    resume, untrained = params.pop("resume"), params.pop("untrained")
+    flags = {(NAMED | SETTINGS)[name]: value for name, value in params.items()}
+    flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
+    flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
+    data = merge_settings(settings, assign, flags)
+    if add_target is not None:
+        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        _refuse_idle(
+            idle | {"--untrained": untrained}, "--add-target, which runs in this process on a finished artifact"
+        )
+        with Watch(quiet=quiet) as watch:
+            source = add_targets(out, add_target, settings=data, progress=watch)
+        outcome = {
+            "kept features": f"added {add_target} from the stored features",
+            "pass": f"added {add_target} by a pass over the corpus",
+            "there already": f"{add_target} already exists with the same units; nothing to do",
+        }
+        print(f"{out}: {outcome[source]}; targets: {', '.join(grasp.open(out).targets)}")
+        return
+    if forecast:
+        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
+        from grasp.build.forecast import forecast as estimate
+
+        with Watch(quiet=quiet) as watch:
+            print(estimate(out, data, untrained=untrained, progress=watch))
+        return
+    if engine == "local":
+        _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
+    spec = cluster_spec(engine, workers, address, leaf(data, "model.threads"))
+    with Watch(quiet=quiet) as watch:
+        artifact = run(out=out, settings=data, resume=resume, untrained=untrained, cluster=spec, progress=watch)
+    _print_summary(out, artifact.path)
+
+
+def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
+    """Raise an error if options are given that have no effect with other ones."""
+    idle_flags = [flag for flag, value in flags.items() if value]
+    if idle_flags:
+        raise SettingsError(f"{', '.join(idle_flags)}: no effect with {reason}")
+
+
+def _print_summary(out: str, path: Path) -> None:
+    """Print the size of a new artifact, its skipped rows, and a command to continue with."""
+    from grasp.artifact.inspection import info
+    from grasp.store.remote import remote_url
+
+    summary: ArtifactInfo = info(remote_url(out) or path)
+    units = sum(summary.targets.values())
+    print(
+        f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
+        f"{size_text(summary.bytes_total)}, {summary.bytes_per_row:,.0f} bytes per row"
+    )
+    if summary.skipped["rows"]["counts"]:
+        print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
+    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10", "--min-tokens", "32"]
+    print(f"next: {program()} {shlex.join(score)}")
+
+
+@command(
+    "grasp build --model ./ckpt --corpus news --targets sciq --out news-art",
+    "grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art",
+    "grasp merge news-art code-art --out art",
+)
+def merge(
+    parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
+    out: Path = option("--out DIR", "New directory for the artifact."),
+    quiet: Quiet = False,
+) -> None:
+    """Merge artifacts of different sources into one.
+
+    They must have the same model, features, moments and targets: build the later ones with --like. Texts are not
+    copied: use the original artifacts for explain and select --export.
+    """
+    with Watch(quiet=quiet) as watch:
+        artifact = grasp.merge(parts, out, progress=watch)
+    print(f"{out}: {len(artifact):,} rows of {len(parts)} artifacts, targets: {', '.join(artifact.targets)}")
+
+
+@command("grasp info art", "grasp info art --check --runs dev")
+def info(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of an artifact or a scorer."),
+    as_json: bool = option("--json", "Print JSON.", False),
+    check_health: bool = option("--check", "Check the approximations of the artifact on its own rows instead.", False),
+    runs: Path | None = option(
+        "--runs DIR", "With --check: retrained subsets whose order is compared with predictions.", None
+    ),
+    protocol: Path | None = rare("--protocol FILE", "Protocol to predict with. Default: the built-in one.", None),
+    assignments: ModelOverrides = [],
+) -> None:
+    """Describe an artifact or a scorer, or check an artifact.
+
+    Each line of --check has the healthy range of a value, and what to change if it is outside. Features that were not
+    stored are computed again with the model, if it is available.
+    """
+    from grasp.artifact.inspection import info as describe
+    from grasp.distil.scorer import SIGNED_CARD, is_scorer
+    from grasp.errors import ArtifactError
+    from grasp.files import kind_of
+    from grasp.store.remote import remote_url
+
+    if check_health:
+        overrides = merge_settings(None, assignments, {})
+        health = grasp.open(path).check(runs=runs, protocol=protocol, overrides=overrides)
+        print(health.to_json() if as_json else health)
+        return
+    for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
+        if value:
+            raise SettingsError(f"{flag}: requires --check")
+    if is_scorer(path):
+        card = SIGNED_CARD.read(path)
+        print(json_text(card.model_dump(mode="json")) if as_json else card)
+        return
+    try:
+        summary = describe(path)
+    except ArtifactError as err:
+        if remote_url(path) is not None or kind_of(path) != "nothing":
+            raise
+        raise ArtifactError(f"{err}; a scorer exists once `grasp distil` has finished") from err
+    if as_json:
+        print(json_text(summary.to_dict()))
+        return
+    state = "complete" if summary.complete else f"{summary.finished_shards} of {summary.n_shards} shards finished"
+    print(
+        f"{summary.path}: {state}, format {summary.format_version}, {summary.n_rows:,} rows, "
+        f"{size_text(summary.bytes_total)}"
+    )
+    for name, value in {
+        **summary.made_by,
+        **{f"{key} fingerprint": v for key, v in summary.fingerprints.items()},
+    }.items():
+        print(f"  {name}: {value}")
+    print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in summary.targets.items()))
+    show(
+        "arrays",
+        ("array", "dtype", "shape", "size", "bytes per row"),
+        [
+            (
+                array.name,
+                array.dtype,
+                f"{array.shape[0]} x {array.shape[1]}",
+                size_text(array.bytes),
+                f"{array.bytes_per_row:.0f}",
+            )
+            for array in summary.arrays
+        ],
+    )
+    rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes.items() if kind != "arrays")
+    print(f"other files: {rest}; {summary.bytes_per_row:,.0f} bytes per row in total")
+    if counts := summary.skipped.get("rows", {}).get("counts"):
+        print(f"left out: {skipped_text(counts)}")
+    if summary.extension_in_progress is not None:
+        print(f"adding targets: {summary.extension_in_progress} finished")
+
+
+@command("grasp verify art")
+def verify(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of an artifact or a scorer."),
+) -> None:
+    """Verify the checksum of every file of an artifact or a scorer.
+
+    The exit code is 1 if a file is broken; all broken files are listed.
+    """
+    from grasp.artifact.inspection import verify as check
+    from grasp.distil.scorer import Scorer, is_scorer
+    from grasp.errors import ArtifactError
+
+    if is_scorer(path):
+        try:
+            Scorer.open(path)  # verifies all files
+        except ArtifactError as err:
+            print(f"broken: {err}")
+            raise typer.Exit(code=1) from err
+        print(f"{path}: scorer, all files intact")
+        return
+    with Watch() as watch:
+        watch.stage("verifying", rows=None, tokens=None)
+        report = check(path)
+    for problem in report.problems:
+        print(f"broken: {problem}")
+    kind = "artifact" if report.complete else "unfinished artifact"
+    verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
+    print(f"{report.path}: {kind}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    if not report.ok:
+        raise typer.Exit(code=1)

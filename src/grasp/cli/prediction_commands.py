@@ -1,0 +1,185 @@
+"""Commands that predict effects: grasp score, predict, explain, report, serve."""
+
+import sys
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import grasp
+from grasp.cli.app import command, option
+from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
+from grasp.cli.options import Art, JsonFile, ModelOverrides, Quiet, ResultFile, merge_settings, split_names
+from grasp.cli.progress_display import Watch
+from grasp.errors import SettingsError
+from grasp.files import write_whole
+from grasp.text import json_text, size_text
+
+TOP = 10
+
+
+@command(
+    "grasp score art --target sciq --top 20",
+    "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
+    "grasp score art --target sciq --out rows.parquet",
+    "grasp score art --target sciq --method bm25",
+    verb="grasp.api.score",
+    more="protocol unit match method method_settings checkpoints runs cache",
+)
+def score(
+    art: Art,
+    top: int | None = option(
+        "--top N", f"Number of most helpful rows. Default: {TOP}, or all with --out.", None, min=0
+    ),
+    out: ResultFile = None,
+    quiet: Quiet = False,
+    **params: Any,
+) -> None:
+    artifact = grasp.open(art)
+    check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
+    if top is None and out is None and not params["bottom"]:
+        top = TOP
+    with Watch(quiet=quiet) as watch:
+        result = artifact.score(**params, top=top, out=out, progress=watch)
+    print_result(result, out, written=result.lines)
+
+
+EXTREMES = 5  # number of most and of least helpful rows that are shown
+
+
+@command(
+    "grasp explain art --target sciq --row doc-17",
+    "grasp explain art --target sciq --unit sciq:152",
+    "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
+    verb="grasp.inspect.explain",
+    more="match protocol",
+)
+def explain(
+    art: Art,
+    row: str | None = option("--row ID", "row_id of the row to explain.", None),
+    unit: str | None = option(
+        "--unit ID", "One question of the target; without --row, list its most and least helpful rows.", None
+    ),
+    out: Path | None = option("--out FILE", "Write the explanation: .html, or its table as .parquet or .csv.", None),
+    json_file: JsonFile = None,
+    assignments: ModelOverrides = [],
+    **params: Any,
+) -> None:
+    from grasp.inspect.explanation import Explanation
+
+    artifact = grasp.open(art)
+    is_page = row is not None and out is not None and out.suffix == ".html"
+    check_outputs(
+        {"--out": out, "--json": json_file},
+        artifact=artifact.files,
+        params=params,
+        tables=[] if is_page else ["--out"],
+    )
+    if row is None:
+        if unit is None:
+            raise SettingsError("explain: missing --row or --unit; pass a row_id, e.g. one printed by grasp score")
+        if json_file is not None:
+            raise SettingsError("--json: requires --row; use --out to write a table of rows")
+        print_result(artifact.score(unit=unit, top=EXTREMES, bottom=EXTREMES, **params), out)
+        return
+    explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
+    if json_file is not None:
+        write_whole(json_file, (json_text(explanation.to_dict()) + "\n").encode())
+    if out is not None and is_page:
+        html = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{explanation._repr_html_()}\n"
+        write_whole(out, html.encode())
+    elif out is not None:
+        explanation.write(out)
+    if isinstance(explanation, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
+        sys.stdout.styled(explanation.as_text(colour=True) + "\n")
+    else:
+        print(explanation)
+
+
+@command(
+    "grasp report art --out report.html",
+    "grasp report art --runs dev --selection kept.json --mixture mixture.json --out report.html",
+    "grasp report art --detect suspects.parquet --out report.html",
+    "grasp report art --atlas map",
+    "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
+    verb="grasp.report.build_report",
+    more="protocol explain partial previous",
+)
+def report(
+    art: Art,
+    out: Path | None = option("--out FILE", "HTML file to write; it works offline.", None),
+    atlas: Path | None = option("--atlas DIR", "Write the rows as a map for Embedding Atlas.", None),
+    **params: Any,
+) -> None:
+    artifact = grasp.open(art)
+    if out is None and atlas is None:
+        raise SettingsError(
+            "report: missing --out or --atlas; pass a file for the page, a directory for the map, or both"
+        )
+    check_outputs({"--out": out}, artifact=artifact.files, params=params)
+    if atlas is not None:
+        from grasp.predict.scoring_rule import resolve_protocol
+        from grasp.report.atlas import write_atlas
+
+        open_command = write_atlas(
+            artifact.files,
+            atlas,
+            protocol=resolve_protocol(params["protocol"], artifact.files),
+            targets=split_names(params["target"]),
+        )
+        print(f"{atlas}: map of the rows; to open it, pip install embedding-atlas and run\n  {open_command}")
+    if out is None:
+        return
+    page = artifact.report(out, **params)
+    print(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)")
+
+
+@command(
+    "grasp serve art",
+    "grasp serve art --port 0 --runs runs",
+    "grasp serve art --mcp",
+    verb="grasp.report.serve",
+)
+def serve(
+    art: Art,
+    port: int = option("--port N", "Port on this machine; 0: any free port.", 8765, min=0, max=65535),
+    mcp: bool = option("--mcp", "Serve an agent over stdin and stdout (Model Context Protocol) instead.", False),
+    **params: Any,
+) -> None:
+    """Serve a live report to a browser, or tools to an agent.
+
+    The server listens on localhost only, and never writes to the artifact.
+    """
+    from grasp.report.serve import serve, serve_mcp
+
+    artifact = grasp.open(art).files
+    with suppress(KeyboardInterrupt):
+        if mcp:
+            serve_mcp(artifact, **params)
+        else:
+            serve(artifact, port=port, tell=_print_address, **params)
+    print("stopped", file=sys.stderr)
+
+
+def _print_address(address: str) -> None:
+    print(f"{address}; stop with Ctrl-C", flush=True)
+
+
+@command(
+    "grasp predict art --by topic --target sciq",
+    "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\"",
+    "grasp predict art --weight \"topic = 'Games': 0.3\" --weight \"topic = 'Health': 2\"",
+    "grasp predict art --subsets subsets.parquet --out predictions.parquet",
+    "grasp predict art --by topic --runs dev",
+    verb="grasp.api.predict",
+    more="protocol omitted family count seed units components",
+)
+def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
+    if params["weight"]:
+        from grasp.api.predict import parse_weights
+
+        params["weight"] = parse_weights(params["weight"], "--weight")
+    artifact = grasp.open(art)
+    check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
+    result = artifact.predict(**params, out=out)
+    print_result(result, out, written=result.lines)

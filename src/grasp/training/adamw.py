@@ -1,0 +1,189 @@
+"""A training by AdamW, taken apart into the gradient of a batch, clipping and the update.
+
+Whoever trains calls `backward` and `update` in turn. Whoever goes through a training again also sets the weights and
+the moments, and asks for losses and gradients at other weights.
+
+The loss of a batch is ``sum_i sum_t weight_it loss_it``: rows i, positions t. A token weighs 1 over the labels of the
+whole batch, also where the batch goes through the model in pieces.
+
+Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
+
+from grasp.arrays import F64, I64
+from grasp.training.recipe import OptimizerRecipe
+
+STATE = ("weight", "exp_avg", "exp_avg_sq")  # of every parameter: all that an update reads and writes
+
+
+@dataclass(frozen=True, slots=True)
+class LabelLogits:
+    """Logits at the positions whose next token carries loss, with their graph."""
+
+    logits_PV: Tensor
+    label_P: Tensor
+    weight_P: Tensor  # float64
+    row_P: Tensor
+    n_rows: int
+
+    def row_losses(self) -> Tensor:
+        """Return each row's part of the loss, (B,), float64, nats."""
+        loss_P = F.cross_entropy(self.logits_PV, self.label_P, reduction="none").double() * self.weight_P
+        return torch.zeros(self.n_rows, dtype=torch.float64, device=loss_P.device).index_add(0, self.row_P, loss_P)
+
+
+class AdamWTraining(ABC):
+    """Weights, optimizer and step counter of one training.
+
+    Attributes:
+        recipe: budget and settings of the optimizer.
+        parameters: what the optimizer updates; each is a leaf with a gradient buffer.
+        clip_epsilon: what clipping adds to the norm of the gradient: ``c = min(1, clip_norm / (norm + clip_epsilon))``.
+    """
+
+    recipe: OptimizerRecipe
+    clip_epsilon = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+    def __init__(self, recipe: OptimizerRecipe, decayed: Sequence[Tensor], undecayed: Sequence[Tensor]) -> None:
+        self.recipe = recipe
+        self.parameters = (*decayed, *undecayed)
+        self.weight_decays = (recipe.weight_decay,) * len(decayed) + (0.0,) * len(undecayed)
+        groups = [(decayed, recipe.weight_decay), (undecayed, 0.0)]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": list(params), "weight_decay": decay} for params, decay in groups if params],
+            lr=recipe.learning_rate,
+            betas=recipe.betas,
+            eps=recipe.epsilon,
+            fused=True,
+        )
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.step = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the parameters lie."""
+        return self.parameters[0].device
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Return the most tokens that a row may have."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the model knows."""
+
+    @abstractmethod
+    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
+        """Run the model on one piece of a batch.
+
+        Args:
+            ids_BL: token ids, padded on the right.
+            weight_BL: weight of the loss of the token that follows each position; 0: it has none.
+        """
+
+    @abstractmethod
+    def causal_lm(self) -> PreTrainedModel:
+        """Return the model as Transformers has it, at the weights as they are; whoever gets it leaves it as it was."""
+
+    @abstractmethod
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what belongs to the parameters, one tensor each, by the names that parameters have in `causal_lm`."""
+
+    # ------------------------------------------------------------------------------------------- losses and gradients
+
+    def pieces(self, ids_BL: I64, weight_BL: F64) -> Iterator[tuple[I64, F64]]:
+        """Cut a batch into the rows of one forward pass each."""
+        rows = self.recipe.micro_rows or len(ids_BL)
+        for start in range(0, len(ids_BL), rows):
+            yield ids_BL[start : start + rows], weight_BL[start : start + rows]
+
+    def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
+        """Add the gradient of a batch's loss to the buffers, and return each row's part of the loss, (B,), nats."""
+        parts = []
+        with torch.enable_grad():
+            for ids, weight in self.pieces(ids_BL, weight_BL):
+                loss_B = self.label_logits(ids, weight).row_losses()
+                loss_B.sum().backward()  # type: ignore[no-untyped-call]
+                parts.append(loss_B.detach())
+        losses: F64 = torch.cat(parts).cpu().numpy()
+        return losses
+
+    @torch.no_grad()
+    def row_losses(self, ids_BL: I64, weight_BL: F64) -> F64:
+        """Return each row's part of the loss, (B,), nats; no gradient is computed."""
+        parts = [self.label_logits(ids, weight).row_losses() for ids, weight in self.pieces(ids_BL, weight_BL)]
+        losses: F64 = torch.cat(parts).cpu().numpy()
+        return losses
+
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers that `backward` adds to, one a parameter."""
+        return [grad_of(parameter) for parameter in self.parameters]
+
+    def zero_gradients(self) -> None:
+        """Empty the gradient buffers."""
+        for gradient in self.gradients():
+            gradient.zero_()
+
+    # ------------------------------------------------------------------------------------------------------- the update
+
+    def clip(self) -> None:
+        """Scale the gradient to a norm of at most `clip_norm`."""
+        if self.recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
+
+    def update(self) -> None:
+        """Clip the gradient, take one step of AdamW, and empty the gradient buffers."""
+        self.clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate_at(self.step)
+        self.optimizer.step()
+        self.zero_gradients()
+        self.step += 1
+
+    # -------------------------------------------------------------------------------------------------------- the state
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of the weights and both moments: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
+        found = {}
+        for k, parameter in enumerate(self.parameters):
+            moments = self.optimizer.state.get(parameter, {})
+            found[f"{k}.weight"] = parameter.detach().clone()
+            for moment in STATE[1:]:
+                found[f"{k}.{moment}"] = moments[moment].clone() if moments else torch.zeros_like(parameter)
+        return found
+
+    def set_state(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """Go to a state after `step` steps, as `state` gave it; the gradient buffers are emptied."""
+        self.set_weights([state[f"{k}.weight"] for k in range(len(self.parameters))])
+        for k, parameter in enumerate(self.parameters):
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(step), device=self.device),
+                **{moment: state[f"{k}.{moment}"].to(self.device, copy=True) for moment in STATE[1:]},
+            }
+        self.step = step
+        self.zero_gradients()
+
+    @torch.no_grad()
+    def set_weights(self, weights: Iterable[Tensor]) -> None:
+        """Copy weights into the parameters."""
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.copy_(weight)
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """Return the gradient buffer of a leaf that has one."""
+    assert tensor.grad is not None
+    return tensor.grad

@@ -1,0 +1,371 @@
+"""The derivative of utilities after a whole training by the weight of every row: the training is replayed backward.
+
+For rows that were in a batch, at the step where they were: ``dU/dw_i``, w_i the weight of the row's loss there. For
+all others, what it would be if they were added to the batch of a probe step. See `adjoint` for the mathematics.
+
+Shape letters: K steps, B rows of a batch, L tokens, N rows, T targets, M probe steps.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from grasp.arrays import F64, I64
+from grasp.errors import ModelError
+from grasp.models.causal_lm import batches as batches_of_like_length
+from grasp.models.causal_lm import pad_rows
+from grasp.models.gradients import Example
+from grasp.settings import Settings
+from grasp.store.directory import Schema, Store
+from grasp.store.records import Mark
+from grasp.targets.units import UnitTokens
+from grasp.training.adamw import AdamWTraining
+from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
+from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
+from grasp.training.row_derivatives import cheaper_way, label_positions, row_derivatives
+from grasp.training.trajectory import Step, TensorShelf, Trajectory
+
+BACKWARD = Schema(
+    mark=Mark,
+    marks="states/*.json",
+    plan="metagradient.json",
+    ours=("states",),
+    recovery_hint="remove it and replay again",
+    error_type=ModelError,
+)
+ROOT_SHARE = 0.01
+BATCH_TOKENS = 8192
+
+
+class MetagradientSettings(Settings):
+    """How a training is differentiated."""
+
+    curvature: Curvature = Field("difference", description="How the curvature of a batch is multiplied.")
+    relative_step: float = Field(RELATIVE_STEP, gt=0, description="Length of a difference, in norms of the weights.")
+    root_share: float = Field(
+        ROOT_SHARE, ge=0, description="Inside AdamW's square root: share of the first mean squared clipped gradient."
+    )
+    largest_scale: float | None = Field(None, gt=0, description="Coordinates that AdamW scales by more are left out.")
+    first_step: Annotated[int, Field(ge=0)] = Field(0, description="Steps before this one are left out.")
+    probe_steps: tuple[int, ...] = Field((), description="Steps at which all rows are differentiated.")
+    batch_tokens: int = Field(BATCH_TOKENS, gt=0, description="Tokens of one forward pass of units and probed rows.")
+
+
+@dataclass(frozen=True, slots=True)
+class Metagradient:
+    """Derivatives of T utilities by the weights of rows, nats a unit of weight.
+
+    What belongs to steps before the first that was replayed is NaN.
+    """
+
+    order_KB: I64  # rows of each step; -1 where a batch has fewer
+    drawn_KBT: F64  # by the weight of each row, at the step of the batch
+    probe_steps_M: I64
+    probe_MNT: F64  # by the weight that each row would have in the batch of a probe step
+    utility_T: F64  # at the end of the training
+    adjoint_norm_KT: F64  # of the derivative by the weights before each step
+    direction_norm_KT: F64  # of the derivative by the gradient of each step
+    left_out_K: I64  # coordinates that were held fixed
+
+    def drawn(self, n_rows: int, first: int = 0, last: int | None = None) -> F64:
+        """Sum the derivatives of drawn rows over steps, (N, T); a row that was never drawn has 0."""
+        total_NT = np.zeros((n_rows, self.drawn_KBT.shape[2]))
+        real_KB = (self.order_KB >= 0) & np.isfinite(self.drawn_KBT[..., 0])
+        real_KB[:first] = False
+        real_KB[len(real_KB) if last is None else last :] = False
+        np.add.at(total_NT, self.order_KB[real_KB], self.drawn_KBT[real_KB])
+        return total_NT
+
+    def probed(self, steps: Sequence[int] | None = None) -> F64:
+        """Average the derivatives of all rows over probe steps, each brought to mean 0 and spread 1: (N, T)."""
+        chosen = np.isin(self.probe_steps_M, self.probe_steps_M if steps is None else steps)
+        value_MNT = self.probe_MNT[chosen & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
+        spread_M1T = value_MNT.std(axis=1, keepdims=True)
+        centred_MNT = value_MNT - value_MNT.mean(axis=1, keepdims=True)
+        scaled = np.divide(centred_MNT, spread_M1T, out=np.zeros_like(value_MNT), where=spread_M1T > 0)
+        mean_NT: F64 = scaled.mean(axis=0)
+        return mean_NT
+
+    def save(self, path: Path) -> None:
+        """Write all arrays as one safetensors file."""
+        save_file({field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Metagradient":
+        """Read what `save` wrote."""
+        return cls(**load_file(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a replay costs beside the training itself, in trainings; a forward pass is a third of a gradient."""
+
+    forward: float
+    again: float
+    backward: float
+    probes: float
+
+    @property
+    def total(self) -> float:
+        """Return the sum, the first training included."""
+        return self.forward + self.again + self.backward + self.probes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.again:.1f} again, {self.backward:.1f} "
+            f"backward, {self.probes:.1f} to differentiate all rows"
+        )
+
+
+def price(trajectory: Trajectory, n_targets: int, settings: MetagradientSettings) -> Price:
+    """Forecast what a replay costs."""
+    steps = len(trajectory.order)
+    share = (steps - settings.first_step) / steps
+    gradients = {"difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
+    rows = sum(len(index_B) for index_B in trajectory.order)
+    _, probe = cheaper_way(n_targets)
+    probes = probe * len(settings.probe_steps) * trajectory.rows.n_rows / rows
+    return Price(1.0, share, share * gradients * n_targets, probes)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Units whose mean utility is differentiated."""
+
+    name: str
+    units: Sequence[UnitTokens]
+
+    def batches(self, batch_tokens: int) -> list[tuple[I64, F64]]:
+        """Return token ids and weights of labels: the sum of weighted losses is the mean loss of the units."""
+        lengths = np.array([len(unit.input_ids) for unit in self.units], dtype=np.int64)
+        out = []
+        for index_B in batches_of_like_length(lengths, batch_tokens):
+            chosen = [self.units[int(e)] for e in index_B]
+            ids, labelled = pad_rows([unit.input_ids for unit in chosen], [unit.first for unit in chosen])
+            weight_BL = label_positions(labelled)
+            out.append((ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True) / len(self.units)))
+        return out
+
+
+def examples_of(trajectory: Trajectory) -> list[Example]:
+    """Return all rows of the corpus of a training, with the labels that carry loss."""
+    rows = trajectory.rows.rows(np.arange(trajectory.rows.n_rows))
+    spans = [slice(start, end) for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
+    masks = [
+        None if rows.labelled is None else rows.labelled[span] & (np.arange(span.stop - span.start) > 0)
+        for span in spans
+    ]
+    return [Example(rows.flat_ids[span], labelled=mask) for span, mask in zip(spans, masks, strict=True)]
+
+
+def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]) -> tuple[float, list[Tensor]]:
+    """Return a target's utility, nats, and its gradient by the parameters, at the weights as they are."""
+    training.zero_gradients()
+    loss = sum(float(training.backward(ids_BL, weight_BL).sum()) for ids_BL, weight_BL in batches)
+    gradient = [-one for one in training.gradients()]
+    training.zero_gradients()
+    return -loss, gradient
+
+
+def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
+    """Return the utility of every target at the weights as they are, (T,), nats."""
+    batches = [target.batches(batch_tokens) for target in targets]
+    return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in one) for one in batches])
+
+
+def metagradient(
+    trajectory: Trajectory,
+    targets: Sequence[Target],
+    settings: MetagradientSettings,
+    progress: Callable[[int], None] | None = None,
+) -> Metagradient:
+    """Differentiate utilities after a training by the weights of its rows; all targets share one replay.
+
+    Where the trajectory has a directory, what is computed lies there too, segment by segment: killed, the same call
+    goes on to the same bytes.
+
+    Args:
+        trajectory: trained to its end.
+        progress: called with the number of steps that are left, after each.
+    Raises:
+        ModelError: it is not trained; a probe step that is not replayed; a derivative that is not a number.
+    """
+    return _Replay(trajectory, targets, settings).run(progress)
+
+
+class _Replay:
+    """Adjoints of all targets and what was found so far."""
+
+    def __init__(self, trajectory: Trajectory, targets: Sequence[Target], settings: MetagradientSettings) -> None:
+        steps = len(trajectory.order)
+        if outside := [step for step in settings.probe_steps if not settings.first_step <= step < steps]:
+            raise ModelError(f"probe_steps: got {outside[0]}, expected {settings.first_step} to {steps - 1}")
+        self.trajectory, self.training, self.settings = trajectory, trajectory.training, settings
+        self.targets = [target.batches(settings.batch_tokens) for target in targets]
+        self.rows = examples_of(trajectory) if settings.probe_steps else []
+        self.segments = [segment for segment in trajectory.segments if segment[1] > settings.first_step]
+        store = None
+        if trajectory.directory is not None:
+            store = Store(trajectory.directory / "backward", BACKWARD)
+            store.begin(self._identity(), replace=True)
+        self.shelf = TensorShelf(store)
+        self.adjoints: list[Adjoint] = []
+        widest, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
+        self.found: dict[str, Any] = {
+            "drawn": np.full((steps, widest, n_targets), np.nan),
+            "probe": np.full((len(settings.probe_steps), trajectory.rows.n_rows, n_targets), np.nan),
+            "utility": np.zeros(n_targets),
+            "adjoint_norm": np.full((steps, n_targets), np.nan),
+            "direction_norm": np.full((steps, n_targets), np.nan),
+            "left_out": np.zeros(steps, dtype=np.int64),
+            "root": np.zeros(1),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        digest = hashlib.blake2b(digest_size=16)
+        for batches in self.targets:
+            for ids_BL, weight_BL in batches:
+                digest.update(ids_BL.tobytes())
+                digest.update(weight_BL.tobytes())
+            digest.update(b"|")
+        return {
+            "settings": self.settings.model_dump(mode="json"),
+            "targets": digest.hexdigest(),
+            "trajectory": self.trajectory.identity,
+        }
+
+    def run(self, progress: Callable[[int], None] | None) -> Metagradient:
+        """Replay all segments that are not done, the last one first."""
+        done = [segment for segment in self.segments if _name(segment) in self.shelf]
+        if done:
+            self._resume(done[0])
+        else:
+            self._begin()
+        for segment in reversed(self.segments[: self.segments.index(done[0])] if done else self.segments):
+            for step in self.trajectory.backward_through(segment):
+                if step.step >= self.settings.first_step:
+                    self._back(step)
+                if progress is not None:
+                    progress(step.step)
+            self._keep(segment)
+        return self._result()
+
+    def _begin(self) -> None:
+        """Differentiate the utilities at the end of the training; fix the root by the gradient of its first step."""
+        if self.settings.root_share:
+            self.found["root"][0] = self.settings.root_share * self._first_square()
+        self.trajectory.go_to(len(self.trajectory.order))
+        for t, batches in enumerate(self.targets):
+            self.found["utility"][t], gradient = utility_gradient(self.training, batches)
+            self.adjoints.append(Adjoint.of_weights(gradient))
+
+    def _first_square(self) -> float:
+        """Mean squared gradient of the first step, after clipping."""
+        training = self.training
+        self.trajectory.go_to(0)
+        for batch in self.trajectory.batches(0, 1):
+            training.backward(batch.ids_BL, batch.weight_BL)
+        norm = norm_of(training.gradients())
+        training.zero_gradients()
+        limit = training.recipe.clip_norm
+        clipped = norm if limit is None else min(norm, limit)
+        return clipped**2 / self.trajectory.size.parameters
+
+    def _back(self, step: Step) -> None:
+        """Go back through one step, target by target."""
+        settings, training, found = self.settings, self.training, self.found
+        constants = UpdateConstants(
+            step=step.step,
+            recipe=training.recipe,
+            clip_epsilon=training.clip_epsilon,
+            root=float(found["root"][0]),
+            largest_scale=settings.largest_scale or math.inf,
+        )
+        training.set_weights(step.weights)
+        batch = step.batch
+        weight_B = self.trajectory.weight_N[batch.row_index_B]
+        directions = []
+        for t, adjoint in enumerate(self.adjoints):
+            moments = step.first_after, step.second_after
+            direction, left_out = through_update(adjoint, constants, step.gradient, *moments)
+            product, along_B = curvature_product(
+                training, batch.ids_BL, batch.weight_BL, direction, settings.curvature, settings.relative_step
+            )
+            add_curvature(adjoint, constants, training.weight_decays, product)
+            along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
+            found["drawn"][step.step, : len(along_B), t] = along_B
+            found["adjoint_norm"][step.step, t] = adjoint.norm
+            found["direction_norm"][step.step, t] = norm_of(direction)
+            found["left_out"][step.step] = left_out
+            directions.append(direction)
+            if not math.isfinite(found["adjoint_norm"][step.step, t]):
+                raise ModelError(
+                    f"replay: the derivative is {found['adjoint_norm'][step.step, t]} at step {step.step}, expected a "
+                    "number; set first_step behind it, take gauss-newton, or lower the learning rate"
+                )
+        if step.step in settings.probe_steps:
+            training.set_weights(step.weights)
+            value_NT = row_derivatives(
+                training,
+                self.rows,
+                directions,
+                cheaper_way(len(directions))[0],
+                relative_step=settings.relative_step,
+                batch_tokens=settings.batch_tokens,
+            )
+            found["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
+
+    # --------------------------------------------------------------------------------------------------------- to disk
+
+    def _keep(self, segment: tuple[int, int]) -> None:
+        if self.trajectory.directory is None:
+            return
+        tensors = {f"found.{key}": torch.from_numpy(value) for key, value in self.found.items()}
+        for t, adjoint in enumerate(self.adjoints):
+            for field in fields(adjoint):
+                for k, tensor in enumerate(getattr(adjoint, field.name)):
+                    tensors[f"{t}.{field.name}.{k}"] = tensor
+        self.shelf.put(_name(segment), tensors)
+        at = self.segments.index(segment)
+        if at + 1 < len(self.segments):
+            self.shelf.drop(_name(self.segments[at + 1]))
+
+    def _resume(self, segment: tuple[int, int]) -> None:
+        tensors = self.shelf.get(_name(segment))
+        self.found = {key: tensors[f"found.{key}"].numpy().copy() for key in self.found}
+        count, device = len(self.training.parameters), self.training.device
+        for t in range(len(self.targets)):
+            parts = [
+                [tensors[f"{t}.{field.name}.{k}"].to(device, copy=True) for k in range(count)]
+                for field in fields(Adjoint)
+            ]
+            self.adjoints.append(Adjoint(*parts))
+
+    def _result(self) -> Metagradient:
+        found, order = self.found, self.trajectory.order
+        order_KB = np.full(found["drawn"].shape[:2], -1, dtype=np.int64)
+        for k, index_B in enumerate(order):
+            order_KB[k, : len(index_B)] = index_B
+        return Metagradient(
+            order_KB,
+            found["drawn"],
+            np.array(self.settings.probe_steps, dtype=np.int64),
+            found["probe"],
+            found["utility"],
+            found["adjoint_norm"],
+            found["direction_norm"],
+            found["left_out"],
+        )
+
+
+def _name(segment: tuple[int, int]) -> str:
+    return f"before-{segment[0]:06d}"

@@ -1,0 +1,111 @@
+"""Derivatives of the losses of many rows along directions, at the weights that a training has now: two ways.
+
+    difference     (loss(theta + s u) - loss(theta - s u)) / 2 s: two forward passes a direction
+    gradient       <gradient of the row, u>: one forward and backward pass for all directions; no row's gradient is kept
+
+A forward pass is a third of a gradient, so that the second is cheaper from two directions on.
+
+Shape letters: N rows, T directions.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grasp.arrays import F64
+from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
+from grasp.models.gradients import Example, PerExample, layers_of
+from grasp.training.adamw import AdamWTraining
+from grasp.training.hessian_products import both_sides
+
+Way = Literal["difference", "gradient"]
+FORWARD = 1 / 3  # of a gradient
+
+
+def cheaper_way(n_directions: int) -> tuple[Way, float]:
+    """Return the cheaper way to differentiate rows along so many directions, and its price in gradients of a row."""
+    by_differences = 2 * FORWARD * n_directions
+    return ("difference", by_differences) if by_differences < 1.0 else ("gradient", 1.0)
+
+
+def row_derivatives(
+    training: AdamWTraining,
+    rows: Sequence[Example],
+    directions: Sequence[Sequence[Tensor]],
+    way: Way,
+    *,
+    relative_step: float,
+    batch_tokens: int,
+) -> F64:
+    """Differentiate the summed loss of each row's labels along directions: (N, T), nats.
+
+    Args:
+        directions: each a tensor a parameter of the training.
+        relative_step: length of a difference, in norms of the weights.
+        batch_tokens: tokens of one pass, padding included.
+    Raises:
+        UntakenLayerError: by gradients, where a parameter has none for each row.
+    """
+    if way == "gradient":
+        return _by_gradients(training, rows, directions, batch_tokens)
+    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+    pieces = []
+    for index_B in batches(lengths, batch_tokens):
+        some = [rows[int(i)] for i in index_B]
+        marks = [row.first if row.labelled is None else row.labelled for row in some]
+        ids, labelled = pad_rows([row.input_ids for row in some], marks)
+        pieces.append((index_B, ids.numpy(), label_positions(labelled)))
+    value_NT = np.zeros((len(rows), len(directions)))
+    for t, direction in enumerate(directions):
+        for step in both_sides(training, direction, relative_step):
+            for index_B, ids_BL, weight_BL in pieces:
+                value_NT[index_B, t] += training.row_losses(ids_BL, weight_BL) / step
+    return value_NT
+
+
+def label_positions(labelled_BL: Tensor) -> F64:
+    """Return ones at the positions whose next token carries loss, (B, L)."""
+    weight_BL = np.zeros(tuple(labelled_BL.shape))
+    weight_BL[:, :-1] = labelled_BL[:, 1:]
+    return weight_BL
+
+
+def _by_gradients(
+    training: AdamWTraining, rows: Sequence[Example], directions: Sequence[Sequence[Tensor]], batch_tokens: int
+) -> F64:
+    named = [training.by_name(direction) for direction in directions]
+    model = training.causal_lm()
+    asked = [parameter.requires_grad for parameter in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    reference = ReferenceModel(model, None, batch_tokens=batch_tokens)  # type: ignore[arg-type]  # no text is read
+    try:
+        engine = PerExample(reference, layers_of(reference, named[0]))
+        matrices = _as_blocks(engine, named)
+        products = InnerProducts(engine, matrices, len(rows))
+        run_over(engine, rows, [products])
+    finally:
+        for parameter, wanted in zip(model.parameters(), asked, strict=True):
+            parameter.requires_grad_(wanted)
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+    labels_N = np.array([row.labels for row in rows], dtype=np.float64)
+    return products.products * labels_N[:, None]
+
+
+@torch.no_grad()
+def _as_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Directions in the layout of the engine, (T, X, Y) a block: each takes the place of the weights for a moment."""
+    model = engine.model.model
+    parameters = dict(model.named_parameters())
+    weights = {name: parameters[name].clone() for name in named[0]}
+    layout = BlockParameters(model, engine.layers, engine.work)
+    found = []
+    for values in (*named, weights):
+        for name, value in values.items():
+            parameters[name].copy_(value)
+        found.append(layout.read())
+    return [torch.stack(blocks) for blocks in zip(*found[:-1], strict=True)]

@@ -1,0 +1,326 @@
+"""A training whose states can be visited again, in order and backward.
+
+The states at the beginning of every segment of about sqrt(K) steps are kept, and what lies in between is computed
+again, a segment at a time. With a directory they lie there: killed at any moment, the same call goes on, to the same
+bytes on a CPU. Without one they are in memory.
+
+Shape letters: K steps, B rows of a batch, L tokens, N rows.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grasp.arrays import F64, I64
+from grasp.corpus.row_store import RowStore
+from grasp.errors import ModelError, ShapeError
+from grasp.store.directory import Schema, Store
+from grasp.store.records import Mark
+from grasp.training.adamw import STATE, AdamWTraining
+from grasp.training.train import TokenBatch, Trainer, label_weights, token_batches
+
+STATES = Schema(
+    mark=Mark,
+    marks="states/*.json",
+    plan="trajectory.json",
+    ours=("states",),
+    recovery_hint="remove it and train again",
+    error_type=ModelError,
+)
+MEMORY_BYTES = 4 << 30
+RERUN_TOLERANCE = 1e-3  # nats a token: a GPU may add in another order; dropout or lost state moves a loss further
+
+
+class TensorShelf:
+    """Named sets of tensors, in memory or as safetensors files of a store; a set is whole or not there."""
+
+    def __init__(self, store: Store[Mark] | None = None) -> None:
+        self._store = store
+        self._memory: dict[str, dict[str, Tensor]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in (self._memory if self._store is None else self._store.parts)
+
+    def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a set; it must not be changed afterwards."""
+        if self._store is None:
+            self._memory[name] = dict(tensors)
+        else:
+            content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+            self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        """Return a set."""
+        return self._memory[name] if self._store is None else load_file(self._store.file(name))
+
+    def drop(self, name: str) -> None:
+        """Forget a set."""
+        if self._store is None:
+            self._memory.pop(name, None)
+        else:
+            self._store.drop(name)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySize:
+    """What the states of a trajectory take."""
+
+    steps: int
+    segment_steps: int
+    parameters: int
+    start_bytes: int  # weights and moments at the beginning of all segments, and at the end
+    segment_bytes: int  # weights, moments and gradient of every step of one segment
+
+    def __str__(self) -> str:
+        segments = math.ceil(self.steps / self.segment_steps)
+        return (
+            f"{self.steps} steps of {self.parameters:,} parameters: {segments} segments of {self.segment_steps} steps, "
+            f"states {self.start_bytes / 1e9:.2f} GB, one segment {self.segment_bytes / 1e9:.2f} GB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Rows of one step, as `AdamWTraining.backward` reads them."""
+
+    row_index_B: I64
+    ids_BL: I64
+    weight_BL: F64  # of the loss of the token that follows each position
+    labels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a training: its batch, the weights before it, its gradient, and the moments after it."""
+
+    step: int
+    batch: StepBatch
+    weights: list[Tensor]
+    gradient: list[Tensor]  # before clipping
+    first_after: list[Tensor]
+    second_after: list[Tensor]
+
+
+class Trajectory:
+    """A training by an order of rows."""
+
+    def __init__(
+        self,
+        training: AdamWTraining,
+        rows: RowStore,
+        order: Sequence[I64],
+        *,
+        weight_N: F64 | None = None,
+        directory: Path | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """Prepare to train; nothing is computed yet.
+
+        Args:
+            training: before its first step.
+            order: positions of the rows of each step, (B,) each.
+            weight_N: what the loss of each row is multiplied by; the labels of a batch are counted without it.
+            directory: where states are kept.
+            memory_bytes: at most so many of states are in memory; the rest needs a directory.
+        Raises:
+            ModelError: not as many steps as the recipe has; products in half precision; several models; or states
+                that are larger than the memory, without a directory.
+            ShapeError: `weight_N` is not of the rows.
+        """
+        self.training, self.rows = training, rows
+        self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
+        self.weight_N = np.ones(rows.n_rows) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
+        self._check()
+        parameters = sum(parameter.numel() for parameter in training.parameters)
+        floats = sum(parameter.numel() * parameter.element_size() for parameter in training.parameters)
+        steps = len(self.order)
+        segment = math.ceil(math.sqrt(steps))
+        self.bounds = [*range(0, steps, segment), steps]  # of segments
+        self.size = TrajectorySize(
+            steps, segment, parameters, len(STATE) * floats * len(self.bounds), (len(STATE) + 1) * floats * segment
+        )
+        self.directory = directory
+        needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
+        if directory is None and needed > memory_bytes:
+            raise ModelError(
+                f"trajectory: its states take {needed / 1e9:.1f} GB, expected at most {memory_bytes / 1e9:.1f} in "
+                "memory; give a directory"
+            )
+        store = None
+        self.identity = self._identity()
+        if directory is not None:
+            store = Store(directory, STATES)
+            store.begin(self.identity)
+        self._starts = TensorShelf(store)
+        self._within = TensorShelf(store if needed > memory_bytes else None)
+        if "state-000000" not in self._starts:
+            self._keep(0, [])
+
+    def _check(self) -> None:
+        training, n_rows = self.training, self.rows.n_rows
+        if len(self.order) != training.recipe.steps:
+            raise ModelError(
+                f"trajectory: got an order of {len(self.order)} steps, expected the recipe's {training.recipe.steps}"
+            )
+        if self.weight_N.shape != (n_rows,):
+            raise ShapeError(f"weight_N: got shape {self.weight_N.shape}, expected ({n_rows},): one entry a row")
+        if training.step:
+            raise ModelError(f"trajectory: the training is at step {training.step}, expected one before its first step")
+        if isinstance(training, Trainer) and training.narrow:
+            raise ModelError(
+                "trajectory: the recipe takes products in bfloat16, whose rounding exceeds the differences that are "
+                "taken; set its autocast to false"
+            )
+        if isinstance(training, Trainer) and training.model.n_models != 1:
+            raise ModelError(f"trajectory: got {training.model.n_models} models that are trained at once, expected one")
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the training, as JSON."""
+        weights = hashlib.blake2b(digest_size=16)
+        for parameter in self.training.parameters:
+            weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        order = hashlib.blake2b(self.weight_N.tobytes(), digest_size=16)
+        for index_B in self.order:
+            order.update(index_B.tobytes())
+            order.update(b"|")
+        return {
+            "recipe": self.training.recipe.model_dump(mode="json"),
+            "weights": weights.hexdigest(),
+            "rows": self.rows.fingerprint,
+            "order": order.hexdigest(),
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- forward
+
+    def train(self, progress: Callable[[int], None] | None = None) -> F64:
+        """Train to the end, or go on from the last state that is kept; the training is then at its last state.
+
+        Args:
+            progress: called with the number of steps done, after each.
+        Returns:
+            (K,) loss of every step, nats.
+        """
+        first = max(bound for bound in self.bounds if _name(bound) in self._starts)
+        losses = self.go_to(first)
+        for _, loss_B in self._steps(first, self.bounds[-1]):
+            losses.append(float(loss_B.sum()))
+            self.training.update()
+            if self.training.step in self.bounds:
+                self._refuse_non_finite(losses)
+                self._keep(self.training.step, losses)
+            if progress is not None:
+                progress(self.training.step)
+        return np.array(losses)
+
+    def _steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
+        """Batches of some steps with the losses of their rows; the gradient is in its buffers until the update."""
+        for batch in self.batches(first, last):
+            yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
+
+    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
+        """Yield the batches of the steps from `first` to before `last`; `weight_N` in the place of its own weights."""
+        sizes = groupby(self.order[first:last], key=len)  # the last batch of an epoch may be short
+        batches = chain.from_iterable(self._of_one_size(list(order)) for _, order in sizes)
+        for batch in batches:
+            (row_index_B,) = batch.row_index_KB
+            weight_BL = label_weights(batch)[0].astype(np.float64)
+            labels = int(np.count_nonzero(weight_BL))
+            row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
+            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, labels)
+
+    def _of_one_size(self, order: Sequence[I64]) -> Iterator[TokenBatch]:
+        training = self.training
+        return token_batches(
+            self.rows, [iter(order)], steps=len(order), context=training.context, vocab_size=training.vocab_size
+        )
+
+    def retrain(self, weight_N: F64) -> None:
+        """Train again from the start with other weights of rows; no state of it is kept."""
+        self.go_to(0)
+        for batch in self.batches(0, self.bounds[-1], weight_N):
+            self.training.backward(batch.ids_BL, batch.weight_BL)
+            self.training.update()
+
+    def _keep(self, step: int, losses: Sequence[float]) -> None:
+        past = {"losses": torch.tensor(losses, dtype=torch.float64)}
+        self._starts.put(_name(step), self.training.state() | past)
+
+    def _refuse_non_finite(self, losses: Sequence[float]) -> None:
+        bad = np.flatnonzero(~np.isfinite(losses))
+        if bad.size:
+            raise ModelError(
+                f"trajectory: step {bad[0]} had loss {losses[bad[0]]}, expected a number; lower the learning rate"
+            )
+
+    # --------------------------------------------------------------------------------------------------------- backward
+
+    def go_to(self, step: int) -> list[float]:
+        """Set the training to the state before a step at which a segment begins, or to its last one.
+
+        Returns:
+            Losses of the steps before, nats.
+        Raises:
+            ModelError: the training has not come so far.
+        """
+        if _name(step) not in self._starts:
+            raise ModelError(f"trajectory: is not trained to step {step}; call train first")
+        state = self._starts.get(_name(step))
+        losses: list[float] = state["losses"].tolist()
+        self.training.set_state(step, state)
+        return losses
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Return first step and end of every segment, in order."""
+        return list(pairwise(self.bounds))
+
+    def backward_through(self, segment: tuple[int, int]) -> Iterator[Step]:
+        """Compute the steps of a segment again, then yield them, the last one first.
+
+        Raises:
+            ModelError: a step has another loss than before: something in the training is drawn anew.
+        """
+        first, last = segment
+        before = self._starts.get(_name(last))["losses"].tolist()
+        self.go_to(first)
+        batches = []
+        for batch, loss_B in self._steps(first, last):
+            step, training = self.training.step, self.training
+            loss = float(loss_B.sum())
+            if abs(loss - before[step]) > RERUN_TOLERANCE:
+                raise ModelError(
+                    f"trajectory: step {step} had loss {before[step]:.6f}, and {loss:.6f} when it was computed again; "
+                    "something is drawn anew in the model: switch off dropout"
+                )
+            kept = {f"{k}.gradient": gradient.clone() for k, gradient in enumerate(training.gradients())}
+            kept |= {f"{k}.weight": weight.detach().clone() for k, weight in enumerate(training.parameters)}
+            training.update()
+            kept |= {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
+            self._within.put(_within(step), kept)
+            batches.append(batch)
+        self.training.optimizer.state.clear()  # the moments of a step are among what is kept of it
+        for step in reversed(range(first, last)):
+            kept = self._within.get(_within(step))
+            parts = [
+                [kept[f"{k}.{part}"].to(self.training.device) for k in range(len(self.training.parameters))]
+                for part in ("weight", "gradient", "exp_avg", "exp_avg_sq")
+            ]
+            yield Step(step, batches[step - first], *parts)
+            self._within.drop(_within(step))
+
+
+def _name(step: int) -> str:
+    return f"state-{step:06d}"
+
+
+def _within(step: int) -> str:
+    return f"step-{step:06d}"

@@ -1,0 +1,540 @@
+"""The derivative of a training equals what autograd makes of the unrolled training, and what retraining shows."""
+
+import copy
+
+import numpy as np
+import peft
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from grasp.errors import ModelError
+from grasp.models.gradients import Example
+from grasp.training.adjoint import Adjoint, UpdateConstants, through_update
+from grasp.training.fine_tuning import FineTuning
+from grasp.training.hessian_products import curvature_product
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price, utilities
+from grasp.training.replay_gate import agreement, check_by_groups, smoothness
+from grasp.training.replayed_rows import brought_to_one_scale, replay_rows
+from grasp.training.row_derivatives import cheaper_way, row_derivatives
+from grasp.training.train import Trainer, batch_order, train
+from grasp.training.trajectory import Trajectory
+from tests.faults import Killed
+from tests.models.toy import RECIPE as SCRATCH
+from tests.models.toy import corpus, units
+from tests.training.unrolled import (
+    RECIPE,
+    a_batch,
+    flat_losses,
+    some_order,
+    some_rows,
+    some_targets,
+    tiny_model,
+    unrolled,
+)
+
+pytestmark = [  # what torch uses in forward differentiation, and peft in a model
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+EXACT = MetagradientSettings(curvature="exact", root_share=0.0)
+
+
+def trajectory(model, recipe=RECIPE, rows=None, **options):
+    rows = some_rows() if rows is None else rows
+    return Trajectory(FineTuning(copy.deepcopy(model), recipe), rows, some_order(recipe.steps), **options)
+
+
+def replayed(model, settings=EXACT, recipe=RECIPE, rows=None, targets=None, **options):
+    training = trajectory(model, recipe, rows, **options)
+    training.train()
+    return metagradient(training, targets or some_targets(), settings)
+
+
+def with_adapter(model):
+    torch.manual_seed(7)
+    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", fan_in_fan_out=True)
+    adapted = peft.get_peft_model(model, settings).double()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return adapted.get_base_model()
+
+
+RECIPES = {
+    "plain": {},
+    "weight decay": {"weight_decay": 0.3},
+    "clipping": {"clip_norm": 0.5},
+    "clipping that has no effect": {"clip_norm": 1e3},
+    "warm-up from zero": {"warmup_from_zero": True, "schedule": "cosine"},
+    "constant rate, other moments": {"schedule": "constant", "betas": (0.7, 0.9), "epsilon": 1e-3},
+    "accumulation": {"micro_rows": 2, "clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("changed", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("curvature", ["exact", "difference"])
+def test_derivatives_equal_those_of_the_unrolled_training(changed, curvature):
+    recipe = RECIPE.model_copy(update=changed)
+    model, rows = tiny_model(), some_rows()
+    settings = MetagradientSettings(
+        curvature=curvature, relative_step=1e-5, root_share=0.0, probe_steps=(1, 4), batch_tokens=20
+    )
+    found = replayed(model, settings, recipe, rows)
+    drawn_KBT, extra_T, utility_T = unrolled(model, recipe, rows, some_order(), some_targets(), extra=(1, 6))
+    scale = np.abs(drawn_KBT).max()
+    np.testing.assert_allclose(found.utility_T, utility_T, rtol=1e-9)
+    np.testing.assert_allclose(found.drawn_KBT, drawn_KBT, rtol=0, atol=1e-6 * scale)
+    np.testing.assert_allclose(found.probe_MNT[0, 6], extra_T, rtol=0, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        (lambda: tiny_model(tied=True), some_rows()),
+        (tiny_model, some_rows(completion_only=True)),
+        (lambda: with_adapter(tiny_model()), some_rows(completion_only=True)),
+    ],
+    ids=["tied", "completion only", "adapter"],
+)
+def test_models_and_loss_masks_are_differentiated_as_they_are(model, rows):
+    model = model()
+    settings = MetagradientSettings(relative_step=1e-5, root_share=0.0, probe_steps=(2,))
+    recipe = RECIPE.model_copy(update={"clip_norm": 0.5, "weight_decay": 0.1})
+    found = replayed(model, settings, recipe, rows)
+    drawn_KBT, extra_T, _ = unrolled(model, recipe, rows, some_order(), some_targets(), extra=(2, 3))
+    scale = np.abs(drawn_KBT).max()
+    np.testing.assert_allclose(found.drawn_KBT, drawn_KBT, rtol=0, atol=1e-6 * scale)
+    np.testing.assert_allclose(found.probe_MNT[0, 3], extra_T, rtol=0, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("weight_N", [np.ones(8), np.linspace(0.5, 2.0, 8)], ids=["plain", "weighted"])
+def test_retraining_with_another_weight_of_a_row_changes_the_utility_by_its_derivative(weight_N):
+    whole = trajectory(tiny_model(), RECIPE.model_copy(update={"clip_norm": 0.5}), weight_N=weight_N)
+    whole.train()
+    derivative_NT, change = metagradient(whole, some_targets(), EXACT).drawn(8), 2e-7
+    for row in range(8):
+        moved = []
+        for sign in (1, -1):
+            whole.retrain(weight_N + sign * change * (np.arange(8) == row))
+            moved.append(utilities(whole.training, some_targets()))
+        measured_T = (moved[0] - moved[1]) / (2 * change)
+        np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
+
+
+# ------------------------------------------------------------------------------------------------------- curvature
+
+
+@pytest.mark.parametrize(("curvature", "tolerance"), [("exact", 1e-9), ("difference", 1e-6), ("gauss-newton", 1e-6)])
+@pytest.mark.parametrize("micro_rows", [None, 2])
+def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_rows):
+    training = FineTuning(tiny_model(tied=True), RECIPE.model_copy(update={"micro_rows": micro_rows}))
+    ids_BL, weight_BL = a_batch()
+    losses, logits = flat_losses(training, ids_BL, weight_BL)
+    flat_P = torch.cat([parameter.detach().flatten() for parameter in training.parameters])
+    if curvature == "gauss-newton":
+        jacobian = torch.autograd.functional.jacobian(logits, flat_P, vectorize=True)
+        p = torch.softmax(logits(flat_P), dim=-1)
+        weight_P = training.label_logits(ids_BL, weight_BL).weight_P
+        middle = weight_P[:, None, None] * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
+        dense = torch.einsum("tvp,tvw,twq->pq", jacobian, middle, jacobian)
+    else:
+        dense = torch.autograd.functional.hessian(lambda flat: losses(flat).sum(), flat_P, vectorize=True)
+    rows = torch.autograd.functional.jacobian(losses, flat_P, vectorize=True)
+    torch.manual_seed(0)
+    direction = [torch.randn_like(parameter) for parameter in training.parameters]
+    before = [parameter.detach().clone() for parameter in training.parameters]
+    product, along_B = curvature_product(training, ids_BL, weight_BL, direction, curvature, 1e-5)
+    flat_u = torch.cat([one.flatten() for one in direction])
+    expected = dense @ flat_u
+    found = torch.cat([one.flatten() for one in product])
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    np.testing.assert_allclose(along_B, (rows @ flat_u).detach(), rtol=1e-6)
+    assert all(torch.equal(one, other) for one, other in zip(before, training.parameters, strict=True))
+    assert not any(gradient.any() for gradient in training.gradients())
+
+
+@pytest.mark.parametrize("curvature", ["exact", "difference", "gauss-newton"])
+def test_a_direction_of_zero_gives_zero(curvature):
+    training = FineTuning(tiny_model(), RECIPE)
+    zero = [torch.zeros_like(parameter) for parameter in training.parameters]
+    product, along_B = curvature_product(training, *a_batch(), zero, curvature)
+    assert not any(one.any() for one in product)
+    np.testing.assert_array_equal(along_B, np.zeros(3))
+
+
+@pytest.mark.parametrize("way", ["difference", "gradient"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(way, tied):
+    training = FineTuning(tiny_model(tied=tied), RECIPE)
+    ids_BL, weight_BL = a_batch()
+    torch.manual_seed(0)
+    directions = [[torch.randn_like(parameter) for parameter in training.parameters] for _ in range(3)]
+    rows = [Example(ids[: 1 + weight.nonzero()[0].max() + 1]) for ids, weight in zip(ids_BL, weight_BL, strict=True)]
+    tokens = [
+        Example(row.input_ids, labelled=np.arange(len(row.input_ids)) == t)
+        for row in rows
+        for t in range(1, len(row.input_ids))
+    ]
+    options = {"way": way, "relative_step": 1e-5, "batch_tokens": 12}
+    along_NT = row_derivatives(training, rows, directions, **options)
+    along_tokens = row_derivatives(training, tokens, directions, **options)
+    of_row = np.repeat(np.arange(len(rows)), [len(row.input_ids) - 1 for row in rows])
+    for n in range(len(rows)):
+        np.testing.assert_allclose(along_tokens[of_row == n].sum(axis=0), along_NT[n], atol=1e-7)
+    labels = (weight_BL != 0).sum()
+    for t, direction in enumerate(directions):
+        _, along_B = curvature_product(training, ids_BL, weight_BL, direction, "exact")
+        np.testing.assert_allclose(along_NT[:, t] / labels, along_B, rtol=1e-6, atol=1e-9)
+    assert all(parameter.requires_grad for parameter in training.parameters)
+
+
+def test_padding_has_no_derivative():
+    training = FineTuning(tiny_model(), RECIPE)
+    ids_BL, weight_BL = a_batch()
+    torch.manual_seed(0)
+    direction = [torch.randn_like(parameter) for parameter in training.parameters]
+    wider = np.pad(ids_BL, ((0, 0), (0, 4)), constant_values=5), np.pad(weight_BL, ((0, 0), (0, 4)))
+    product, padded_B = curvature_product(training, *wider, direction, relative_step=1e-5)
+    plain, plain_B = curvature_product(training, ids_BL, weight_BL, direction, relative_step=1e-5)
+    np.testing.assert_allclose(padded_B, plain_B, rtol=1e-8)
+    for one, other in zip(product, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-8 * float(other.abs().max()))
+
+
+# --------------------------------------------------------------------------------------------------- one step
+
+
+def test_a_root_and_a_cap_are_what_autograd_makes_of_them():
+    generator = torch.Generator().manual_seed(0)
+    recipe = RECIPE.model_copy(update={"clip_norm": 0.7, "weight_decay": 0.2})
+    constants = UpdateConstants(step=3, recipe=recipe, clip_epsilon=1e-6, root=1e-3, largest_scale=1e9)
+    theta, m, v, g, a, am, av = torch.randn(7, 20, dtype=torch.float64, generator=generator)
+    v = v.square()
+    g = g.requires_grad_()
+    m, v = m.requires_grad_(), v.requires_grad_()
+    clipped = g * torch.clamp(0.7 / (g.norm() + 1e-6), max=1.0)
+    b1, b2 = recipe.betas
+    m1, v1 = b1 * m + (1 - b1) * clipped, b2 * v + (1 - b2) * clipped**2
+    rate = recipe.learning_rate_at(3)
+    r = (v1 / (1 - b2**4) + 1e-3).sqrt()
+    after = (1 - rate * 0.2) * theta - rate * m1 / (1 - b1**4) / (r + recipe.epsilon)
+    expected = torch.autograd.grad((a * after + am * m1 + av * v1).sum(), [g, m, v])
+    adjoint = Adjoint([a.clone()], [am.clone()], [av.clone()])
+    (u,), left_out = through_update(adjoint, constants, [g.detach()], [m1.detach()], [v1.detach()])
+    assert left_out == 0
+    for found, wanted in zip((u, adjoint.first[0], adjoint.second[0]), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    scale = 1 / (r + recipe.epsilon)
+    capped = UpdateConstants(
+        step=3, recipe=recipe, clip_epsilon=1e-6, root=1e-3, largest_scale=float(scale.detach().median())
+    )
+    adjoint = Adjoint([a.clone()], [torch.zeros_like(a)], [torch.zeros_like(a)])
+    _, left_out = through_update(adjoint, capped, [g.detach()], [m1.detach()], [v1.detach()])
+    assert left_out == 10
+    assert not adjoint.first[0][scale > capped.largest_scale].any()
+    assert adjoint.first[0][scale <= capped.largest_scale].all()
+
+
+# ------------------------------------------------------------------------------------------------ laws of a replay
+
+
+def test_targets_share_a_replay_and_change_nothing_in_one_another():
+    model, settings = tiny_model(), MetagradientSettings(probe_steps=(3,), relative_step=1e-5)
+    together = replayed(model, settings)
+    for t, target in enumerate(some_targets()):
+        alone = replayed(model, settings, targets=[target])
+        np.testing.assert_array_equal(alone.drawn_KBT[..., 0], together.drawn_KBT[..., t])
+        # one is differentiated by differences, several by gradients of rows
+        np.testing.assert_allclose(alone.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
+
+
+def test_a_short_batch_ends_an_epoch():
+    order = [index_B[: 2 + step % 2] for step, index_B in enumerate(some_order())]
+    model, rows = tiny_model(), some_rows()
+    whole = Trajectory(FineTuning(copy.deepcopy(model), RECIPE), rows, order)
+    whole.train()
+    found = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
+    short = np.isnan(found.drawn_KBT[..., 0])
+    assert short.tolist() == (found.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
+    whole.retrain(np.where(np.arange(8) == order[1][2], 1 + 1e-6, 1.0))
+    moved_T = utilities(whole.training, some_targets()) - found.utility_T
+    np.testing.assert_allclose(found.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
+
+
+def test_rows_fed_in_pieces_are_one_batch():
+    model = tiny_model()
+    settings = MetagradientSettings(relative_step=1e-5)
+    whole = replayed(model, settings)
+    pieces = replayed(model, settings, RECIPE.model_copy(update={"micro_rows": 1}))
+    np.testing.assert_allclose(pieces.drawn_KBT, whole.drawn_KBT, atol=1e-9 * np.abs(whole.drawn_KBT).max())
+
+
+def test_a_probe_at_the_step_of_a_drawn_row_is_its_derivative_there():
+    found = replayed(tiny_model(), MetagradientSettings(probe_steps=(2,), relative_step=1e-5))
+    np.testing.assert_allclose(
+        found.probe_MNT[0, found.order_KB[2]], found.drawn_KBT[2], atol=1e-7 * np.abs(found.drawn_KBT).max()
+    )
+
+
+def test_early_steps_can_be_left_out():
+    whole = replayed(tiny_model())
+    late = replayed(tiny_model(), EXACT.model_copy(update={"first_step": 3}))
+    np.testing.assert_array_equal(late.drawn_KBT[3:], whole.drawn_KBT[3:])
+    assert np.isnan(late.drawn_KBT[:3]).all()
+    np.testing.assert_array_equal(late.drawn(8), whole.drawn(8, first=3))
+    np.testing.assert_allclose(whole.drawn(8, last=3) + whole.drawn(8, first=3), whole.drawn(8), atol=1e-12)
+
+
+def test_probes_count_alike_whatever_their_size():
+    value_MNT = np.random.default_rng(0).standard_normal((3, 9, 2))
+    empty = np.zeros((0, 0, 2))
+    rest = [np.zeros(0, np.int64), empty, np.array([4, 7, 9])]
+    tail = [np.zeros(2), np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0, np.int64)]
+    plain = Metagradient(*rest, value_MNT, *tail)
+    scaled = Metagradient(*rest, value_MNT * [[[1.0]], [[50.0]], [[1e-3]]] + 5.0, *tail)
+    np.testing.assert_allclose(scaled.probed(), plain.probed(), atol=1e-9)
+    assert spearmanr(plain.probed([7])[:, 0], value_MNT[1, :, 0]).statistic == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- kept and resumed
+
+
+def kill_at(step):
+    def progress(done):
+        if done == step:
+            raise Killed
+
+    return progress
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 30], ids=["disk", "memory"])
+@pytest.mark.parametrize("killed_at", [1, 3, 4])
+def test_a_killed_replay_goes_on_to_the_same_bytes(tmp_path, killed_at, memory_bytes):
+    model, settings = tiny_model(), MetagradientSettings(probe_steps=(1, 3))
+    options = {"directory": tmp_path / "run", "memory_bytes": memory_bytes}
+    with pytest.raises(Killed):
+        trajectory(model, **options).train(kill_at(killed_at))
+    training = trajectory(model, **options)
+    losses = training.train()
+    with pytest.raises(Killed):
+        metagradient(training, some_targets(), settings, kill_at(killed_at))
+    steps = []
+    again = trajectory(model, **options)
+    np.testing.assert_array_equal(again.train(), losses)
+    found = metagradient(again, some_targets(), settings, steps.append)
+    assert steps[0] == {1: 2, 3: 4, 4: 4}[killed_at]
+    plain = replayed(model, settings)
+    found.save(tmp_path / "found.safetensors")
+    plain.save(tmp_path / "plain.safetensors")
+    assert (tmp_path / "found.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+    loaded = Metagradient.load(tmp_path / "found.safetensors")
+    np.testing.assert_array_equal(loaded.drawn_KBT, plain.drawn_KBT)
+    steps.clear()
+    metagradient(trajectory(model, **options), some_targets(), settings, steps.append)
+    assert not steps  # it is all there
+
+
+def test_states_of_another_training_are_refused_and_other_targets_begin_anew(tmp_path):
+    model = tiny_model()
+    training = trajectory(model, directory=tmp_path)
+    training.train()
+    first = metagradient(training, some_targets(), EXACT)
+    other = metagradient(training, some_targets()[::-1], EXACT)
+    np.testing.assert_array_equal(other.drawn_KBT, first.drawn_KBT[..., ::-1])
+    with pytest.raises(ModelError, match=r"was begun with other input: recipe\.learning_rate: was 0.03, now 0.01"):
+        trajectory(model, RECIPE.model_copy(update={"learning_rate": 1e-2}), directory=tmp_path)
+
+
+def test_a_trajectory_from_scratch_is_the_training_of_a_retrain_bit_for_bit():
+    rows = corpus()
+    trained = train(SCRATCH, rows, seed=5)
+    order = batch_order(np.ones(40), seed=5, batch_rows=SCRATCH.batch_rows, first_step=0, last_step=SCRATCH.steps)
+    training = Trainer(SCRATCH, [5], "cpu")
+    whole = Trajectory(training, rows, list(order))
+    whole.train()
+    for name, tensor in training.model.state(0).items():
+        assert torch.equal(tensor, trained.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("curvature", ["difference", "gauss-newton"])
+def test_a_model_from_scratch_has_the_derivatives_of_its_transformers_form(curvature):
+    rows = corpus()
+    settings = MetagradientSettings(curvature=curvature, probe_steps=(6,))
+    order = list(batch_order(np.ones(40), seed=5, batch_rows=6, first_step=0, last_step=12))
+    targets = [type(some_targets()[0])("all", units())]
+    recipe = SCRATCH.model_copy(update={"micro_rows": 4})
+    training = Trainer(recipe, [5], "cpu")
+    slow = training.model.to_hf(0).double()
+    results = []
+    for one in (training, FineTuning(slow, recipe)):
+        whole = Trajectory(one, rows, order)
+        whole.train()
+        results.append(metagradient(whole, targets, settings))
+    stacked, exact = results
+    scale = np.abs(exact.drawn_KBT).max()
+    # float32 and its differences against float64: what the module says of RELATIVE_STEP, twelve steps long
+    np.testing.assert_allclose(stacked.drawn_KBT, exact.drawn_KBT, rtol=0, atol=1e-2 * scale)
+    np.testing.assert_allclose(stacked.probe_MNT, exact.probe_MNT, rtol=0, atol=1e-2 * scale)
+
+
+# ------------------------------------------------------------------------------------------------------------- guards
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    rows, order = some_rows(), some_order()
+    with pytest.raises(ModelError, match="has weights in bfloat16, whose rounding exceeds"):
+        FineTuning(tiny_model().bfloat16(), RECIPE)
+    with pytest.raises(ModelError, match="no parameter asks for a gradient"):
+        FineTuning(tiny_model().requires_grad_(False), RECIPE)
+    compiled = tiny_model()
+    compiled._compiled_call_impl = compiled._call_impl
+    with pytest.raises(ModelError, match="is compiled"):
+        FineTuning(compiled, RECIPE)
+    normed = tiny_model()
+    normed.transformer.ln_f = torch.nn.BatchNorm1d(8).double()
+    with pytest.raises(ModelError, match="has BatchNorm1d, by which rows change one another"):
+        FineTuning(normed, RECIPE)
+    with pytest.raises(ModelError, match="an order of 4 steps, expected the recipe's 5"):
+        Trajectory(FineTuning(tiny_model(), RECIPE), rows, order[:4])
+    narrow = SCRATCH.model_copy(update={"cpu_autocast": True})
+    with pytest.raises(ModelError, match="products in bfloat16"):
+        Trajectory(Trainer(narrow, [0], "cpu"), corpus(), [np.arange(6)] * 12)
+    with pytest.raises(ModelError, match="2 models that are trained at once"):
+        Trajectory(Trainer(SCRATCH, [0, 1], "cpu"), corpus(), [np.arange(6)] * 12)
+    with pytest.raises(ModelError, match=r"its states take .* give a directory"):
+        trajectory(tiny_model(), memory_bytes=1000)
+    with pytest.raises(ModelError, match="is not trained to step 5"):
+        metagradient(trajectory(tiny_model()), some_targets(), EXACT)
+    with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
+        replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
+    direction = [torch.ones_like(parameter) for parameter in Trainer(SCRATCH, [0], "cpu").parameters]
+    with pytest.raises(ModelError, match="exact products need a model of Transformers with eager attention"):
+        curvature_product(Trainer(SCRATCH, [0], "cpu"), *a_batch(), direction, "exact")
+
+
+def test_dropout_is_switched_off_with_a_line():
+    model = tiny_model()
+    model.transformer.h[0].attn.attn_dropout.p = 0.5
+    (note,) = FineTuning(model.train(), RECIPE).notes
+    assert note.startswith("Dropout is switched off")
+    assert not model.training
+    np.testing.assert_array_equal(replayed(model).drawn_KBT, replayed(tiny_model()).drawn_KBT)
+
+
+def test_something_that_is_drawn_anew_is_noticed():
+    model = tiny_model()
+    model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
+    training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
+    training.train()
+    with pytest.raises(ModelError, match="when it was computed again; something is drawn anew"):
+        metagradient(training, some_targets(), MetagradientSettings())
+
+
+def test_a_price_is_forecast():
+    training = trajectory(tiny_model())
+    settings = MetagradientSettings(probe_steps=(1, 2, 3))
+    forecast = price(training, 2, settings)
+    assert forecast.total == pytest.approx(1 + 1 + 4 + 3 * 8 / 15)
+    assert str(forecast).startswith("7.6 trainings: 1.0 forward")
+    assert str(training.size).startswith("5 steps of ")
+    assert cheaper_way(1) == ("difference", pytest.approx(2 / 3))
+    assert cheaper_way(2)[0] == "gradient"
+
+
+# --------------------------------------------------------------------------------------------------------------- gate
+
+
+def made_up(norm_K, drawn_KBT, probe_MNT=None):
+    """A result with these derivatives, two rows a step."""
+    steps, _, n_targets = drawn_KBT.shape
+    return Metagradient(
+        np.arange(2 * steps).reshape(steps, 2),
+        drawn_KBT,
+        np.zeros(0 if probe_MNT is None else len(probe_MNT), np.int64),
+        np.zeros((0, 0, n_targets)) if probe_MNT is None else probe_MNT,
+        np.zeros(n_targets),
+        np.repeat(norm_K[:, None], n_targets, axis=1),
+        np.ones((steps, n_targets)),
+        np.zeros(steps, np.int64),
+    )
+
+
+def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
+    drawn_KBT = np.random.default_rng(0).standard_normal((24, 2, 2))
+    level = smoothness(made_up(np.ones(24), drawn_KBT))
+    assert level.passed
+    assert level.first_step == 0
+    assert str(level).endswith(": smooth")
+    norm_K = np.where(np.arange(24) < 7, 50.0, 1.0)
+    exploded = smoothness(made_up(norm_K, drawn_KBT))
+    assert not exploded.passed
+    assert exploded.first_step == 7
+    assert "steps before 7 are left out; to use them, lower learning rate x steps" in str(exploded)
+    wild = smoothness(made_up(np.ones(24), drawn_KBT * np.where(np.arange(24) < 8, 30.0, 1.0)[:, None, None]))
+    assert wild.first_step == 8
+    late = made_up(
+        np.where(np.arange(24) < 8, np.nan, 1.0), np.where(np.arange(24)[:, None, None] < 8, np.nan, drawn_KBT)
+    )
+    assert smoothness(late).passed
+
+
+def test_orders_agree_by_the_rows_that_both_have():
+    rng = np.random.default_rng(0)
+    one = made_up(np.ones(10), rng.standard_normal((10, 2, 2)))
+    assert agreement(one, one, 20) == pytest.approx([1.0, 1.0])
+    opposite = made_up(np.ones(10), -one.drawn_KBT)
+    assert agreement(one, opposite, 20) == pytest.approx([-1.0, -1.0])
+    probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
+    assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
+    apart = made_up(np.ones(1), one.drawn_KBT[:1])
+    with pytest.raises(ModelError, match="2 rows were drawn in both orders, expected at least 3"):
+        agreement(one, apart, 20)
+
+
+def test_small_shifts_of_groups_move_utilities_as_predicted():
+    whole = trajectory(tiny_model())
+    whole.train()
+    found = metagradient(whole, some_targets(), EXACT)
+    check = check_by_groups(whole, some_targets(), found, np.arange(8) % 4, shift=1e-5, retrainings=3)
+    assert check.measured_RT.shape == (3, 2)
+    assert check.slope == pytest.approx(1.0, abs=1e-3)
+    assert check.correlation == pytest.approx(1.0, abs=1e-3)
+    assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
+    late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
+    with pytest.raises(ModelError, match="early steps were left out of the replay"):
+        check_by_groups(whole, some_targets(), late, np.arange(8))
+
+
+def replay(start, orders=2, **settings):
+    return replay_rows(start, some_targets(), MetagradientSettings(probe_steps=(1, 3), **settings), orders)
+
+
+def in_order(recipe=RECIPE):
+    """Trajectories of one model by several orders of rows."""
+
+    def start(w):
+        order = list(np.random.default_rng(w).integers(7, size=(recipe.steps, 3)))
+        return Trajectory(FineTuning(tiny_model(), recipe), some_rows(), order)
+
+    return start
+
+
+def test_orders_are_averaged_and_a_row_that_none_drew_has_probes_alone(monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found: smoothness(found, 1e9))
+    found = replay(in_order())
+    one, other = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
+    np.testing.assert_allclose(found.probed_NT, (one.probed_NT + other.probed_NT) / 2)
+    assert np.isnan(found.drawn_NT[7]).all()
+    np.testing.assert_allclose(found.relevance()[7], brought_to_one_scale(found.probed_NT)[7])
+    assert len(found.smooth) == 2
+    assert found.agreements[0].shape == (2,)
+
+
+def test_a_training_that_is_never_smooth_gives_no_score(monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found: smoothness(found, 1e-9))
+    found = replay(in_order(), orders=1)
+    assert found.relevance() is None
+    assert found.notes[-1].startswith("no replay is smooth, so its scores are not used; lower learning rate")
+    assert len(found.notes) == 3  # by differences, by Gauss-Newton, and what to do

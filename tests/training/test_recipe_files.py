@@ -1,0 +1,98 @@
+"""Recipes as people have them give the steps and learning rates that the library they come from would take."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import get_scheduler
+
+from grasp.errors import ModelError, SettingsError
+from grasp.training.recipe_files import FineTuningRecipe
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_learning_rates_are_those_of_transformers(schedule, warmup):
+    recipe = FineTuningRecipe.from_mapping(
+        {"learning_rate": 1e-3, "max_steps": 20, "lr_scheduler_type": schedule, "warmup_steps": warmup}
+    ).optimizer(100)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=20)
+    for step in range(20):
+        assert recipe.learning_rate_at(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_axolotl_trl_and_transformers_say_the_same(tmp_path):
+    axolotl = {
+        "base_model": "some/model",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_epochs": 2,
+        "learning_rate": "2e-4",
+        "lr_scheduler": "cosine",
+        "warmup_ratio": 0.1,
+        "optimizer": "adamw_torch_fused",
+        "sequence_len": 512,
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_target_linear": True,
+        "sample_packing": False,
+        "bf16": "auto",
+    }
+    (tmp_path / "axolotl.yaml").write_text("\n".join(f"{name}: {value}" for name, value in axolotl.items()))
+    trl = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "optim": "adamw_torch",
+        "max_length": 512,
+        "label_smoothing_factor": 0.0,
+        "peft_config": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    }
+    (tmp_path / "trl.json").write_text(json.dumps({"training_args": trl}))
+    one, other = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
+    assert one.model_copy(update={"optim": other.optim}) == other
+    found = one.optimizer(100)
+    assert (found.steps, found.batch_rows, found.micro_rows, found.warmup_steps) == (26, 8, 2, 3)
+    assert (found.schedule, found.betas, found.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
+    assert (one.lora_r, one.lora_alpha, one.lora_target_modules) == (8, 16.0, "all-linear")
+
+
+def test_every_epoch_visits_every_row_once():
+    recipe = FineTuningRecipe.from_mapping({"num_train_epochs": 2.5, "per_device_train_batch_size": 4})
+    order = recipe.order(10, seed=3)
+    assert len(order) == recipe.steps(10) == math.ceil(2.5 * 3)
+    assert [len(batch) for batch in order] == [4, 4, 2, 4, 4, 2, 4, 4]
+    assert sorted(np.concatenate(order[:3])) == sorted(np.concatenate(order[3:6])) == list(range(10))
+    assert not np.array_equal(order[0], order[3])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"optim": "adafactor"}, SettingsError, "optim: got 'adafactor', expected AdamW in full precision"),
+        ({"optim": "adamw_8bit"}, SettingsError, "optim: got 'adamw_8bit'"),
+        ({"lr_scheduler_type": "polynomial"}, SettingsError, "lr_scheduler_type: got 'polynomial', expected linear"),
+        ({"learning_rate": -1}, SettingsError, "learning_rate"),
+        ({"neftune_noise_alpha": 5}, ModelError, "neftune_noise_alpha is set to 5, which a replay does not"),
+        ({"sample_packing": True}, ModelError, "sample_packing is set to True"),
+        ({"adapter": "qlora"}, ModelError, "adapter: got 'qlora', expected lora"),
+    ],
+)
+def test_what_is_not_replayed_is_refused(data, error, message):
+    with pytest.raises(error, match=message):
+        FineTuningRecipe.from_mapping(data)
+
+
+def test_a_norm_of_zero_means_no_clipping_and_a_long_warm_up_is_refused():
+    assert FineTuningRecipe.from_mapping({"max_grad_norm": 0}).optimizer(80).clip_norm is None
+    with pytest.raises(SettingsError, match="warmup_steps: got 30, expected fewer than the 30 steps"):
+        FineTuningRecipe.from_mapping({"warmup_steps": 30}).optimizer(80)
