@@ -142,7 +142,7 @@ def exact(world: World, *layers: str, curvature: str = "none") -> Score:
         if curvature == "kfac":
             apply_kfac(queries, factors, 0.1)
         else:
-            bases = [Basis.from_factors(one) for one in factors]
+            bases = [Basis.from_factors(factor) for factor in factors]
             apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
     norms = curvature == "none"
     return lambda rows: exact_products(queries, rows, norms=norms)
@@ -194,8 +194,8 @@ def traker(world: World, width: int, *layers: str) -> Score:
         @staticmethod
         def get_output(net, weights, buffers, ids):
             logits = torch.func.functional_call(net, (weights, buffers), (ids[None],)).logits
-            own = log_p(logits, ids[None])
-            return (own - torch.log1p(-own.exp())).mean()
+            own_log_probs = log_p(logits, ids[None])
+            return (own_log_probs - torch.log1p(-own_log_probs.exp())).mean()
 
         @staticmethod
         def get_out_to_loss_grad(net, weights, buffers, batch):
@@ -205,7 +205,7 @@ def traker(world: World, width: int, *layers: str) -> Score:
     def score(rows: Rows) -> None:
         net = world.model.model.requires_grad_(True)
         with tempfile.TemporaryDirectory() as place:
-            made = TRAKer(
+            traker = TRAKer(
                 model=net,
                 task=MeanMargin(),
                 train_set_size=len(rows),
@@ -216,9 +216,9 @@ def traker(world: World, width: int, *layers: str) -> Score:
                 grad_wrt=covered_names(world, *layers),
                 logging_level=logging.ERROR,
             )
-            made.load_checkpoint(net.state_dict(), model_id=0)
+            traker.load_checkpoint(net.state_dict(), model_id=0)
             for ids in torch.split(ids_of(rows), PEER_BATCH):
-                made.featurize(batch=[ids], num_samples=len(ids))
+                traker.featurize(batch=[ids], num_samples=len(ids))
         net.requires_grad_(False)
 
     return score
@@ -237,9 +237,9 @@ def dattri(world: World, width: int, *layers: str) -> Score:
         net = world.model.model.requires_grad_(True)
         task = AttributionTask(loss_func=loss, model=net, checkpoints=net.state_dict())
         how = {"proj_dim": width, "device": "cpu", "proj_max_batch_size": 32}
-        made = TracInAttributor(task, torch.ones(1), True, how, covered_names(world, *layers))
+        attributor = TracInAttributor(task, torch.ones(1), True, how, covered_names(world, *layers))
         sets = (ids_of(rows), ids_of(rows[:4]))
-        made.attribute(*(DataLoader(TensorDataset(ids), batch_size=PEER_BATCH) for ids in sets))
+        attributor.attribute(*(DataLoader(TensorDataset(ids), batch_size=PEER_BATCH) for ids in sets))
         net.requires_grad_(False)
 
     return score

@@ -6,7 +6,7 @@
     python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
     python benchmarks/build.py ... --profile --model DIR --corpus pool.parquet     # of a model and documents of yours
     python benchmarks/build.py --skip-memory --skip-speed --skip-kernels --backward --model DIR --corpus pool.parquet \
-        --rows 64 --length 128 --units 128      # the gradient kernel over a plain pass there and back
+        --rows 64 --length 128 --units 128      # the gradient kernel over a plain forward and backward pass
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
@@ -195,15 +195,15 @@ def speed(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def ratios(work: dict[str, float], builds: dict[str, dict[str, float]], best: dict[str, float]) -> dict[str, float]:
     """Seconds of each build over those of the bare forward pass that it cannot do without."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     if "paper" in work:
-        found["paper_over_body"] = work["paper"] / best["body"]
-        found["paper_over_body_and_tail_head"] = work["paper"] / best["body + head, tail:32"]
+        rates["paper_over_body"] = work["paper"] / best["body"]
+        rates["paper_over_body_and_tail_head"] = work["paper"] / best["body + head, tail:32"]
     for name in work.keys() - {"paper"}:
-        found[f"{name}_over_body_and_head"] = work[name] / best["body + head, all"]
+        rates[f"{name}_over_body_and_head"] = work[name] / best["body + head, all"]
         scored = builds[name].get("rows scored", 0.0)
-        found[f"{name}_second_loop_over_body_and_head"] = scored / best["body + head, all"]
-    return found
+        rates[f"{name}_second_loop_over_body_and_head"] = scored / best["body + head, all"]
+    return rates
 
 
 @torch.inference_mode()
@@ -219,8 +219,8 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     corpus = observe_part(ready, shard, states_every=1)
     every = ready.units(units, [str(e) for e in range(len(units))])
     ((_, batch),) = ready.batches(shard)
-    made = make_kernels(features.kernels, model, features, corpus)
-    for kernel in made:
+    kernel_set = make_kernels(features.kernels, model, features, corpus)
+    for kernel in kernel_set:
         kernel.prepare(every)
     ids, _ = pad_rows([shard.ids(i) for i in range(len(shard))])
     steps: dict[str, Callable[[], Any]] = {
@@ -228,10 +228,10 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         "body, head and residuals": lambda: list(ready.batches(shard)),
         "W^T xi, which several kernels share": lambda: hidden_gradient(model.head, batch.residual),
     }
-    steps |= {kernel.name: partial(kernel.score, batch) for kernel in made}
-    found = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}
+    steps |= {kernel.name: partial(kernel.score, batch) for kernel in kernel_set}
+    microseconds = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}
     shared = float(torch.isin(batch.input_P, every.input_P).float().mean())
-    return {"units": args.units, "unit_positions": len(every.row_P), "shared": shared, "us": found}
+    return {"units": args.units, "unit_positions": len(every.row_P), "shared": shared, "us": microseconds}
 
 
 def written(place: Path, corpus: Path, length: int, model: ReferenceModel, shard_rows: int) -> RowStore:
@@ -241,7 +241,7 @@ def written(place: Path, corpus: Path, length: int, model: ReferenceModel, shard
 
 
 def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """CPU seconds of passes there and back, batch by batch in turn: without any kernel, and with the gradient kernel.
+    """Measure CPU seconds of forward and backward passes, with and without the gradient kernel in turn.
 
     The plain pass asks for gradients of activations alone, down to the first block, and its head at every position.
     """
@@ -249,8 +249,8 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     features = FeatureSettings(kernels=("gradient",), gradient_coordinates=args.coordinates)
     ready, generator = ModelPass.choose(model, features), np.random.default_rng(2)
     assert ready.sampled is not None
-    asked = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
-    units = [UnitTokens(ids.astype(np.int32), 20) for ids in asked]
+    prompts = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
+    units = [UnitTokens(ids.astype(np.int32), 20) for ids in prompts]
     rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
     examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
     few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
@@ -260,9 +260,9 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     ((_, some),) = list(ready.batches(few))[:1]
     spent = {"plain": 0.0, "kernel": 0.0}
     for index in ready.sampled.batches(examples):
-        own = [examples[int(i)] for i in index]
+        batch = [examples[int(i)] for i in index]
         begun = time.process_time()
-        ids, _ = pad_rows([one.input_ids for one in own])
+        ids, _ = pad_rows([example.input_ids for example in batch])
         with torch.enable_grad():
             start = embedding(ids).detach().requires_grad_(True)
             hidden = model.body(inputs_embeds=start, use_cache=False).last_hidden_state
@@ -271,8 +271,8 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
             torch.autograd.grad(loss, start)
         spent["plain"] += time.process_time() - begun
         begun = time.process_time()
-        taken_BK, _ = ready.sampled.compute(own)
-        kernel.score(replace(some, n_rows=len(own), gradient_BK=taken_BK))
+        sampled_BK, _ = ready.sampled.compute(batch)
+        kernel.score(replace(some, n_rows=len(batch), gradient_BK=sampled_BK))
         spent["kernel"] += time.process_time() - begun
     return {
         "rows": len(rows),
@@ -285,12 +285,12 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _seconds(step: Callable[[], Any], repeats: int) -> float:
     step()
-    found = []
+    records = []
     for _ in range(repeats):
         begun = time.perf_counter()
         step()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+        records.append(time.perf_counter() - begun)
+    return min(records)
 
 
 # What the time of a stage is for, by the function that all of it passes through; none of them calls another.
@@ -323,12 +323,12 @@ class Profiler(Clock):
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         self._profile.disable()
         entries: Any = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
-        found = self.stages.setdefault(self._name, {})
-        for (file, _, function), (_, _, own, through, _) in entries.items():
-            found["all"] = found.get("all", 0.0) + own
+        calls_by_function = self.stages.setdefault(self._name, {})
+        for (file, _, function), (_, _, calls, through, _) in entries.items():
+            calls_by_function["all"] = calls_by_function.get("all", 0.0) + calls
             for what, (place, called) in PROFILED.items():
                 if function == called and file.endswith(f"grasp/{place}"):
-                    found[what] = found.get(what, 0.0) + through
+                    calls_by_function[what] = calls_by_function.get(what, 0.0) + through
         super().stage(name, rows=rows, tokens=tokens)
         self._profile = cProfile.Profile(time.process_time)
         self._profile.enable()
@@ -341,7 +341,7 @@ class Profiler(Clock):
 
 def profile(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds by stage and by what they are for, of builds that begin warm."""
-    found = {}
+    summary = {}
     timed_build(settings_of(root, root / "corpus.parquet", args.length, "paper", args.threads), root / "warm-up")
     for name in args.kernels:
         clock = Profiler()
@@ -350,13 +350,13 @@ def profile(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         )
         clock.stop()
         shutil.rmtree(root / name)
-        found[name] = clock.stages
-    return found
+        summary[name] = clock.stages
+    return summary
 
 
-def profile_table(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+def profile_table(profile: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     lines = ["CPU seconds of a build, and the share of a stage that goes to what:"]
-    for name, stages in found.items():
+    for name, stages in profile.items():
         for stage, parts in stages.items():
             total = parts.get("all", 0.0)
             if total < 0.01:
@@ -392,30 +392,28 @@ def memory(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = []
-    if found := result.get("speed"):
-        lines.append(
-            f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['parameters'] / 1e6:.1f} M parameters"
-        )
-        lines += [f"  {name:<28} {seconds:8.2f} s" for name, seconds in found["seconds"].items()]
-        for build, seconds in found["build_seconds"].items():
+    if part := result.get("speed"):
+        lines.append(f"{part['rows']:,} rows, {part['tokens']:,} tokens, {part['parameters'] / 1e6:.1f} M parameters")
+        lines += [f"  {name:<28} {seconds:8.2f} s" for name, seconds in part["seconds"].items()]
+        for build, seconds in part["build_seconds"].items():
             parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
             lines.append(f"  build, {build:<20} {sum(seconds.values()):8.2f} s   ({parts})")
-        lines += [f"  {name:<40} {found[name]:.3f}" for name in found if "_over_" in name]
-    if found := result.get("kernels"):
-        lines.append(f"one batch, {found['units']} units of {found['unit_positions']} positions in all,")
-        lines.append(f"{found['shared']:.0%} of the rows' input tokens are some unit's:")
-        lines += [f"  {name:<40} {value:8.2f} us a position" for name, value in found["us"].items()]
-    if found := result.get("profile"):
-        lines += profile_table(found)
-    if found := result.get("backward"):
+        lines += [f"  {name:<40} {part[name]:.3f}" for name in part if "_over_" in name]
+    if part := result.get("kernels"):
+        lines.append(f"one batch, {part['units']} units of {part['unit_positions']} positions in all,")
+        lines.append(f"{part['shared']:.0%} of the rows' input tokens are some unit's:")
+        lines += [f"  {name:<40} {value:8.2f} us a position" for name, value in part["us"].items()]
+    if part := result.get("profile"):
+        lines += profile_table(part)
+    if part := result.get("backward"):
         lines.append(
-            f"  there and back, {found['rows']} rows, {found['units']} units, {found['coordinates']:,} coordinates: "
-            f"gradient kernel {found['more']:+.0%} over a plain pass"
+            f"  forward and backward, {part['rows']} rows, {part['units']} units, {part['coordinates']:,} coordinates: "
+            f"gradient kernel {part['more']:+.0%} over a plain pass"
         )
-    if found := result.get("memory"):
-        for rows, peak in found["peak_bytes"].items():
+    if part := result.get("memory"):
+        for rows, peak in part["peak_bytes"].items():
             lines.append(f"  peak memory at N = {rows:>6,}  {peak / 1e6:8.0f} MB")
-        lines.append(f"  growth {found['growth']:+.1%} (target: within 5 %)")
+        lines.append(f"  growth {part['growth']:+.1%} (target: within 5 %)")
     return "\n".join(lines)
 
 

@@ -54,8 +54,8 @@ def write_world(root: Path, chats: int) -> Path:
     step = len(rows) // chats
     with place.open("w", encoding="utf-8") as file:
         for row in rows[: chats * step : step]:
-            asked = f"{row['instruction']}\n{row['input']}".strip()
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["response"]}]
+            question = f"{row['instruction']}\n{row['input']}".strip()
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"]}]
             file.write(json.dumps({"id": row["id"], "messages": turns, "source": row["source"]}) + "\n")
     return place
 
@@ -104,44 +104,44 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=300)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "grasp-commands")
-    asked = parser.parse_args()
-    trees = dict(tree.split("=", 1) for tree in asked.tree) or {"now": str(ROOT / "src")}
-    asked.root.mkdir(exist_ok=True)
-    chats = write_world(asked.root, asked.chats)
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for repeat in range(asked.repeats):
-        for command in asked.only.split(","):
+    args = parser.parse_args()
+    trees = dict(tree.split("=", 1) for tree in args.tree) or {"now": str(ROOT / "src")}
+    args.root.mkdir(exist_ok=True)
+    chats = write_world(args.root, args.chats)
+    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for repeat in range(args.repeats):
+        for command in args.only.split(","):
             for name, tree in trees.items():
-                art, out = asked.root / f"art-{name}", asked.root / f"out-{name}"
+                art, out = args.root / f"art-{name}", args.root / f"out-{name}"
                 shutil.rmtree(out, ignore_errors=True)
                 places = {
-                    "model": asked.root / "model",
+                    "model": args.root / "model",
                     "chats": chats,
                     "out": out,
                     "art": art,
-                    "questions": asked.questions,
+                    "questions": args.questions,
                 }
                 if command in ("predict", "select", "explain") and not art.exists():
                     run(Path(tree).resolve(), [word.format(**places | {"out": art}) for word in COMMANDS["further"]])
                 row = pq.read_table(art / "rows.parquet")["row_id"][7].as_py() if command == "explain" else ""
                 spent = run(Path(tree).resolve(), [word.format(**places, row=row) for word in COMMANDS[command]])
-                found.setdefault(command, {}).setdefault(name, []).append(spent)
+                results.setdefault(command, {}).setdefault(name, []).append(spent)
                 numbers = f"{spent['cpu_s']:7.1f} s  {spent['peak_mb']:7.0f} MB"
                 print(f"{repeat + 1}  {command:9} {name:8} {numbers}", flush=True)
     middle = {
-        command: {name: statistics.median(one["cpu_s"] for one in runs) for name, runs in by_tree.items()}
-        for command, by_tree in found.items()
+        command: {name: statistics.median(run["cpu_s"] for run in runs) for name, runs in by_tree.items()}
+        for command, by_tree in results.items()
     }
     last = list(trees)[-1]
     built = [
-        path for path in (asked.root / f"out-{last}", asked.root / f"art-{last}") if (path / "rows.parquet").exists()
+        path for path in (args.root / f"out-{last}", args.root / f"art-{last}") if (path / "rows.parquet").exists()
     ]
     if built:
         middle["plain passes"] = {"this": plain_passes(built[0])}
     print(json.dumps(middle, indent=1))
-    if asked.out is not None:
+    if args.out is not None:
         machine = {"processor": platform.processor(), "cpus": os.cpu_count(), "torch": torch.__version__}
-        asked.out.write_text(json.dumps({"machine": machine, "median_cpu_s": middle, "runs": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"machine": machine, "median_cpu_s": middle, "runs": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -107,8 +107,10 @@ def write_model(place: str) -> None:
     model.save_pretrained(place)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0", model_max_length=CONTEXT)
-    made.save_pretrained(place)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w0", pad_token="w0", model_max_length=CONTEXT
+    )
+    tokenizer.save_pretrained(place)
 
 
 def settings_of(job: Job, rule: str, train: str = "new") -> Any:
@@ -210,10 +212,10 @@ def bergson_build(job: Job) -> Path:
 
 
 def bergson_trak(job: Job) -> Path:
-    own = ("--projection_dim", str(WIDTH), "--projection_target", "global", "--loss_fn", "log_odds")
+    options = ("--projection_dim", str(WIDTH), "--projection_target", "global", "--loss_fn", "log_odds")
     rows = ("--data.dataset", str(job.place / "rows.jsonl"), "--data.split", f"train[:{job.rows}]")
     units = ("--query.dataset", str(job.place / "units.jsonl"), "--damping_factor", "0.1")
-    return bergson(job, "trak", *rows, *units, *own, "--loss_batch_size", str(job.batch))
+    return bergson(job, "trak", *rows, *units, *options, "--loss_batch_size", str(job.batch))
 
 
 def bergson(job: Job, verb: str, *more: str) -> Path:
@@ -274,16 +276,16 @@ def traker(job: Job) -> Path:
 
         @staticmethod
         def get_output(net: Any, weights: Any, buffers: Any, ids: Any) -> Any:
-            own = log_p(net, weights, buffers, ids[None])
-            return (own - torch.log1p(-own.exp())).mean()
+            log_probs = log_p(net, weights, buffers, ids[None])
+            return (log_probs - torch.log1p(-log_probs.exp())).mean()
 
         @staticmethod
         def get_out_to_loss_grad(net: Any, weights: Any, buffers: Any, batch: Any) -> Any:
-            own = log_p(net, weights, buffers, batch[0])
-            return (1 - own.exp().mean(1)).clone().detach().unsqueeze(-1)
+            log_probs = log_p(net, weights, buffers, batch[0])
+            return (1 - log_probs.exp().mean(1)).clone().detach().unsqueeze(-1)
 
     model = load(job, "eager")  # torch maps fused attention over rows one by one
-    made = TRAKer(
+    traker_instance = TRAKer(
         model=model,
         task=MeanMargin(),
         train_set_size=job.rows,
@@ -294,10 +296,10 @@ def traker(job: Job) -> Path:
         grad_wrt=[name for name, _ in model.named_parameters() if ".layers." in name],
         logging_level=logging.ERROR,
     )
-    made.load_checkpoint(model.state_dict(), model_id=0)
+    traker_instance.load_checkpoint(model.state_dict(), model_id=0)
     for ids in row_batches(job):
-        made.featurize(batch=[ids], num_samples=len(ids))
-    made.finalize_features()
+        traker_instance.featurize(batch=[ids], num_samples=len(ids))
+    traker_instance.finalize_features()
     return job.out / "run"
 
 
@@ -325,16 +327,24 @@ class Contender:
     needs_artifact: bool = False
 
 
-TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.build.pipeline", "transformers.models.llama")
-METHODS = ("grasp.methods.registry", "grasp.methods.contract", *OWN)
+TORCH_MODULES, GRASP_MODULES = (
+    ("torch", "transformers.models.llama"),
+    ("grasp.build.pipeline", "transformers.models.llama"),
+)
+METHODS = ("grasp.methods.registry", "grasp.methods.contract", *GRASP_MODULES)
 CONTENDERS: dict[str, Contender] = {
-    "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),
-    "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),
-    "forward and backward": Contender(forward_backward, TORCH, (1, 2, 4), "gradients of all weights, summed"),
-    "grasp build, paper": Contender(grasp_build("paper"), OWN, (1, 4, 8), "the paper's kernel; head at 32 positions"),
-    "grasp build, default": Contender(grasp_build("default"), OWN, (1, 4, 8), "output_layer, embedding, knn"),
+    "body forward": Contender(body_forward, TORCH_MODULES, (1, 4, 8), "no head"),
+    "full forward": Contender(full_forward, TORCH_MODULES, (1, 2, 4), "head and loss at all positions"),
+    "forward and backward": Contender(forward_backward, TORCH_MODULES, (1, 2, 4), "gradients of all weights, summed"),
+    "grasp build, paper": Contender(
+        grasp_build("paper"), GRASP_MODULES, (1, 4, 8), "the paper's kernel; head at 32 positions"
+    ),
+    "grasp build, default": Contender(grasp_build("default"), GRASP_MODULES, (1, 4, 8), "output_layer, embedding, knn"),
     "grasp build, gradient": Contender(
-        grasp_build("default", "further"), OWN, (1, 4, 8), "gradient, output_layer, embedding; there and back"
+        grasp_build("default", "further"),
+        GRASP_MODULES,
+        (1, 4, 8),
+        "gradient, output_layer, embedding; forward and backward",
     ),
     "own tracin": Contender(
         own_method("tracin", layers="body", dimension=WIDTH, checkpoints="last"), METHODS, (1, 4, 8), "body, 128", True
@@ -347,14 +357,17 @@ CONTENDERS: dict[str, Contender] = {
         True,
     ),
     "bergson build": Contender(
-        bergson_build, ("bergson.__main__", "bergson.build", *TORCH), (1, 2, 4, 8), "body, 16 x 16 a module, no units"
+        bergson_build,
+        ("bergson.__main__", "bergson.build", *TORCH_MODULES),
+        (1, 2, 4, 8),
+        "body, 16 x 16 a module, no units",
     ),
     "bergson trak": Contender(
         bergson_trak,
-        ("bergson.__main__", "bergson.cli.trak", *TORCH),
+        ("bergson.__main__", "bergson.cli.trak", *TORCH_MODULES),
         (1, 2, 4, 8),
         "body, 128; keeps scores only, so goes over the rows three times",
     ),
-    "dattri-llm tracin": Contender(dattri_llm, ("dattri_llm", *TORCH), (1, 2, 4, 8), "body, 16 x 16 a module"),
-    "traker": Contender(traker, ("trak", *TORCH), (1, 2, 4), "body, 128, no units"),
+    "dattri-llm tracin": Contender(dattri_llm, ("dattri_llm", *TORCH_MODULES), (1, 2, 4, 8), "body, 16 x 16 a module"),
+    "traker": Contender(traker, ("trak", *TORCH_MODULES), (1, 2, 4), "body, 128, no units"),
 }

@@ -40,23 +40,23 @@ def main() -> None:
     parser.add_argument("--skip-demo", action="store_true", help="Measure the builds of a demo that is there.")
     parser.add_argument("--limit", type=int, help="Build of the first passages alone.")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers.")
-    given = parser.parse_args()
-    found: dict[str, Any] = {"load_before": os.getloadavg()[0], "cores": os.cpu_count()}
+    args = parser.parse_args()
+    result: dict[str, Any] = {"load_before": os.getloadavg()[0], "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as place:
-        demo = given.demo or Path(place) / "demo"
-        if not given.skip_demo:
-            found["demo"] = measured(["demo", "--out", str(demo), "--quiet"])
-            print("demo", found["demo"], flush=True)
+        demo = args.demo or Path(place) / "demo"
+        if not args.skip_demo:
+            result["demo"] = measured(["demo", "--out", str(demo), "--quiet"])
+            print("demo", result["demo"], flush=True)
         for name, threads in (("build, one thread", 1), ("build, default threads", None)):
             out = Path(place) / "artifact"
             build = ["build", "--config", str(demo / "artifact" / "run.yaml"), "--out", str(out), "--quiet"]
-            build += [] if given.limit is None else ["--limit", str(given.limit)]
-            found[name] = measured(build, threads)
+            build += [] if args.limit is None else ["--limit", str(args.limit)]
+            result[name] = measured(build, threads)
             shutil.rmtree(out)
-            print(name, found[name], flush=True)
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(name, result[name], flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

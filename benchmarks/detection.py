@@ -24,7 +24,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 
 CLUSTERS, TOPICS, WIDTH, SHARD_ROWS = 400, 40, 64, 16_384
 PLANTED = 0.01
-ASKED = {
+QUERIES = {
     "relevance": [],
     "with labels": ["--label", "topic", "--truth", "planted"],
 }
@@ -83,10 +83,10 @@ def shard(
 def measured(art: Path, options: list[str], out: Path) -> dict[str, Any]:
     """One `grasp detect`: wall seconds, seconds of processor, peak of resident memory, and what it said."""
     command = [sys.executable, "-m", "grasp", "detect", str(art), "--target", "sciq", "--top", "0", "--quiet"]
-    said = out.with_suffix(".txt")
+    log = out.with_suffix(".txt")
     began = time.perf_counter()
     with (
-        said.open("w") as text,
+        log.open("w") as text,
         subprocess.Popen([*command, *options, "--out", str(out)], stdout=text, stderr=subprocess.DEVNULL) as process,
     ):
         _, status, usage = os.wait4(process.pid, 0)
@@ -97,7 +97,7 @@ def measured(art: Path, options: list[str], out: Path) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "peak_mb": round(usage.ru_maxrss / 1e3),
-        "said": said.read_text().splitlines(),
+        "said": log.read_text().splitlines(),
     }
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--units", type=int, default=128)
-    parser.add_argument("--only", choices=list(ASKED), action="append", help="Of the commands; none: all.")
+    parser.add_argument("--only", choices=list(QUERIES), action="append", help="Of the commands; none: all.")
     parser.add_argument("--out", type=Path, default=Path("bench-out/detection.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ def main() -> None:
     if not art.exists():
         write_artifact(art, args.rows, args.units)
     runs = {}
-    for name in args.only or ASKED:
-        runs[name] = measured(art, ASKED[name], args.out.with_suffix(".parquet"))
+    for name in args.only or QUERIES:
+        runs[name] = measured(art, QUERIES[name], args.out.with_suffix(".parquet"))
         print(name, {key: value for key, value in runs[name].items() if key != "said"}, *runs[name]["said"], sep="\n  ")
     args.out.write_text(json.dumps({"rows": args.rows, "units": args.units, "runs": runs}, indent=1) + "\n")
 

@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("--scorer", required=True)
     parser.add_argument("--corpus", required=True, help="Parquet with a column `text`.")
     parser.add_argument("--bytes", type=int, default=1_100)
-    given = parser.parse_args()
-    whole = " ".join(pq.read_table(given.corpus, columns=["text"])["text"].to_pylist())
-    pieces = [whole[i : i + given.bytes] for i in range(0, len(whole), given.bytes)]
+    args = parser.parse_args()
+    whole = " ".join(pq.read_table(args.corpus, columns=["text"])["text"].to_pylist())
+    pieces = [whole[i : i + args.bytes] for i in range(0, len(whole), args.bytes)]
     texts = (pieces * (1 + DOCUMENTS // len(pieces)))[:DOCUMENTS]
-    scorer = grasp.Scorer.open(given.scorer)
+    scorer = grasp.Scorer.open(args.scorer)
     array = pa.array(texts, pa.large_string())
     size = sum(len(text.encode()) for text in texts) / DOCUMENTS
     print(f"{DOCUMENTS:,} documents of {size:,.0f} bytes")

@@ -119,14 +119,14 @@ class DeviceClock(Clock):
 def best(run: Callable[[], object], device: str, times: int = 3) -> float:
     """Seconds of the fastest of so many calls after one that warms up."""
     run()
-    found = []
+    differences = []
     for _ in range(times):
         finish(device)
         begun = time.perf_counter()
         run()
         finish(device)
-        found.append(time.perf_counter() - begun)
-    return min(found)
+        differences.append(time.perf_counter() - begun)
+    return min(differences)
 
 
 def matmul_rate(model: ReferenceModel, positions: int) -> dict[str, float]:
@@ -151,14 +151,16 @@ def time_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     build_artifact(settings, root / "artifact", progress=clock)
     stages = clock.stop()
     model, store = ReferenceModel.load(settings.model), RowStore.open(root / "artifact" / "tokens")
-    found: dict[str, Any] = {"stages_s": stages, "tokens": store.n_tokens, "dtype": str(model.dtype)}
+    result: dict[str, Any] = {"stages_s": stages, "tokens": store.n_tokens, "dtype": str(model.dtype)}
     for name, spec in (("body", None), ("body and head", "all")):
-        found[f"{name} tokens_per_s"] = store.n_tokens / best(lambda spec=spec: bare(model, store, spec), device, 1)
-    found["build tokens_per_s"] = store.n_tokens / stages["rows scored"]
-    found["operations_a_token"] = operations(model, sizes.length)
-    found["matmul_per_s"] = matmul_rate(model, min(sizes.batch_tokens, 16_384))
-    found["share_of_peak"] = found["operations_a_token"] * found["build tokens_per_s"] / found["matmul_per_s"]["peak"]
-    return found
+        result[f"{name} tokens_per_s"] = store.n_tokens / best(lambda spec=spec: bare(model, store, spec), device, 1)
+    result["build tokens_per_s"] = store.n_tokens / stages["rows scored"]
+    result["operations_a_token"] = operations(model, sizes.length)
+    result["matmul_per_s"] = matmul_rate(model, min(sizes.batch_tokens, 16_384))
+    result["share_of_peak"] = (
+        result["operations_a_token"] * result["build tokens_per_s"] / result["matmul_per_s"]["peak"]
+    )
+    return result
 
 
 def operations(model: ReferenceModel, length: int) -> float:
@@ -172,30 +174,30 @@ def operations(model: ReferenceModel, length: int) -> float:
 
 def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     """Largest difference of every array over its largest entry; float32 on both."""
-    found = {}
+    result = {}
     artifacts = [
         ArtifactReader.open(
-            build_artifact(settings_of(root, sizes, one, "float32", sizes.agree_rows, "further"), root / f"agree-{k}")
+            build_artifact(settings_of(root, sizes, place, "float32", sizes.agree_rows, "further"), root / f"agree-{k}")
         )
-        for k, one in enumerate((device, "cpu"))
+        for k, place in enumerate((device, "cpu"))
     ]
     rows = np.arange(sizes.agree_rows)
     for name in artifacts[0].array_names:
         got, want = (artifact.array_rows(name, rows) for artifact in artifacts)
-        found[name] = float(np.abs(got - want).max() / np.abs(want).max())
-    return {"arrays": found, "tolerance": TOLERANCE, "within": max(found.values()) <= TOLERANCE}
+        result[name] = float(np.abs(got - want).max() / np.abs(want).max())
+    return {"arrays": result, "tolerance": TOLERANCE, "within": max(result.values()) <= TOLERANCE}
 
 
 def stacked(sizes: Sizes, device: str) -> dict[str, float]:
     """Seconds a model of `tiny`, one at a time and `sizes.models` at once."""
     recipe = named_recipe("tiny")
     rows = random_rows(recipe, 10_000)
-    one, many = (seconds_a_step(recipe, rows, k, sizes.steps, device) for k in (1, sizes.models))
+    single_s, stacked_s = (seconds_a_step(recipe, rows, k, sizes.steps, device) for k in (1, sizes.models))
     return {
         "models": sizes.models,
-        "one_s_a_model": one * recipe.steps,
-        "many_s_a_model": many * recipe.steps / sizes.models,
-        "gain": one * sizes.models / many,
+        "one_s_a_model": single_s * recipe.steps,
+        "many_s_a_model": stacked_s * recipe.steps / sizes.models,
+        "gain": single_s * sizes.models / stacked_s,
     }
 
 
@@ -208,21 +210,21 @@ PARTS: dict[str, Callable[[Path, Sizes, str], dict[str, Any]]] = {
 
 def table(result: dict[str, Any]) -> str:
     lines = [f"{result['device']}, torch {result['torch']}" + (" (small: no figures)" if result["small"] else "")]
-    if found := result.get("build"):
-        rates = (f"{name.removesuffix(' tokens_per_s')} {found[name]:,.0f}" for name in found if "tokens_per_s" in name)
-        lines.append(f"build   tokens a second: {', '.join(rates)}; {found['dtype']}")
+    if part := result.get("build"):
+        rates = (f"{name.removesuffix(' tokens_per_s')} {part[name]:,.0f}" for name in part if "tokens_per_s" in name)
+        lines.append(f"build   tokens a second: {', '.join(rates)}; {part['dtype']}")
         lines.append(
-            f"        {found['share_of_peak']:.1%} of a square product's {found['matmul_per_s']['peak']:.2e} a second; "
-            + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["stages_s"].items())
+            f"        {part['share_of_peak']:.1%} of a square product's {part['matmul_per_s']['peak']:.2e} a second; "
+            + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in part["stages_s"].items())
         )
-    if found := result.get("agree"):
-        worst = max(found["arrays"], key=found["arrays"].get)
-        verdict = "within" if found["within"] else "NOT within"
-        lines.append(f"agree   {verdict} tolerance: {worst} {found['arrays'][worst]:.1e} (of {TOLERANCE:.0e})")
-    if found := result.get("stacked"):
+    if part := result.get("agree"):
+        worst = max(part["arrays"], key=part["arrays"].get)
+        verdict = "within" if part["within"] else "NOT within"
+        lines.append(f"agree   {verdict} tolerance: {worst} {part['arrays'][worst]:.1e} (of {TOLERANCE:.0e})")
+    if part := result.get("stacked"):
         lines.append(
-            f"stacked {found['models']} models at once: {found['many_s_a_model']:.2f} s a model, one "
-            f"{found['one_s_a_model']:.2f} s, {found['gain']:.1f} x (aim: 8 x)"
+            f"stacked {part['models']} models at once: {part['many_s_a_model']:.2f} s a model, one "
+            f"{part['one_s_a_model']:.2f} s, {part['gain']:.1f} x (aim: 8 x)"
         )
     return "\n".join(lines)
 

@@ -153,32 +153,32 @@ QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
 }
 
 
-def _measured(question: str, path: Path, n_subsets: int, geometry: bool, again: bool, queue: Any) -> None:
+def _measured(question: str, path: Path, n_subsets: int, geometry: bool, repeat: bool, queue: Any) -> None:
     before, protocol = peak_bytes(), geometric() if geometry else DEFAULT_PROTOCOL
     begun, cpu = time.perf_counter(), time.process_time()
     artifact = ArtifactReader.open(path)
     QUESTIONS[question](artifact, n_subsets, protocol)
-    found = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-    if again:
+    result = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
+    if repeat:
         cpu = time.process_time()
         QUESTIONS[question](artifact, n_subsets, protocol)
-        found["again_cpu_s"] = time.process_time() - cpu
-    queue.put(found | {"peak_bytes": peak_bytes(), "start_bytes": before})
+        result["again_cpu_s"] = time.process_time() - cpu
+    queue.put(result | {"peak_bytes": peak_bytes(), "start_bytes": before})
 
 
-def ask(question: str, path: Path, n_subsets: int, *, geometry: bool = False, again: bool = False) -> dict[str, float]:
+def ask(question: str, path: Path, n_subsets: int, *, geometry: bool = False, repeat: bool = False) -> dict[str, float]:
     """Seconds and peak memory of one question, asked in a fresh process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_measured, args=(question, path, n_subsets, geometry, again, queue))
+    process = context.Process(target=_measured, args=(question, path, n_subsets, geometry, repeat, queue))
     process.start()
     while queue.empty():
         process.join(0.2)
         if process.exitcode:
             sys.exit(f"growth: {question} ended with exit code {process.exitcode}")
-    found: dict[str, float] = queue.get()
+    result: dict[str, float] = queue.get()
     process.join()
-    return found
+    return result
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float | None:
@@ -188,13 +188,15 @@ def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float | None:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def summed_up(name: str, question: str, sizes: Sequence[int], asked: Sequence[dict[str, float]], start: float) -> Any:
+def summed_up(
+    name: str, question: str, sizes: Sequence[int], measurements: Sequence[dict[str, float]], start: float
+) -> Any:
     """The points with their slope beyond the start, over both decades and over the larger one."""
-    beyond = [one["cpu_s"] - start for one in asked]
+    beyond = [measurement["cpu_s"] - start for measurement in measurements]
     whole, last = slope(sizes, beyond), slope(sizes[-2:], beyond[-2:])
-    shown = ["hidden by the start" if one is None else f"{one:.2f}" for one in (whole, last)]
+    shown = ["hidden by the start" if slope is None else f"{slope:.2f}" for slope in (whole, last)]
     print(f"{name}, {question}: start {start:.2f} CPU s, slope {shown[0]}, over the larger decade {shown[1]}")
-    points = [{"size": size, **one} for size, one in zip(sizes, asked, strict=True)]
+    points = [{"size": size, **measurement} for size, measurement in zip(sizes, measurements, strict=True)]
     return {
         "over": name,
         "question": question,
@@ -214,18 +216,18 @@ def sweep(
     *,
     geometry: bool,
 ) -> dict[str, Any]:
-    asked = []
+    measurements = []
     for size in sizes:
         path, n_subsets = point(size)
-        asked.append(ask(question, path, n_subsets, geometry=geometry))
-        say(name, question, size, asked[-1])
-    return summed_up(name, question, sizes, asked, start)
+        measurements.append(ask(question, path, n_subsets, geometry=geometry))
+        say(name, question, size, measurements[-1])
+    return summed_up(name, question, sizes, measurements, start)
 
 
-def say(name: str, question: str, size: int, found: dict[str, float]) -> None:
-    again = f" {found['again_cpu_s']:8.2f} again" if "again_cpu_s" in found else ""
-    peak = f"{found['peak_bytes'] / 1e6:8.0f} MB"
-    print(f"{name}, {question}: {size:>10,}  {found['cpu_s']:8.2f} CPU s{again}  {peak}", flush=True)
+def say(name: str, question: str, size: int, result: dict[str, float]) -> None:
+    repeated = f" {result['again_cpu_s']:8.2f} again" if "again_cpu_s" in result else ""
+    peak = f"{result['peak_bytes'] / 1e6:8.0f} MB"
+    print(f"{name}, {question}: {size:>10,}  {result['cpu_s']:8.2f} CPU s{repeated}  {peak}", flush=True)
 
 
 def main() -> None:
@@ -254,7 +256,7 @@ def main() -> None:
 
 def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows, then units, then subsets; one artifact on the disk at a time where it is large."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     few = {"geometry": args.geometry}
     path = write_artifact(root / "start", START_ROWS, START_UNITS)
     start = {question: ask(question, path, START_SUBSETS, **few)["cpu_s"] for question in args.questions}
@@ -265,20 +267,23 @@ def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             points[question].append(ask(question, path, args.few_subsets, again=args.again, **few))
             say("rows", question, n_rows, points[question][-1])
         shutil.rmtree(path)
-    found += [summed_up("rows", question, args.rows, asked, start[question]) for question, asked in points.items()]
+    results += [
+        summed_up("rows", question, args.rows, measurements, start[question])
+        for question, measurements in points.items()
+    ]
     if args.units:
 
         def by_units(size: int) -> tuple[Path, int]:
             shutil.rmtree(root / "units", ignore_errors=True)
             return write_artifact(root / "units", args.few_rows, size), args.few_subsets
 
-        found.append(sweep("units", args.units, "predict", by_units, start["predict"], **few))
+        results.append(sweep("units", args.units, "predict", by_units, start["predict"], **few))
     if args.subsets:
         path = write_artifact(root / "subsets", args.few_rows, args.width)
         for question in ("predict", "slices"):
             bound = ask(question, path, START_SUBSETS, **few)["cpu_s"]  # reading the artifact does not grow with B
-            found.append(sweep("subsets", args.subsets, question, lambda size: (path, size), bound, **few))
-    return found
+            results.append(sweep("subsets", args.subsets, question, lambda size: (path, size), bound, **few))
+    return results
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ def peak_bytes() -> int:
     """Of this process since its program began (ru_maxrss would count the parent's at the fork), or of a child."""
     status = Path("/proc/self/status")
     if not status.exists():
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        own = int(line.split()[1]) * 1024
-    return max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+        resident = int(line.split()[1]) * 1024
+    return max(resident, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)

@@ -97,9 +97,9 @@ def once(contender: Contender, job: Job) -> dict[str, Any]:
     """One run into an empty directory."""
     job.out.mkdir()
     begun = stamp()
-    kept = contender.run(job)
+    kept_bytes = contender.run(job)
     work = spent(begun, stamp())
-    size = bytes_below(kept) if isinstance(kept, Path) else kept
+    size = bytes_below(kept_bytes) if isinstance(kept_bytes, Path) else kept_bytes
     shutil.rmtree(job.out)
     return {"work": work, "kept_bytes": size}
 
@@ -107,7 +107,7 @@ def once(contender: Contender, job: Job) -> dict[str, Any]:
 def stamp() -> tuple[float, float]:
     """Wall and CPU seconds; of the children too, if there are any."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in usage)
+    return time.perf_counter(), sum(process.ru_utime + process.ru_stime for process in usage)
 
 
 def spent(begun: tuple[float, float], done: tuple[float, float]) -> dict[str, float]:
@@ -127,15 +127,15 @@ def sweep(job: Job) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     shape = argparse.Namespace(rows=n_rows, subsets=100_000, size=1_000, block=1_000, rounds=3, width=129)
     blocks, bandwidth = sums.draw_blocks(rng, shape), sums.stream_bandwidth()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, width in SWEEP_WIDTHS.items():
         values = rng.standard_normal((n_rows, width), dtype=np.float32)
-        own, weights = RowSums.over(values), [Weights(block) for block in blocks]
-        own.sums(weights[0])
-        seconds = min(sums.timed(own.sums, block) for block in weights) * shape.subsets / shape.block
+        row_sums, weights = RowSums.over(values), [Weights(block) for block in blocks]
+        row_sums.sums(weights[0])
+        seconds = min(sums.timed(row_sums.sums, block) for block in weights) * shape.subsets / shape.block
         plain = min(sums.timed(lambda block, values=values: sums.numpy_loop(values, block), block) for block in blocks)
         limit = shape.subsets * shape.size * width * 4 / bandwidth
-        found[name] = {
+        results[name] = {
             "floats": width,
             "sweep_s": seconds,
             "numpy_s": plain * shape.subsets / sums.PLAIN_SUBSETS,
@@ -146,7 +146,7 @@ def sweep(job: Job) -> dict[str, Any]:
         "subsets": shape.subsets,
         "size": shape.size,
         "threads": job.threads,
-        "widths": found,
+        "widths": results,
         "stream_bytes_per_s": bandwidth,
         "matmul_multiply_adds_per_s": sums.matmul_flops(shape),
     }
@@ -173,8 +173,10 @@ def ask(what: str, job: Job, args: argparse.Namespace, batches: Sequence[int] = 
 def environment(args: argparse.Namespace) -> dict[str, str]:
     paths = [*args.peers_path, *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = str(args.threads)
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return os.environ | own | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return (
+        os.environ | variables | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    )
 
 
 def compare(contender: Contender, name: str, job: Job, args: argparse.Namespace) -> dict[str, Any]:
@@ -183,32 +185,32 @@ def compare(contender: Contender, name: str, job: Job, args: argparse.Namespace)
     tried = ask(name, job, args, batches)
     if "error" in tried:
         return {"what": contender.what, "missing": tried["error"]}
-    batch = min(batches, key=lambda one: tried[str(one)])
+    batch = min(batches, key=lambda size: tried[str(size)])
     rows = args.rows
     if not contender.needs_artifact:
         rows = max(2 * args.few, min(rows, int(args.most / tried[str(batch)] * args.few)))
-    found = ask(name, replace(job, rows=rows, batch=batch), args)
-    if "error" in found:
-        return {"what": contender.what, "missing": found["error"]}
-    a_row = slope(found["few"], found, rows - args.few)
-    return {"what": contender.what, "rows": rows, "batch": batch, **found, "a_row": a_row, "batches_cpu_s": tried}
+    result = ask(name, replace(job, rows=rows, batch=batch), args)
+    if "error" in result:
+        return {"what": contender.what, "missing": result["error"]}
+    a_row = slope(result["few"], result, rows - args.few)
+    return {"what": contender.what, "rows": rows, "batch": batch, **result, "a_row": a_row, "batches_cpu_s": tried}
 
 
 def slope(few: Mapping[str, Any], many: Mapping[str, Any], rows: int) -> dict[str, float | None]:
-    kept = None if many["kept_bytes"] is None else (many["kept_bytes"] - few["kept_bytes"]) / rows
+    bytes_per_row = None if many["kept_bytes"] is None else (many["kept_bytes"] - few["kept_bytes"]) / rows
     seconds = {name: (many["work"][name] - few["work"][name]) / rows for name in ("cpu_s", "wall_s")}
-    return {**seconds, "bytes": kept}
+    return {**seconds, "bytes": bytes_per_row}
 
 
 def packages(args: argparse.Namespace) -> dict[str, str]:
     sys.path[:0] = args.peers_path
-    found = {}
+    results = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            results[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            results[name] = "missing"
+    return results
 
 
 def run(args: argparse.Namespace, root: Path) -> None:
@@ -220,12 +222,14 @@ def run(args: argparse.Namespace, root: Path) -> None:
         "load_before": os.getloadavg(),
         "contenders": {},
     }
-    wanted = {name: one for name, one in CONTENDERS.items() if not args.only or any(o in name for o in args.only)}
-    made = ask("world", job, args)
-    if any(one.needs_artifact for one in wanted.values()):
-        made |= ask("artifact", replace(job, rows=args.few), args) | ask("artifact", job, args)
-    if "error" in made:
-        sys.exit(f"peers: {made['error']}")
+    wanted = {
+        name: contender for name, contender in CONTENDERS.items() if not args.only or any(o in name for o in args.only)
+    }
+    world = ask("world", job, args)
+    if any(contender.needs_artifact for contender in wanted.values()):
+        world |= ask("artifact", replace(job, rows=args.few), args) | ask("artifact", job, args)
+    if "error" in world:
+        sys.exit(f"peers: {world['error']}")
     before = earlier(args.out, result) if args.resume else {}
     for name, contender in wanted.items():
         result["contenders"][name] = before.get(name) or compare(contender, name, job, args)
@@ -245,7 +249,7 @@ def earlier(out: Path | None, now: Mapping[str, Any]) -> dict[str, Any]:
     sizes = ("rows", "few", "length", "units", "threads", "most", "packages")
     if not all(then[name] == now[name] for name in sizes):
         return {}
-    return {name: found for name, found in then["contenders"].items() if "missing" not in found}
+    return {name: result for name, result in then["contenders"].items() if "missing" not in result}
 
 
 def write(result: Mapping[str, Any], out: Path | None) -> None:
@@ -258,25 +262,26 @@ COLUMNS = {"": -22, "rows": 5, "batch": 6, "imports": 9, "work": 8, "wall": 8, "
 HEADING = "".join(f"{name:{'<' if size < 0 else '>'}{abs(size)}}" for name, size in COLUMNS.items()) + "  bytes a row"
 
 
-def line(name: str, found: Mapping[str, Any]) -> str:
-    if "missing" in found:
-        return f"{name:22} missing: {found['missing']}"
-    kept = found["a_row"]["bytes"]
+def line(name: str, result: Mapping[str, Any]) -> str:
+    if "missing" in result:
+        return f"{name:22} missing: {result['missing']}"
+    stored = result["a_row"]["bytes"]
     return (
-        f"{name:22}{found['rows']:>5}{found['batch']:>6}{found['imports']['cpu_s']:>9.1f}{found['work']['cpu_s']:>8.1f}"
-        f"{found['work']['wall_s']:>8.1f}{1000 * found['a_row']['cpu_s']:>10.0f}{found['peak_bytes'] / 1e6:>9.0f}"
-        f"{'-' if kept is None else f'{kept:,.0f}':>13}  {found['what']}"
+        f"{name:22}{result['rows']:>5}{result['batch']:>6}{result['imports']['cpu_s']:>9.1f}{result['work']['cpu_s']:>8.1f}"
+        f"{result['work']['wall_s']:>8.1f}{1000 * result['a_row']['cpu_s']:>10.0f}{result['peak_bytes'] / 1e6:>9.0f}"
+        f"{'-' if stored is None else f'{stored:,.0f}':>13}  {result['what']}"
     )
 
 
-def sweep_table(found: Mapping[str, Any]) -> str:
-    if "error" in found:
-        return f"sweep: missing: {found['error']}"
-    lines = [f"sweep of {found['subsets']:,} subsets of {found['size']:,} rows out of {found['rows']:,}"]
-    for name, one in found["widths"].items():
+def sweep_table(results: Mapping[str, Any]) -> str:
+    if "error" in results:
+        return f"sweep: missing: {results['error']}"
+    lines = [f"sweep of {results['subsets']:,} subsets of {results['size']:,} rows out of {results['rows']:,}"]
+    for name, width in results["widths"].items():
         lines.append(
-            f"  {name:8}{one['floats']:>5} floats: Sweep {one['sweep_s']:8.2f} s, NumPy loop {one['numpy_s']:8.2f} s, "
-            f"limit of the memory {one['limit_s']:8.2f} s"
+            f"  {name:8}{width['floats']:>5} floats: "
+            f"Sweep {width['sweep_s']:8.2f} s, NumPy loop {width['numpy_s']:8.2f} s, "
+            f"limit of the memory {width['limit_s']:8.2f} s"
         )
     return "\n".join(lines)
 

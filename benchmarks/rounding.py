@@ -36,33 +36,35 @@ def fidelity(
 ) -> dict[tuple[str, str], float]:
     """Task rho of every method and target."""
     lines = compare(artifact, environment, protocols, resamples=10).records()
-    return {(one["method"], one["target"]): one["task_rho"] for one in lines if one["task_rho"] is not None}
+    return {(line["method"], line["target"]): line["task_rho"] for line in lines if line["task_rho"] is not None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--protocol", type=Path, help="evaluated beside the one that ships")
+    parser.add_argument("--protocol", type=Path, help="also evaluate this scoring rule, besides the built-in one")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     protocols = {"default": DEFAULT_PROTOCOL} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
     environment = RetrainedRuns.open(args.environment)
     stored = fidelity(ArtifactReader.open(args.artifact), environment, protocols)
-    again = [fidelity(RoundedAgain.open(args.artifact), environment, protocols) for _ in range(args.draws)]
-    changes = {key: [abs(one[key] - rho) for one in again] for key, rho in stored.items()}
-    average = [change for (_, target), found in changes.items() if target == "average" for change in found]
-    single = [change for (_, target), found in changes.items() if target != "average" for change in found]
-    found = {"draws": args.draws, "methods": len({method for method, _ in stored})} | {
+    rounded = [fidelity(RoundedAgain.open(args.artifact), environment, protocols) for _ in range(args.draws)]
+    changes = {key: [abs(draw[key] - rho) for draw in rounded] for key, rho in stored.items()}
+    average = [change for (_, target), differences in changes.items() if target == "average" for change in differences]
+    single = [change for (_, target), differences in changes.items() if target != "average" for change in differences]
+    summary = {"draws": args.draws, "methods": len({method for method, _ in stored})} | {
         f"{name}_{what}": float(how(values))
         for name, values in (("average", average), ("target", single))
         for what, how in (("mean", np.mean), ("largest", np.max))
     }
-    print("\n".join(f"{name:18} {value:.5f}" if "_" in name else f"{name:18} {value}" for name, value in found.items()))
+    print(
+        "\n".join(f"{name:18} {value:.5f}" if "_" in name else f"{name:18} {value}" for name, value in summary.items())
+    )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,16 +78,16 @@ def shard(
 
 def measured(art: Path, budget: str, diversity: float, out: Path) -> dict[str, Any]:
     """One `grasp select`: wall seconds, seconds of processor, peak of resident memory, and what it chose."""
-    asked = ["select", str(art), "--budget", budget, "--target", "sciq=2,boolq=1", "--by", "topic", "--quiet"]
-    asked += ["--diversity", str(diversity), "--out", str(out)]
+    arguments = ["select", str(art), "--budget", budget, "--target", "sciq=2,boolq=1", "--by", "topic", "--quiet"]
+    arguments += ["--diversity", str(diversity), "--out", str(out)]
     began = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-m", "grasp", *asked], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "grasp", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"grasp {' '.join(asked)}: exit code {process.returncode}")
+        raise SystemExit(f"grasp {' '.join(arguments)}: exit code {process.returncode}")
     summary = json.loads(out.with_suffix(".json").read_text())
     (copies,) = (line for line in summary["labels"] if line["value"] == COPY)
     return {

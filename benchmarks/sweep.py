@@ -163,8 +163,8 @@ def at_trak_width(rng: np.random.Generator, blocks: list[csr_array], args: argpa
     sweep, weights = RowSums.over(values), [Weights(block) for block in blocks]
     sweep.sums(weights[0])
     plain = min(timed(lambda block: numpy_loop(values, block), block) for block in blocks[:3])
-    own = min(timed(sweep.sums, block) for block in weights[:3])
-    return {"numpy_s": plain * args.subsets / PLAIN_SUBSETS, "sweep_s": own * args.subsets / args.block}
+    sweep_s = min(timed(sweep.sums, block) for block in weights[:3])
+    return {"numpy_s": plain * args.subsets / PLAIN_SUBSETS, "sweep_s": sweep_s * args.subsets / args.block}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ AVERAGE = "average"
 
 
 def table(name: str, report: dict[str, Any]) -> str:
-    """A heading, the ceilings, and a line a method."""
+    """Return a heading, the ceilings, and one row per method."""
     records = report["results"]
     targets = [name for name in dict.fromkeys(record["target"] for record in records) if name != AVERAGE]
     shown = [record for record in records if record["target"] == (AVERAGE if len(targets) > 1 else targets[0])]
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in args.results}
-    text = f"# {args.title}\n\n" + "\n".join(table(*one) for one in reports.items())
+    text = f"# {args.title}\n\n" + "\n".join(table(*report) for report in reports.items())
     print(text, end="")
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")

@@ -8,7 +8,6 @@ import pytest
 import typer
 
 from grasp.cli import app
-from tools.prose import figures, printed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,16 +29,3 @@ def test_every_command_is_one_that_grasp_takes(page):
     group = typer.main.get_command(app)
     for argv in commands(page):
         group.commands[argv[1]].make_context(argv[1], argv[2:])  # or it says what it does not know
-
-
-def test_printed_sentences_are_read_as_those_of_pages_are():
-    long = " ".join(["word"] * 25)
-    module = f'''"""{long} {long} of the docstring, which is not printed."""
-say(f"{long}, " + "not a sentence"); tell(
-    f"the {{rows:,}} rows "
-    f"{long} {long}: too long")
-STOP = "{long} {long} a list of words"
-'''
-    assert set(printed(module).split("\n\n")) == {f"{long}, ", f"the `x` rows {long} {long}: too long"}
-    (fault,) = figures(printed(module), module=True).faults()
-    assert fault.startswith("a sentence of 55 words; at most 40: the `x` rows")

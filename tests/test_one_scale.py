@@ -14,8 +14,8 @@ from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
-from grasp.report.findings import findings
-from grasp.report.serve import Ask, answered
+from grasp.report.findings import collect_findings
+from grasp.report.serve import QueryService, respond
 from grasp.select.select import select
 from grasp.text import several
 from tests.cli.grasp_command import succeed
@@ -76,11 +76,11 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
 
 def served(artifact) -> dict[str, float]:
     """As a browser gets it, and an agent: plain arguments, JSON back."""
-    ask = Ask(artifact)
+    ask = QueryService(artifact)
     questions = {"drop": "topic = 'life'", "keep": "topic != 'life'", "weight": ["topic = 'life': 0"], "by": "topic"}
     found = {}
     for name, value in questions.items():
-        answer, status = answered(ask, "predict", {name: value})
+        answer, status = respond(ask, "predict", {name: value})
         assert status == 200, answer
         lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
         found[name] = lines[0]["change"] if name != "by" else {one["value"]: one for one in lines}["life"]["if_dropped"]
@@ -113,7 +113,7 @@ def test_many_subsets_are_asked_at_once(art):
 def test_a_row_has_one_effect_wherever_it_is_shown(art):
     artifact = ArtifactReader.open(art)
     effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
-    answer, _ = answered(Ask(artifact), "score", {"top": len(effect_N)})
+    answer, _ = respond(QueryService(artifact), "score", {"top": len(effect_N)})
     lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
     shown = {line["row_id"]: line["effect"] for line in lines}
     for row in effect_N.index[[0, len(effect_N) // 2, -1]]:
@@ -126,7 +126,7 @@ def test_a_row_has_one_effect_wherever_it_is_shown(art):
         }
         assert effects == pytest.approx(dict.fromkeys(effects, effect_N[row]), abs=1e-4)
         # words are of the model run again, in full precision; what the artifact holds is rounded to float16
-        words = np.nansum(explained.table["contribution"].to_numpy()) + explained.average
+        words = np.nansum(explained.table["contribution"].to_numpy()) + explained.text + explained.average
         assert words == pytest.approx(effect_N[row], rel=1e-2, abs=1e-2)
 
 
@@ -164,12 +164,12 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = findings(artifact, DEFAULT_PROTOCOL, target=shown, environment=runs)
+        found = collect_findings(artifact, DEFAULT_PROTOCOL, target=shown, environment=runs)
         g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
         dropped = found.labels[0].dropped
         answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
-    served = Ask(artifact, runs=runs)
-    answer, status = answered(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
+    served = QueryService(artifact, runs=runs)
+    answer, status = respond(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
     assert status == 200, answer
     answers["served"] = [dict(zip(answer["columns"], answer["rows"][0], strict=True))[name] for name in columns]
     selection = select(artifact, len(kept_ids), "sciq", runs=runs)

@@ -39,12 +39,12 @@ def test_functions_modules_depth_and_changes_of_a_known_road(tmp_path, monkeypat
     for name, text in (("first", FIRST), ("second", SECOND), ("third", THIRD)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(road, "HOUSE", f"{tmp_path}/")
+    monkeypatch.setattr(road, "PACKAGE", f"{tmp_path}/")
     import first  # noqa: PLC0415 - it is made here
 
-    found = road.Road()
-    threading.setprofile(found.told)
-    sys.setprofile(found.told)
+    found = road.CallTrace()
+    threading.setprofile(found.record)
+    sys.setprofile(found.record)
     try:
         first.main()
     finally:

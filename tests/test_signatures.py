@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grasp.report.serve import LISTS, QUESTIONS
+from grasp.report.serve import REPEATABLE, SERVED_VERBS
 from grasp.signatures import REQUIRED, declared
 
 VERBS = [
@@ -28,7 +28,7 @@ VERBS = [
     ("grasp.api.retrain", "retrain"),
     ("grasp.api.score", "score"),
 ]
-OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "progress", "tell"}  # no text can give them
+OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "on_start", "progress"}  # no text can give them
 
 
 @pytest.mark.parametrize(("module", "name"), VERBS)
@@ -52,7 +52,7 @@ def test_kinds_are_those_that_can_be_written():
 
 
 def test_a_question_of_a_page_or_an_agent_names_no_file():
-    for verb, (module, names) in QUESTIONS.items():
+    for verb, (module, names) in SERVED_VERBS.items():
         asked = [declared(module, verb).arguments[name] for name in names]
         assert all(argument.kind is not Path for argument in asked)
-        assert {argument.name for argument in asked if argument.repeatable} <= set(LISTS)
+        assert {argument.name for argument in asked if argument.repeatable} <= set(REPEATABLE)

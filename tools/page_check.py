@@ -27,7 +27,7 @@ SLIDER = """() => {
     return Math.round(performance.now() - start) / 10;
 }"""
 UNFOLD = "document.querySelectorAll('details').forEach((one) => { one.removeAttribute('name'); one.open = true; })"
-FOUND = "axe.run(document, { resultTypes: ['violations'] }).then((found) => found.violations)"
+VIOLATIONS_SCRIPT = "axe.run(document, { resultTypes: ['violations'] }).then((found) => found.violations)"
 
 
 def looked_at(browser: Browser, address: str, width: int, scheme: str, axe: str, shots: Path | None) -> dict[str, Any]:
@@ -40,16 +40,16 @@ def looked_at(browser: Browser, address: str, width: int, scheme: str, axe: str,
     )
     page = context.new_page()
     page.goto(address, wait_until="load", timeout=120_000)
-    found = {"interactive": page.evaluate(INTERACTIVE), "slider": page.evaluate(SLIDER)}
+    result = {"interactive": page.evaluate(INTERACTIVE), "slider": page.evaluate(SLIDER)}
     if shots is not None:
         page.evaluate("scrollTo(0, 0)")
         page.screenshot(path=shots / f"{address.rstrip('/').rpartition('/')[2][:40]}-{width}-{scheme}.png")
     page.evaluate(UNFOLD)
-    found["over"] = page.evaluate("document.documentElement.scrollWidth") - width
+    result["over"] = page.evaluate("document.documentElement.scrollWidth") - width
     page.evaluate(axe)
-    found["rules"] = page.evaluate(FOUND)
+    result["rules"] = page.evaluate(VIOLATIONS_SCRIPT)
     context.close()
-    return found
+    return result
 
 
 def main() -> int:
@@ -57,22 +57,22 @@ def main() -> int:
     parser.add_argument("pages", nargs="+", help="files or URLs")
     parser.add_argument("--axe", type=Path, required=True, help="axe.min.js of the npm package axe-core")
     parser.add_argument("--shots", type=Path, help="directory for a picture of each")
-    asked = parser.parse_args()
-    axe, fit = asked.axe.read_text(encoding="utf-8"), True
-    if asked.shots is not None:
-        asked.shots.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    axe, fit = args.axe.read_text(encoding="utf-8"), True
+    if args.shots is not None:
+        args.shots.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
-        for page in asked.pages:
+        for page in args.pages:
             address = page if "://" in page else Path(page).resolve().as_uri()
             for width, scheme in [(width, scheme) for width in WIDTHS for scheme in ("light", "dark")]:
-                found = looked_at(browser, address, width, scheme, axe, asked.shots)
-                grave = [rule for rule in found["rules"] if rule["impact"] in GRAVE]
-                fit &= not grave and found["over"] <= 0 and found["interactive"] <= SLOWEST
-                rules = [f"{rule['id']} ({rule['impact']}) {rule['nodes'][0]['target']}" for rule in found["rules"]]
+                result = looked_at(browser, address, width, scheme, axe, args.shots)
+                grave = [rule for rule in result["rules"] if rule["impact"] in GRAVE]
+                fit &= not grave and result["over"] <= 0 and result["interactive"] <= SLOWEST
+                rules = [f"{rule['id']} ({rule['impact']}) {rule['nodes'][0]['target']}" for rule in result["rules"]]
                 print(
-                    f"{page} {width} {scheme}: {found['interactive']} ms, a slider {found['slider']} ms, "
-                    f"{max(0, found['over'])} px too wide, axe: {', '.join(rules) or 'nothing'}"
+                    f"{page} {width} {scheme}: {result['interactive']} ms, a slider {result['slider']} ms, "
+                    f"{max(0, result['over'])} px too wide, axe: {', '.join(rules) or 'nothing'}"
                 )
         browser.close()
     return 0 if fit else 1

@@ -69,7 +69,9 @@ def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = Non
 def evidence() -> str:
     """Draw the rank correlation of each method with retraining."""
     path = ROOT / "experiments" / "baselines" / "cc-format.json"
-    averages = {one["method"]: one for one in json.loads(path.read_text())["results"] if one["target"] == "average"}
+    averages = {
+        result["method"]: result for result in json.loads(path.read_text())["results"] if result["target"] == "average"
+    }
     bars = [
         Bar(label, *(averages[name][key] for key in ("mean_lds", "mean_lds_low", "mean_lds_high")))
         for name, label in METHODS

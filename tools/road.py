@@ -28,7 +28,7 @@ import grasp.cli  # noqa: E402
 from grasp.yaml_files import write_yaml  # noqa: E402
 from tests.build.world import world  # noqa: E402
 
-HOUSE = str(ROOT / "src" / "grasp") + os.sep
+PACKAGE = str(ROOT / "src" / "grasp") + os.sep
 COMMANDS = {
     "grasp build": ("build", "--config", "settings.yaml", "--out", "made", "--untrained"),
     "grasp select --export": ("select", "art", "--budget", "30%", "--out", "kept.parquet", "--export", "kept"),
@@ -41,7 +41,7 @@ COMMANDS = {
 IMPORT = "import"  # stands for a module that is being imported
 
 
-class Road:
+class CallTrace:
     """What a command passes: functions, as module:name, in the order in which they are first called."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Road:
         self.depth = 0
         self._waiting = threading.local()
 
-    def told(self, frame: FrameType, event: str, _: object) -> None:
+    def record(self, frame: FrameType, event: str, _: object) -> None:
         """As `sys.setprofile` tells of calls and returns."""
         stack: list[str | None] = self._waiting.__dict__.setdefault("stack", [])
         if event == "call":
@@ -65,7 +65,7 @@ class Road:
     def counts(self) -> tuple[int, int, int, int]:
         """Functions, modules, depth, changes of module."""
         modules = [name.partition(":")[0] for name in self.functions]
-        changes = sum(one != other for one, other in pairwise(modules))
+        changes = sum(module != other for module, other in pairwise(modules))
         return len(modules), len(set(modules)), self.depth, changes
 
 
@@ -73,51 +73,51 @@ def _name(code: CodeType) -> str | None:
     """What a frame counts as: a function, an import, or nothing of its own."""
     if code.co_name == "<module>":
         return IMPORT
-    if not code.co_filename.startswith(HOUSE) or code.co_name.startswith("<"):
+    if not code.co_filename.startswith(PACKAGE) or code.co_name.startswith("<"):
         return None
-    module = code.co_filename.removeprefix(HOUSE).removesuffix(".py").removesuffix("/__init__")
+    module = code.co_filename.removeprefix(PACKAGE).removesuffix(".py").removesuffix("/__init__")
     return f"{module.replace(os.sep, '.')}:{code.co_qualname}"
 
 
 def make(place: Path) -> None:
     """A corpus, a model, a target, and an artifact of them."""
     write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
-    said = _run(place, ("build", "--config", "settings.yaml", "--out", "art", "--untrained"))
+    output = _run(place, ("build", "--config", "settings.yaml", "--out", "art", "--untrained"))
     if not (place / "art" / "manifest.json").exists():
-        raise SystemExit(said)
+        raise SystemExit(output)
 
 
 def traced(place: Path, arguments: Sequence[str]) -> tuple[tuple[int, int, int, int], list[str]]:
     """One command in this process: what it counts, and what it passes."""
-    road = Road()
-    _run(place, arguments, road)
-    return road.counts, list(road.functions)
+    trace = CallTrace()
+    _run(place, arguments, trace)
+    return trace.counts, list(trace.functions)
 
 
-def _run(place: Path, arguments: Sequence[str], road: Road | None = None) -> str:
+def _run(place: Path, arguments: Sequence[str], trace: CallTrace | None = None) -> str:
     os.chdir(place)
     sys.argv = ["grasp", *arguments]
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         try:
-            if road is not None:
-                threading.setprofile(road.told)
-                sys.setprofile(road.told)
+            if trace is not None:
+                threading.setprofile(trace.record)
+                sys.setprofile(trace.record)
             grasp.cli.main()
         except SystemExit as stop:
             if stop.code:
-                raise RuntimeError(said.getvalue()) from stop
+                raise RuntimeError(output.getvalue()) from stop
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def main() -> None:
     """Trace, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", action="store_true", help="Print what is passed, too.")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         place = Path(folder)
         pool.apply(make, (place,))
@@ -125,7 +125,7 @@ def main() -> None:
     print("| command | functions | modules | depth | changes of module |\n|---|---|---|---|---|")
     for name, (counts, _) in roads.items():
         print(f"| `{name}` | {' | '.join(map(str, counts))} |")
-    if given.names:
+    if args.names:
         for name, (_, functions) in roads.items():
             print(f"\n{name}")
             for module, of_module in groupby(functions, lambda function: function.partition(":")[0]):

@@ -1,7 +1,7 @@
 """Count faults: each is one child process, or one call, and one check.
 
 The numbers of each kind, and every fault that was not mended, are written as JSON after each fault, so that the harness
-itself may be killed: the same command goes on after the last fault that it counted. What is drawn for a fault follows
+itself may be killed: the same command goes on after the last fault in it. What is drawn for a fault follows
 from the seed and its number.
 """
 
@@ -45,8 +45,8 @@ RARE: dict[str, tuple[Callable[[Bench], None], int]] = {
 BUGS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, RuntimeError, MemoryError)
 
 
-def counted(out: Path, of: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
-    """What --out has counted with the same seed and kinds, or nothing yet."""
+def load_report(out: Path, of: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
+    """Load the report at --out if it has the same seed and kinds, else return an empty one."""
     if out.exists():
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         if of.items() <= report.items():
@@ -72,8 +72,8 @@ def count(
                 kinds[kind][0](bench)
                 report["kinds"][kind]["mended"] += 1
             except (FaultError, GraspError, subprocess.TimeoutExpired, *BUGS) as err:
-                said = " ".join(format_exception_only(err)).strip()
-                report["failures"].append({"fault": i, "kind": kind, "what": said})
+                message = " ".join(format_exception_only(err)).strip()
+                report["failures"].append({"fault": i, "kind": kind, "what": message})
             report |= {"faults": i + 1, "mended": i + 1 - len(report["failures"])}
             out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(out, (json.dumps(report, indent=1) + "\n").encode())
@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--tmpfs", action="store_true", help="fill a small tmpfs as well; needs the right to mount")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the counts")
     args = parser.parse_args()
-    kinds = KINDS | {kind: found for kind, found in RARE.items() if getattr(args, kind)}
+    kinds = KINDS | {kind: attack for kind, attack in RARE.items() if getattr(args, kind)}
     if args.only:
         chosen = tuple(part.strip() for part in args.only.split(","))
         kinds = {kind: known for kind, known in kinds.items() if kind.startswith(chosen)}
-    report = counted(args.out, {"seed": args.seed, "ray": args.ray, "tmpfs": args.tmpfs, "only": args.only}, kinds)
+    report = load_report(args.out, {"seed": args.seed, "ray": args.ray, "tmpfs": args.tmpfs, "only": args.only}, kinds)
     if report["faults"] < args.faults:
         count(report, kinds, args.faults, args.out)
     failures = len(report["failures"])

@@ -70,10 +70,10 @@ def killed(bench: Bench, verb: str) -> None:
     process = Child(verb, bench.root, out)
     process.wait(bench.draw.uniform(0.0, 1.0) * bench.seconds[verb])
     process.kill()
-    again(bench, verb, out)
+    rerun(bench, verb, out)
 
 
-def again(bench: Bench, verb: str, out: Path) -> None:
+def rerun(bench: Bench, verb: str, out: Path) -> None:
     """The same command again; what makes a new directory is done where there is one."""
     before = finished(out)
     if not (verb in ("distil", "merge", "runs-import") and out.exists()):
@@ -101,7 +101,7 @@ def kill_worker(bench: Bench) -> None:
     deadline = time.monotonic() + LONGEST
     while not process.wait(0.05) and time.monotonic() < deadline:
         below = psutil.Process(process.pid).children(recursive=True)
-        pids = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
+        pids = [process.pid for process in below if " ".join(process.cmdline()).startswith("ray::ModelActor")]
         if pids:
             time.sleep(bench.draw.uniform(0, 2))
             with contextlib.suppress(ProcessLookupError):
@@ -126,7 +126,7 @@ def starved(bench: Bench, limits: Limits, wording: str) -> None:
         raise FaultError(f"{verb}: does not say what the disk said: {line}")
     if verb == "build" and (out / "build.json").exists() and not verify(out).ok:
         raise FaultError("a half shard was left")
-    again(bench, verb, out)
+    rerun(bench, verb, out)
 
 
 def full_disk(bench: Bench) -> None:
@@ -198,25 +198,25 @@ def flipped(bench: Bench, data: bytearray) -> bytearray:
 def read_artifact(bench: Bench, path: Path) -> dict[str, bytes]:
     """All that can be asked of an artifact."""
     artifact = ArtifactReader.open(path)
-    found = arrays_of(path) | {"units": str(artifact.units.to_pylist()).encode()}
-    found["rows"] = str(pq.read_table(artifact.rows_path).to_pylist()).encode()
-    found["shards"] = str(artifact.rows(np.arange(artifact.n_rows)).to_pylist()).encode()
+    contents = arrays_of(path) | {"units": str(artifact.units.to_pylist()).encode()}
+    contents["rows"] = str(pq.read_table(artifact.rows_path).to_pylist()).encode()
+    contents["shards"] = str(artifact.rows(np.arange(artifact.n_rows)).to_pylist()).encode()
     if artifact.tokens_path.exists():
-        found["tokens"] = RowStore.open(artifact.tokens_path).shard(0).flat_ids.tobytes()
-    return found | {"manifest": artifact.manifest.model_dump_json().encode()}
+        contents["tokens"] = RowStore.open(artifact.tokens_path).shard(0).flat_ids.tobytes()
+    return contents | {"manifest": artifact.manifest.model_dump_json().encode()}
 
 
 def read_environment(bench: Bench, path: Path) -> dict[str, bytes]:
     environment = RetrainedRuns.open(path)
-    found = {"info": environment.info.model_dump_json().encode()}
-    found["utilities"] = environment.utilities().values_BSE.tobytes()
-    return found | {"reference": environment.reference_utilities().tobytes()}
+    contents = {"info": environment.info.model_dump_json().encode()}
+    contents["utilities"] = environment.utilities().values_BSE.tobytes()
+    return contents | {"reference": environment.reference_utilities().tobytes()}
 
 
 def read_runs(bench: Bench, path: Path) -> dict[str, bytes]:
     runs = RunTable.open(path)
-    found = {"info": runs.info.model_dump_json().encode()}
-    return found | {"weights": runs.weights_RG().tobytes(), "utilities": runs.utility_RST().tobytes()}
+    contents = {"info": runs.info.model_dump_json().encode()}
+    return contents | {"weights": runs.weights_RG().tobytes(), "utilities": runs.utility_RST().tobytes()}
 
 
 def read_scorer(bench: Bench, path: Path) -> dict[str, bytes]:
@@ -252,11 +252,11 @@ def flip_read(bench: Bench) -> None:
     name = bench.draw.choice([name for name in names if name != "lock"])
     (path / name).write_bytes(flipped(bench, bytearray((path / name).read_bytes())))
     try:
-        found = read(bench, path)
+        contents = read(bench, path)
     except GraspError as err:
         one_line(err)
         return
-    if changed := [what for what, data in read(bench, source).items() if found[what] != data]:
+    if changed := [what for what, data in read(bench, source).items() if contents[what] != data]:
         raise FaultError(f"{verb}: a bit of {name} was flipped: {changed[0]} changed without a word")
 
 

@@ -251,7 +251,7 @@ def named_after(bench: Bench, name: str, place: Path) -> tuple[Path, Path, Path,
     )
     manifest = json.loads((art / MANIFEST).read_text(encoding="utf-8"))
     card = json.loads((scorer / CARD).read_text(encoding="utf-8"))
-    told = json.loads((runs / INFO).read_text(encoding="utf-8"))
+    info = json.loads((runs / INFO).read_text(encoding="utf-8"))
     trained = json.loads((environment / "environment.json").read_text(encoding="utf-8"))
     manifest["made_by"][name] = name
     manifest["fingerprints"][name] = name
@@ -261,16 +261,16 @@ def named_after(bench: Bench, name: str, place: Path) -> tuple[Path, Path, Path,
     manifest["settings"]["model"]["path"] = name
     card |= {"target": name, "scored_by": name, "made_by": {name: name}, "fingerprints": {name: name}}
     card["slices"] = [{"label": name, "value": name, "rows": 3, "spearman": [0.1, 0.0, 0.2]}]
-    told |= {"read_from": [name], "label": bench.draw.choice(["topic", name])}
+    info |= {"read_from": [name], "label": bench.draw.choice(["topic", name])}
     trained |= {"recipe": name, "made_by": {name: name}}
     for file in (TRAINED, RESULTS):
         table = pq.read_table(runs / file)
         spelled = pa.array([name if i == "run-0" else i for i in table["run"].to_pylist()])
         pq.write_table(table.set_column(0, "run", spelled), runs / file)
-    told["files"] = {file: entry_of(runs / file).model_dump() for file in told["files"]}
+    info["files"] = {file: entry_of(runs / file).model_dump() for file in info["files"]}
     signed_again(art / MANIFEST, manifest)
     signed_again(scorer / CARD, card)
-    signed_again(runs / INFO, told)
+    signed_again(runs / INFO, info)
     signed_again(environment / "environment.json", trained)
     return art, scorer, runs, environment
 
@@ -369,13 +369,13 @@ def output_on_input(bench: Bench) -> None:
     }
     one_file = draw.random() < 0.6
     words = draw.choice(FILES if one_file else DIRECTORIES)
-    given = [places[word] for word in words if word in places]
-    inputs = [file for place in given for file in (place, *place.rglob("*"))]
+    known = [places[word] for word in words if word in places]
+    inputs = [file for place in known for file in (place, *place.rglob("*"))]
     if "ART" in words:
         inputs += [bench.root / "corpus.jsonl", bench.root / "facts.jsonl", *(bench.root / "model").glob("*")]
     inputs += [Path("/dev/null"), bench.root]
     if not one_file and not {"build", "retrain"} & {*words}:  # they may lie anywhere but in the place of another file
-        inputs += [place / "new" for place in given if place.is_dir()]
+        inputs += [place / "new" for place in known if place.is_dir()]
     if {"build", "retrain"} & {*words}:
         inputs = [path for path in inputs if not path.is_dir()] + [bench.root, bench.environment / "reference"]
     out = draw.choice(sorted(inputs))

@@ -216,10 +216,10 @@ class Child:
     """A process of its own that a fault happens to; forked where all is imported, so that kills hit work."""
 
     def __init__(self, verb: str, root: Path, out: Path, limits: Limits | None = None) -> None:
-        self._said, says = SERVER.Pipe(duplex=False)
-        self._process = SERVER.Process(target=run_child, args=(verb, root, out, limits or Limits(), says))
+        self._reader, writer = SERVER.Pipe(duplex=False)
+        self._process = SERVER.Process(target=run_child, args=(verb, root, out, limits or Limits(), writer))
         self._process.start()
-        says.close()
+        writer.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -241,7 +241,7 @@ class Child:
             self.kill()
             raise FaultError(f"not done after {LONGEST:.0f} s")
         try:
-            line, traceback = self._said.recv()
+            line, traceback = self._reader.recv()
         except EOFError as err:
             raise FaultError(f"ended with exit code {self._process.exitcode} and no word") from err
         if traceback:
@@ -251,7 +251,7 @@ class Child:
         return str(line) if line else None
 
 
-def run_child(verb: str, root: Path, out: Path, limits: Limits, says: Connection) -> None:
+def run_child(verb: str, root: Path, out: Path, limits: Limits, writer: Connection) -> None:
     """Sends the one line of a refusal and the traceback of a bug, each empty if there is none."""
     os.setsid()
     if limits.file_bytes:
@@ -262,13 +262,13 @@ def run_child(verb: str, root: Path, out: Path, limits: Limits, says: Connection
         ctypes.CDLL(None).fail_below(below, ctypes.c_long(limits.calls), ctypes.c_int(limits.error))
     try:
         VERBS[verb](root, out)
-        says.send(("", ""))
+        writer.send(("", ""))
     except GraspError as err:
-        says.send((str(err), ""))
+        writer.send((str(err), ""))
     except OSError as err:
-        says.send((str(err), "" if err.errno in REFUSALS else format_exc()))
+        writer.send((str(err), "" if err.errno in REFUSALS else format_exc()))
     except BaseException:
-        says.send(("", format_exc()))
+        writer.send(("", format_exc()))
         raise
 
 
@@ -284,8 +284,8 @@ def go_on(verb: str, root: Path, out: Path) -> None:
 def arrays_of(path: Path) -> dict[str, bytes]:
     """Everything of an artifact that is a number."""
     artifact = ArtifactReader.open(path)
-    found = {name: b"".join(b.tobytes() for _, b in artifact.array_blocks(name)) for name in artifact.array_names}
-    return found | {f"moments {name}": array.tobytes() for name, array in artifact.moments.items()}
+    arrays = {name: b"".join(b.tobytes() for _, b in artifact.array_blocks(name)) for name in artifact.array_names}
+    return arrays | {f"moments {name}": array.tobytes() for name, array in artifact.moments.items()}
 
 
 def contents(path: Path) -> dict[str, bytes]:

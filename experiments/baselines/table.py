@@ -52,8 +52,8 @@ def sweep_seconds(width: int, n_rows: int) -> float:
 
 def widths(results: Sequence[dict[str, Any]]) -> set[int]:
     """Every number of floats a row that some method keeps."""
-    kept = {record[name] for record in results for name in ("score_floats", "feature_floats")}
-    return {1, *(width for width in kept if width)}
+    recorded = {record[name] for record in results for name in ("score_floats", "feature_floats")}
+    return {1, *(width for width in recorded if width)}
 
 
 def cells(record: dict[str, Any], seconds: dict[int, float]) -> list[str]:
@@ -88,13 +88,13 @@ def together(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reports of the same environment and targets as one; of a method that several have, the first counts."""
     merged: dict[tuple[str, ...], dict[str, Any]] = {}
     for report in reports:
-        own = shown(report)
-        targets = [name for name in dict.fromkeys(one["target"] for one in report["results"]) if name != AVERAGE]
+        results = shown(report)
+        targets = [name for name in dict.fromkeys(result["target"] for result in report["results"]) if name != AVERAGE]
         over = targets[0] if len(targets) == 1 else f"average of {len(targets)} tasks"
         new = {**report, "over": over, "results": [], "notes": [], "ceilings": ceilings(report["results"], targets)}
         into = merged.setdefault((report["environment"], *sorted(targets)), new)
-        there = {record["method"] for record in into["results"]}
-        into["results"] += [record for record in own if record["method"] not in there]
+        present = {record["method"] for record in into["results"]}
+        into["results"] += [record for record in results if record["method"] not in present]
         into["notes"] += [note for note in report["notes"] if note not in into["notes"]]
     return list(merged.values())
 
@@ -108,10 +108,10 @@ def table(report: dict[str, Any], seconds: dict[int, float]) -> str:
         f"Ceilings: {report['ceilings']}. 100,000 subsets over one float a row: {seconds[1]:.2f} s.",
     ]
     for standing in STANDINGS:
-        own = [record for record in report["results"] if record["standing"] == standing]
-        if own:
+        results = [record for record in report["results"] if record["standing"] == standing]
+        if results:
             lines += ["", f"### {standing}", "", _line(HEADINGS), _line(["---"] * len(HEADINGS))]
-            lines += [_line(cells(record, seconds)) for record in own]
+            lines += [_line(cells(record, seconds)) for record in results]
     return "\n".join([*lines, "", *(f"- {note}" for note in report["notes"])]) + "\n"
 
 

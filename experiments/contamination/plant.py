@@ -40,8 +40,8 @@ def grams(words: Sequence[str], n: int) -> set[tuple[str, ...]]:
 
 def own_text(unit: Unit, *, whole: bool = False) -> str:
     """Question and answer without the words of the prompt's template; the passage before them where `whole`."""
-    asked = unit.prompt.rsplit("\nAnswer:", 1)[0]
-    passage, _, question = asked.rpartition("Question:")
+    question_text = unit.prompt.rsplit("\nAnswer:", 1)[0]
+    passage, _, question = question_text.rpartition("Question:")
     return " ".join([passage.strip() if whole else "", question.strip(), unit.completion.strip()]).strip()
 
 
@@ -81,18 +81,18 @@ def passages(
         Passages in an order that tells nothing, and the units: those found naturally, then those planted.
     """
     documents = pq.read_table(pool, columns=["doc_id", "text", "eval_overlap"]).to_pylist()
-    natural, found = _natural([one for one in documents if _marked(one)], units)
-    rest = [unit for unit in units if unit.unit_id not in found]
+    natural, contaminated = _natural([document for document in documents if _marked(document)], units)
+    rest = [unit for unit in units if unit.unit_id not in contaminated]
     order = stream(0, "contamination", "units").permutation(len(rest))
     hidden = [rest[i] for i in order[: planted * len(CHANGES)]]
-    free = [one for one in documents if not one["eval_overlap"]]
+    free = [document for document in documents if not document["eval_overlap"]]
     hosts = iter(free[i] for i in stream(0, "contamination", "hosts").permutation(len(free)))
     out = list(natural)
     for place, change in enumerate(CHANGES):
         out += [_host(next(hosts), change, unit, whole) for unit in hidden[place * planted : (place + 1) * planted]]
-    out += [Passage(one["doc_id"], " ".join(_window(one)), CLEAN) for one in islice(hosts, clean)]
+    out += [Passage(host["doc_id"], " ".join(_window(host)), CLEAN) for host in islice(hosts, clean)]
     mixed = stream(0, "contamination", "order").permutation(len(out))
-    return [out[i] for i in mixed], [unit for unit in units if unit.unit_id in found] + hidden
+    return [out[i] for i in mixed], [unit for unit in units if unit.unit_id in contaminated] + hidden
 
 
 def _marked(document: dict[str, object]) -> bool:
@@ -100,20 +100,20 @@ def _marked(document: dict[str, object]) -> bool:
 
 
 def _natural(documents: Sequence[dict[str, str]], units: Sequence[Unit]) -> tuple[list[Passage], set[str]]:
-    asked = {gram: unit.unit_id for unit in units for gram in grams(folded(own_text(unit)), SHARED)}
-    out, found = [], set()
+    unit_of_gram = {gram: unit.unit_id for unit in units for gram in grams(folded(own_text(unit)), SHARED)}
+    out, matched = [], set()
     for document in documents:
         words = document["text"].split()
         # a word with a hyphen is two: of each, the word of the document that it stands in
         plain = [(part, place) for place, word in enumerate(words) for part in folded(word)]
         for i in range(len(plain) - SHARED + 1):
-            unit_id = asked.get(tuple(part for part, _ in plain[i : i + SHARED]))
+            unit_id = unit_of_gram.get(tuple(part for part, _ in plain[i : i + SHARED]))
             if unit_id is not None:
                 start = max(0, min(plain[i][1] - (WORDS - SHARED) // 2, len(words) - WORDS))
                 out.append(Passage(document["doc_id"], " ".join(words[start : start + WORDS]), NATURAL))
-                found.add(unit_id)
+                matched.add(unit_id)
                 break
-    return out, found
+    return out, matched
 
 
 def _window(document: dict[str, str]) -> list[str]:

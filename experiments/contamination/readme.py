@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(results: dict[str, Any]) -> list[str]:
     """Recall at 100 of every method, the highest mean first."""
-    kinds = [kind for kind in ("verbatim", "shuffled", "masked", "natural") if kind in found["rows"]]
-    heads = [f"{kind} ({found['rows'][kind]})" for kind in kinds]
+    kinds = [kind for kind in ("verbatim", "shuffled", "masked", "natural") if kind in results["rows"]]
+    heads = [f"{kind} ({results['rows'][kind]})" for kind in kinds]
     out = [f"| method | {' | '.join(heads)} |"]
     out.append("|---" * (1 + len(kinds)) + "|")
-    ranked = sorted(found["table"].items(), key=lambda pair: -sum(one["recall"] for one in pair[1].values()))
+    ranked = sorted(results["table"].items(), key=lambda pair: -sum(cell["recall"] for cell in pair[1].values()))
     for method, by_kind in ranked:
-        cells = [f"{one['recall']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" for one in map(by_kind.get, kinds)]
+        cells = [f"{cell['recall']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]" for cell in map(by_kind.get, kinds)]
         out.append(f"| {method} | {' | '.join(cells)} |")
     return out
 

@@ -48,11 +48,11 @@ def make(
     work.mkdir(parents=True, exist_ok=True)
     all_units = load_units(TargetSettings(names=("sciq",), units_per_target=None)).units
     rows, units = passages(pool, all_units, planted, clean, whole=whole)
-    corpus, asked = work / "corpus.parquet", work / "units.jsonl"
+    corpus, unit_file = work / "corpus.parquet", work / "units.jsonl"
     if not corpus.exists():
         write_corpus(corpus, rows)
-        write_whole(asked, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
-    settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
+        write_whole(unit_file, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
+    settings = settings_of(corpus, unit_file, work / "model", recipe.shape.context)
     if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
     return ArtifactReader.open(build_artifact(settings, work / "artifact")), rows, units
@@ -89,12 +89,12 @@ def _train(recipe: TrainingRecipe, corpus: CorpusSettings, texts: Sequence[str],
 def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = False) -> F64:
     """Largest share of a unit's 13-grams that a text holds, (N,); a shorter unit is one gram of all its words."""
     words = [folded(own_text(unit, whole=whole)) for unit in units]
-    asked = [(n := min(GRAM, len(one)), grams(one, n)) for one in words]
+    unit_grams = [(n := min(GRAM, len(word)), grams(word, n)) for word in words]
     out = np.zeros(len(texts))
     for i, text in enumerate(texts):
         plain = folded(text)
-        held = {n: grams(plain, n) for n in {n for n, _ in asked}}
-        out[i] = max(len(own & held[n]) / len(own) for n, own in asked)
+        held = {n: grams(plain, n) for n in {n for n, _ in unit_grams}}
+        out[i] = max(len(grams_of_unit & held[n]) / len(grams_of_unit) for n, grams_of_unit in unit_grams)
     return out
 
 
@@ -102,8 +102,8 @@ def unit_scores(rows: ArtifactReader | MethodRows, array: str, target: str) -> t
     """Mean and largest of a row's standardised scores for the units of a target, (N,) each."""
     mean_N, largest_N = np.empty(rows.n_rows), np.empty(rows.n_rows)
     for start, score_NE in standardised_blocks(rows, array, target, Silent()):
-        here = slice(start, start + len(score_NE))
-        mean_N[here], largest_N[here] = score_NE.mean(axis=1), score_NE.max(axis=1)
+        block = slice(start, start + len(score_NE))
+        mean_N[block], largest_N[block] = score_NE.mean(axis=1), score_NE.max(axis=1)
     return mean_N, largest_N
 
 
@@ -116,8 +116,8 @@ def scores(
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
         for name, kernel in KERNELS.items()
     }
-    (asked,) = configured_methods(["bm25"])
-    bm25 = method_rows(artifact, asked)
+    (bm25_settings,) = configured_methods(["bm25"])
+    bm25 = method_rows(artifact, bm25_settings)
     blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
     out["BM25"] = unit_scores(bm25, bm25.array_names[0], ANSWER)[1]
     out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])
@@ -127,23 +127,25 @@ def scores(
 
 def recall(score_N: F64, kind_N: NDArray[np.str_], kind: str) -> dict[str, Any]:
     """Of one kind among the clean rows: share that the first 100 hold, with an interval by bootstrap over its rows."""
-    there = (kind_N == kind) | (kind_N == CLEAN)
-    own_N, score_N = kind_N[there] == kind, score_N[there]
+    of_kind = (kind_N == kind) | (kind_N == CLEAN)
+    is_planted_N, score_N = kind_N[of_kind] == kind, score_N[of_kind]
     # ties are broken by a draw: most rows share no 13-gram with any unit
     tie_N = stream(0, "contamination", "ties", kind).random(len(score_N))
     first = np.lexsort((tie_N, -score_N))[:K]
-    hit = np.isin(np.flatnonzero(own_N), first)
+    hit = np.isin(np.flatnonzero(is_planted_N), first)
     draws = stream(0, "contamination", "bootstrap", kind).integers(len(hit), size=(RESAMPLES, len(hit)))
     low, high = np.percentile(hit[draws].mean(axis=1), [2.5, 97.5])
-    found = {"recall": float(hit.mean()), "low": float(low), "high": float(high), "rows": len(hit)}
-    return found | {"auroc": auroc(score_N, own_N)}
+    result = {"recall": float(hit.mean()), "low": float(low), "high": float(high), "rows": len(hit)}
+    return result | {"auroc": auroc(score_N, is_planted_N)}
 
 
-def table(found: Mapping[str, F64], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+def table(score_by_method: Mapping[str, F64], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Recall of every method and kind."""
     kind_N = np.array(kinds)
     names = [kind for kind in dict.fromkeys(sorted(kinds)) if kind != CLEAN]
-    return {method: {kind: recall(score_N, kind_N, kind) for kind in names} for method, score_N in found.items()}
+    return {
+        method: {kind: recall(score_N, kind_N, kind) for kind in names} for method, score_N in score_by_method.items()
+    }
 
 
 def main() -> None:
@@ -154,17 +156,17 @@ def main() -> None:
     parser.add_argument("--planted", type=int, default=60, help="Units planted in each way.")
     parser.add_argument("--clean", type=int, default=4000, help="Passages without any.")
     parser.add_argument("--whole", action="store_true", help="Plant the passage of a question as well.")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     began, recipe = time.process_time(), named_recipe("tiny")
-    artifact, rows, units = make(asked.pool, asked.work, recipe, asked.planted, asked.clean, whole=asked.whole)
+    artifact, rows, units = make(args.pool, args.work, recipe, args.planted, args.clean, whole=args.whole)
     kinds = pq.read_table(artifact.rows_path)["kind"].to_pylist()
-    found = table(scores(artifact, units, [row.text for row in rows], whole=asked.whole), kinds)
+    results = table(scores(artifact, units, [row.text for row in rows], whole=args.whole), kinds)
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-    result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": found}
-    write_whole(asked.out, (json.dumps(result, indent=1) + "\n").encode())
-    for method, kinds_found in found.items():
-        print(method, {kind: round(one["recall"], 3) for kind, one in kinds_found.items()})
+    result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": results}
+    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    for method, kinds_found in results.items():
+        print(method, {kind: round(result["recall"], 3) for kind, result in kinds_found.items()})
 
 
 if __name__ == "__main__":

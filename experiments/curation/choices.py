@@ -36,25 +36,25 @@ from grasp.store.locks import locked
 
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"
 METHODS = (RANDOM, BM25, ADDITIVE, GRASP, MIXTURE)
-OWN = "llama"  # the architecture of the artifact's own reference model
+REFERENCE = "llama"  # the architecture of the artifact's own reference model
 
 
 @dataclass(frozen=True)
-class Asked:
+class SelectionRequest:
     """One selection that is wanted."""
 
     method: str
     targets: str  # one target, or `all`
     share: float  # of the pool's rows
     draw: int = 0  # of a random selection
-    scorer: str = OWN  # architecture of the reference model
+    scorer: str = REFERENCE  # architecture of the reference model
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectionRecord:
     """One selection that was made."""
 
-    asked: Asked
+    asked: SelectionRequest  # stored name
     subset_id: str
     rows: int
     tokens: int
@@ -67,88 +67,88 @@ class Chooser:
 
     def __init__(self, world: World, artifacts: Mapping[str, ArtifactReader] | None = None) -> None:
         self.world = world
-        self.artifacts = {OWN: world.artifact} | dict(artifacts or {})
+        self.artifacts = {REFERENCE: world.artifact} | dict(artifacts or {})
         self._records = world.work / "choices.json"
         self.subsets = world.work / "subsets.parquet"
 
-    def made(self, wanted: Sequence[Asked]) -> list[Choice]:
+    def select_all(self, wanted: Sequence[SelectionRequest]) -> list[SelectionRecord]:
         """The selections, in the order wanted; new ones are written down before they are given back."""
         with locked(self.world.work / ".choices.lock", wait=True):
-            known = {(one.asked, one.protocol): one for one in self._read()}
-            found = []
-            for asked in wanted:
-                key = (asked, self._digest(asked))
+            known = {(record.asked, record.protocol): record for record in self._read()}
+            choices = []
+            for request in wanted:
+                key = (request, self._digest(request))
                 if key not in known:
-                    known[key] = self._make(asked)
+                    known[key] = self._make(request)
                     self._write(list(known.values()))
-                found.append(known[key])
-        return found
+                choices.append(known[key])
+        return choices
 
-    def _make(self, asked: Asked) -> Choice:
-        rows, about = self._chosen(asked)
+    def _make(self, request: SelectionRequest) -> SelectionRecord:
+        rows, about = self._chosen(request)
         rows = np.sort(rows)
         subset_id = self._add(rows)
-        return Choice(asked, subset_id, len(rows), self.world.tokens_of(rows), self._digest(asked), about)
+        return SelectionRecord(request, subset_id, len(rows), self.world.tokens_of(rows), self._digest(request), about)
 
-    def _chosen(self, asked: Asked) -> tuple[I64, dict[str, Any]]:
-        budget = self.world.budget(asked.share)
-        if asked.method == RANDOM:
-            return drawn(self.world.pool_N, budget, asked.draw), {}
-        if asked.method == BM25:
-            return self._by_words(asked, budget), {}
-        if asked.method == MIXTURE:
-            return self._by_mixture(asked, budget)
-        return self._by_grasp(asked, budget)
+    def _chosen(self, request: SelectionRequest) -> tuple[I64, dict[str, Any]]:
+        budget = self.world.budget(request.share)
+        if request.method == RANDOM:
+            return drawn(self.world.pool_N, budget, request.draw), {}
+        if request.method == BM25:
+            return self._by_words(request, budget), {}
+        if request.method == MIXTURE:
+            return self._by_mixture(request, budget)
+        return self._by_grasp(request, budget)
 
-    def _by_words(self, asked: Asked, budget: int) -> I64:
+    def _by_words(self, request: SelectionRequest, budget: int) -> I64:
         """The rows of the greatest sum of BM25 scores over the targets' units."""
         (method,) = configured_methods([BM25])
         source = method_rows(self.world.artifact, method)
-        units = UnitSelection.from_targets(source, list(self._weights(asked)))
+        units = UnitSelection.from_targets(source, list(self._weights(request)))
         score_N = np.zeros(source.n_rows)
         for start, block in source.array_blocks(f"relevance_{BM25}", columns=units.columns_E):
             score_N[start : start + len(block)] = block.sum(axis=1, dtype=np.float64)
         return best_rows(score_N, self.world.pool_N, budget)
 
-    def _by_grasp(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
+    def _by_grasp(self, request: SelectionRequest, budget: int) -> tuple[I64, dict[str, Any]]:
         """`grasp select`, with the held-out documents excluded."""
-        artifact, protocol = self.artifacts[asked.scorer], self._protocol(asked)
+        artifact, protocol = self.artifacts[request.scorer], self._protocol(request)
         held_out = self.world.row_ids.filter(pa.array(np.logical_not(self.world.pool_N))).to_pylist()
-        chosen = select(artifact, budget, self._weights(asked), exclude=held_out, protocol=protocol)
+        chosen = select(artifact, budget, self._weights(request), exclude=held_out, protocol=protocol)
         changes = {line["target"]: line["change"] for line in chosen.targets.to_pylist()}
         return chosen.row_index, {"value": chosen.value, "change": changes}
 
-    def _by_mixture(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
+    def _by_mixture(self, request: SelectionRequest, budget: int) -> tuple[I64, dict[str, Any]]:
         """`grasp mix`, no value asked for more rows than it has; then rows of each value at random."""
-        world, protocol = self.world, self._protocol(asked)
-        artifact = self.artifacts[asked.scorer]
+        world, protocol = self.world, self._protocol(request)
+        artifact = self.artifacts[request.scorer]
         slices = label_slices(LabelTable(artifact.rows_path).column(world.settings.label), row_tokens(artifact))
         held_G = np.bincount(slices.codes_N[world.pool_N], minlength=len(slices.slices))
         shares_G = np.minimum(1.0, held_G / budget)
         caps = [f"{name}:{100 * share:.9f}%" for name, share in zip(slices.names, shares_G.tolist(), strict=True)]
         bounds: dict[str, Any] = {"floor": ["0%"], "cap": caps, "max_repeat": 1e9}
-        mixture = mix(artifact, world.settings.label, self._weights(asked), protocol=protocol, **bounds)
+        mixture = mix(artifact, world.settings.label, self._weights(request), protocol=protocol, **bounds)
         counts_G = in_whole_rows(mixture.table["proposed"].to_numpy() * budget, held_G)
-        rows = sampled(slices.codes_N, world.pool_N, counts_G, (asked.targets, str(budget)))
+        rows = sampled(slices.codes_N, world.pool_N, counts_G, (request.targets, str(budget)))
         shares = dict(zip(slices.names, (counts_G / budget).round(4).tolist(), strict=True))
         return rows, {"value": mixture.value, "shares": {name: share for name, share in shares.items() if share}}
 
-    def _weights(self, asked: Asked) -> dict[str, float]:
-        names = self.world.artifact.targets if asked.targets == "all" else (asked.targets,)
+    def _weights(self, request: SelectionRequest) -> dict[str, float]:
+        names = self.world.artifact.targets if request.targets == "all" else (request.targets,)
         return {name: 1.0 / len(names) for name in names}
 
-    def _protocol(self, asked: Asked) -> ScoringProtocol:
+    def _protocol(self, request: SelectionRequest) -> ScoringProtocol:
         """The protocol; for `additive` without its geometry."""
         protocol = self.world.protocol
-        if asked.method != ADDITIVE:
+        if request.method != ADDITIVE:
             return protocol
         return protocol.additive.model_copy(update={"selected_on": None})
 
-    def _digest(self, asked: Asked) -> str:
+    def _digest(self, request: SelectionRequest) -> str:
         """What chose: the protocol's own choices, not its name or where it comes from."""
-        if asked.method in (RANDOM, BM25):
+        if request.method in (RANDOM, BM25):
             return ""
-        chosen = self._protocol(asked).model_dump(mode="json", exclude={"name", "selected_on"})
+        chosen = self._protocol(request).model_dump(mode="json", exclude={"name", "selected_on"})
         return hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     # ----------------------------------------------------------------------------------------- what is kept
@@ -160,14 +160,14 @@ class Chooser:
         append(self.subsets, pa.table({"subset_id": pa.array([subset_id] * len(rows)), "row_id": row_ids}))
         return subset_id
 
-    def _read(self) -> list[Choice]:
+    def _read(self) -> list[SelectionRecord]:
         if not self._records.exists():
             return []
         records = json.loads(self._records.read_text(encoding="utf-8"))
-        return [Choice(**record | {"asked": Asked(**record["asked"])}) for record in records]
+        return [SelectionRecord(**record | {"asked": SelectionRequest(**record["asked"])}) for record in records]
 
-    def _write(self, choices: Sequence[Choice]) -> None:
-        write_whole(self._records, (json.dumps([asdict(one) for one in choices], indent=1) + "\n").encode())
+    def _write(self, choices: Sequence[SelectionRecord]) -> None:
+        write_whole(self._records, (json.dumps([asdict(candidate) for candidate in choices], indent=1) + "\n").encode())
 
 
 def append(path: Path, subset: pa.Table) -> None:
@@ -219,11 +219,11 @@ def sampled(codes_N: NDArray[np.int32], pool_N: NDArray[np.bool_], counts_G: I64
     return np.concatenate(parts)
 
 
-def of_methods(targets: str, share: float) -> list[Asked]:
+def of_methods(targets: str, share: float) -> list[SelectionRequest]:
     """One selection by each method."""
-    return [Asked(method, targets if method != RANDOM else "all", share) for method in METHODS]
+    return [SelectionRequest(method, targets if method != RANDOM else "all", share) for method in METHODS]
 
 
-def other_draws(share: float, draws: int) -> list[Asked]:
+def other_draws(share: float, draws: int) -> list[SelectionRequest]:
     """Further random selections of the same size: their spread is part of what random choice does."""
-    return [replace(Asked(RANDOM, "all", share), draw=draw) for draw in range(1, draws)]
+    return [replace(SelectionRequest(RANDOM, "all", share), draw=draw) for draw in range(1, draws)]

@@ -61,8 +61,8 @@ def train_gpt2(
     """
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(gpt2_config(recipe, eos_id)).train()
-    matrices = [one for one in model.parameters() if one.ndim > 1]
-    vectors = [one for one in model.parameters() if one.ndim == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
     often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)

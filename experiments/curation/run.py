@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from transformers.utils import logging as hf_logging
 
-from experiments.curation.choices import GRASP, OWN, RANDOM, Asked, Choice, Chooser, copied, of_methods, other_draws
+from experiments.curation.choices import (
+    GRASP,
+    RANDOM,
+    REFERENCE,
+    Chooser,
+    SelectionRecord,
+    SelectionRequest,
+    copied,
+    of_methods,
+    other_draws,
+)
 from experiments.curation.gpt2 import NAME as GPT2
 from experiments.curation.gpt2 import fill_gpt2, reference
 from experiments.curation.setting import Settings, World
@@ -39,20 +49,20 @@ class Experiment:
     def __init__(self, settings: Settings, work: Path, out: Path) -> None:
         self.settings, self.work, self.out = settings, work, out
         self.world = World(settings, work)
-        self.chosen: dict[str, list[Choice]] = {OWN: [], GPT2: []}  # by the architecture that is trained
+        self.chosen: dict[str, list[SelectionRecord]] = {REFERENCE: [], GPT2: []}  # by the architecture that is trained
         self._began = time.perf_counter()
         self._done = -1
 
     def run(self, *, cross: bool) -> None:
         """Stage after stage: choose, train, write the table; what is there already costs nothing."""
         for wanted in self.stages():
-            self.chosen[OWN] += self._made(Chooser(self.world), wanted)
+            self.chosen[REFERENCE] += self._select_all(Chooser(self.world), wanted)
             self._train()
             self._write()
         if cross:
             self._cross()
 
-    def stages(self) -> list[list[Asked]]:
+    def stages(self) -> list[list[SelectionRequest]]:
         """What is chosen and trained on, the most telling first."""
         settings = self.settings
         cells = [(share, targets) for share in settings.budgets for targets in (settings.first_target, "all")]
@@ -63,15 +73,15 @@ class Experiment:
         """Scored by one architecture and trained by the other, both ways."""
         share, target = self.settings.budgets[0], self.settings.first_target
         chooser = Chooser(self.world, {GPT2: self._gpt2_artifact()})
-        ours = Asked(GRASP, target, share)
-        wanted = [Asked(RANDOM, "all", share), ours, replace(ours, scorer=GPT2)]
-        self.chosen[GPT2] = self._made(chooser, wanted)
-        self.chosen[OWN].append(self.chosen[GPT2][-1])
+        ours = SelectionRequest(GRASP, target, share)
+        wanted = [SelectionRequest(RANDOM, "all", share), ours, replace(ours, scorer=GPT2)]
+        self.chosen[GPT2] = self._select_all(chooser, wanted)
+        self.chosen[REFERENCE].append(self.chosen[GPT2][-1])
         self._train()
         self._write()
-        names = [one.subset_id for one in self.chosen[GPT2]]
+        names = [selected.subset_id for selected in self.chosen[GPT2]]
         table = copied(chooser.subsets, names, self.work / f"subsets-{GPT2}.parquet")
-        fill_gpt2(self._retraining(table), self.work / OWN, self.work / GPT2, self._say)
+        fill_gpt2(self._retraining(table), self.work / REFERENCE, self.work / GPT2, self._say)
         self._write()
 
     def _gpt2_artifact(self) -> ArtifactReader:
@@ -85,14 +95,17 @@ class Experiment:
         recorded["corpus"] = self.world.corpus.model_dump(mode="json")
         return ArtifactReader.open(build_artifact(build_settings(recorded), self.work / f"{GPT2}-artifact"))
 
-    def _made(self, chooser: Chooser, wanted: Sequence[Asked]) -> list[Choice]:
-        found = chooser.made(wanted)
-        for one in found:
-            self._say(f"{one.asked.method} for {one.asked.targets}, {one.asked.share:.0%}: {one.subset_id}")
-        return found
+    def _select_all(self, chooser: Chooser, wanted: Sequence[SelectionRequest]) -> list[SelectionRecord]:
+        selections = chooser.select_all(wanted)
+        for selected in selections:
+            self._say(
+                f"{selected.asked.method} for {selected.asked.targets}, "
+                f"{selected.asked.share:.0%}: {selected.subset_id}"
+            )
+        return selections
 
     def _train(self) -> None:
-        retrain(self.world.retraining(self.work / "subsets.parquet"), self.work / OWN, self._progress)
+        retrain(self.world.retraining(self.work / "subsets.parquet"), self.work / REFERENCE, self._progress)
 
     def _retraining(self, subsets: Path) -> RetrainSettings:
         return fitted_lengths(self.world.retraining(subsets))
@@ -154,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corpus", help="Where the corpus lies now; none: where the artifact was built from.")
     parser.add_argument("--work", type=Path, required=True, help="Where selections and models are kept.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write; a Markdown table goes beside it.")
-    parser.add_argument("--protocol", type=Path, help="Protocol file; none: the one that ships.")
+    parser.add_argument("--protocol", type=Path, help="Protocol file. Default: the built-in rule.")
     parser.add_argument("--by", default="topic", help="Label of the mixtures.")
     parser.add_argument("--target", default="sciq", help="Curated for alone, and together with all others.")
     parser.add_argument("--budgets", type=_shares, default=(0.2, 0.4), help="Percents of the pool's rows.")
@@ -164,25 +177,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fresh-units", type=int, default=256, help="Units a target beside those selected for.")
     parser.add_argument("--recipe", default="tiny", help="Training recipe.")
     parser.add_argument("--cross", action="store_true", help="Then score with one architecture, train the other.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
     settings = Settings(
-        artifact=given.artifact,
-        corpus=given.corpus,
-        protocol=given.protocol,
-        label=given.by,
-        first_target=given.target,
-        budgets=given.budgets,
-        seeds=tuple(range(given.seeds)),
-        draws=given.draws,
-        held_out=given.held_out,
-        fresh_units=given.fresh_units,
-        recipe=given.recipe,
+        artifact=args.artifact,
+        corpus=args.corpus,
+        protocol=args.protocol,
+        label=args.by,
+        first_target=args.target,
+        budgets=args.budgets,
+        seeds=tuple(range(args.seeds)),
+        draws=args.draws,
+        held_out=args.held_out,
+        fresh_units=args.fresh_units,
+        recipe=args.recipe,
     )
-    if not given.out.absolute().parent.is_dir():
-        raise SettingsError(f"--out: there is no directory {given.out.parent}; make it first")
-    Experiment(settings, given.work, given.out).run(cross=given.cross)
+    if not args.out.absolute().parent.is_dir():
+        raise SettingsError(f"--out: there is no directory {args.out.parent}; make it first")
+    Experiment(settings, args.work, args.out).run(cross=args.cross)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Settings:
 
     artifact: Path
     corpus: str | None = None  # where the corpus lies now; none: where the artifact was built from
-    protocol: Path | None = None  # none: the one that ships
+    protocol: Path | None = None  # none: the built-in rule
     label: str = "topic"  # of mixtures
     first_target: str = "sciq"  # curated for alone, and together with all others
     budgets: tuple[float, ...] = (0.2, 0.4)
@@ -82,18 +82,18 @@ class World:
             SettingsError: of others.
         """
         settings, path = self.settings, self.work / "setting.json"
-        own = {
+        identity = {
             "--artifact": dict(self.artifact.manifest.fingerprints),
             "--by": settings.label,
             "--held-out": settings.held_out,
             "--fresh-units": settings.fresh_units,
             "--recipe": [settings.recipe, dict(settings.overrides)],
         }
-        text = json.dumps(own, indent=1) + "\n"
+        text = json.dumps(identity, indent=1) + "\n"
         if not path.exists():
             write_whole(path, text.encode())
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name, value in json.loads(text).items() if kept.get(name) != value]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in json.loads(text).items() if stored.get(name) != value]
         if changed:
             raise SettingsError(f"{self.work}: was made with another {', '.join(changed)}; give another --work")
 
@@ -155,9 +155,9 @@ class World:
             if not out.exists():
                 corpus = Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
                 with stored_rows(self.artifact, corpus, lambda: self.material.tokenizer, temporary_path(out)) as rows:
-                    kept = kept_documents(rows, self.pool_N, "any")
-                records = kept_records(self.corpus, kept.mask_M)
-                write_corpus(out, "parquet", "documents", records, kept.tokens, {})
+                    documents = kept_documents(rows, self.pool_N, "any")
+                records = kept_records(self.corpus, documents.mask_M)
+                write_corpus(out, "parquet", "documents", records, documents.tokens, {})
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:
@@ -185,13 +185,13 @@ class World:
         """Units with choices, target after target: those that were selected for, then as many fresh ones as asked."""
         drawn = load_units(self.targets.model_copy(update={"units_per_target": None})).units
         selected = set(self.artifact.units["unit_id"].to_pylist())
-        found: list[ScoredUnit] = []
+        scored: list[ScoredUnit] = []
         for target in self.artifact.targets:
-            own = [unit for unit in drawn if unit.target == target]
-            fresh = [unit for unit in own if unit.unit_id not in selected][: self.settings.fresh_units]
-            found += [with_choices(unit, False) for unit in own if unit.unit_id in selected]
-            found += [with_choices(unit, True) for unit in fresh]
-        return tuple(found)
+            units = [unit for unit in drawn if unit.target == target]
+            fresh = [unit for unit in units if unit.unit_id not in selected][: self.settings.fresh_units]
+            scored += [with_choices(unit, False) for unit in units if unit.unit_id in selected]
+            scored += [with_choices(unit, True) for unit in fresh]
+        return tuple(scored)
 
     def units_file(self) -> Path:
         """Every choice of every unit, and the held-out documents, as lines that `grasp retrain` reads."""
@@ -207,11 +207,11 @@ class World:
 
     def _choice_lines(self) -> Iterator[dict[str, str]]:
         for unit in self.scored_units:
-            for k, choice in enumerate(unit.choices):
+            for k, answer in enumerate(unit.choices):
                 yield {
                     "task": unit.target,
                     "prompt": unit.prompt,
-                    "completion": choice,
+                    "completion": answer,
                     "unit_id": choice_id(unit.unit_id, k),
                 }
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from experiments.curation.choices import RANDOM, Choice
+from experiments.curation.choices import RANDOM, SelectionRecord
 from experiments.curation.setting import HELD_OUT, ScoredUnit, World, choice_id
 from grasp.arrays import F64
 from grasp.runs.retrained import FULL, RetrainedRuns
@@ -58,11 +58,11 @@ class Reading:
         utility_SE = self._utility[subset_id]
         if measure == "held_out_loss":
             return -utility_SE[:, self._held_out]
-        own = [unit for unit in self._units if unit.target in targets]
+        units = [unit for unit in self._units if unit.target in targets]
         if measure == "accuracy":
-            return np.stack([unit.is_right(utility_SE) for unit in own], axis=1)
+            return np.stack([unit.is_right(utility_SE) for unit in units], axis=1)
         fresh = measure == "fresh_loss"
-        return np.stack([-utility_SE[:, unit.gold] for unit in own if unit.is_fresh == fresh], axis=1)
+        return np.stack([-utility_SE[:, unit.gold] for unit in units if unit.is_fresh == fresh], axis=1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Placed:
     @classmethod
     def from_unit(cls, world: World, unit: ScoredUnit, place: Mapping[str, int]) -> "_Placed":
         columns = np.array([place[choice_id(unit.unit_id, k)] for k in range(len(unit.choices))])
-        characters = np.array([max(1, len(choice)) for choice in unit.choices])
+        characters = np.array([max(1, len(answer)) for answer in unit.choices])
         per_char = world.completion_tokens(list(unit.choices)) / characters
         return cls(unit.target, unit.is_fresh, int(columns[unit.gold]), unit.gold, columns, per_char)
 
@@ -109,22 +109,26 @@ def estimate(values_DSU: F64) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def lines(reading: Reading, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+def lines(reading: Reading, choices: Sequence[SelectionRecord]) -> list[dict[str, Any]]:
     """One line a selection whose models are all there; random ones of a size share a line."""
-    done = [one for one in choices if reading.has(one.subset_id)]
-    found = []
-    groups = dict.fromkeys((one.asked.targets, one.asked.share) for one in done if one.asked.method != RANDOM)
+    done = [candidate for candidate in choices if reading.has(candidate.subset_id)]
+    records = []
+    groups = dict.fromkeys(
+        (selected.asked.targets, selected.asked.share) for selected in done if selected.asked.method != RANDOM
+    )
     for targets, share in sorted(groups):
-        own = reading.targets if targets == "all" else (targets,)
-        random = [one for one in done if one.asked.method == RANDOM and one.asked.share == share]
-        draws = list(dict.fromkeys(one.subset_id for one in random))
+        target_names = reading.targets if targets == "all" else (targets,)
+        random = [selected for selected in done if selected.asked.method == RANDOM and selected.asked.share == share]
+        draws = list(dict.fromkeys(selected.subset_id for selected in random))
         if random:
-            line = _line(reading, draws, [], own)
-            found.append(_named(random[0]) | {"targets": targets, "draws": len(draws)} | line)
-        chosen = [one for one in done if one.asked.method != RANDOM and one.asked.targets == targets]
-        same = [one for one in chosen if one.asked.share == share]
-        found += [_named(one) | _line(reading, [one.subset_id], draws, own) for one in same]
-    return found + _whole(reading, [targets for targets, _ in groups])
+            line = _line(reading, draws, [], target_names)
+            records.append(_named(random[0]) | {"targets": targets, "draws": len(draws)} | line)
+        chosen = [
+            selected for selected in done if selected.asked.method != RANDOM and selected.asked.targets == targets
+        ]
+        same = [selected for selected in chosen if selected.asked.share == share]
+        records += [_named(selected) | _line(reading, [selected.subset_id], draws, target_names) for selected in same]
+    return records + _whole(reading, [targets for targets, _ in groups])
 
 
 def _whole(reading: Reading, targets: Sequence[str]) -> list[dict[str, Any]]:
@@ -141,33 +145,33 @@ def _whole(reading: Reading, targets: Sequence[str]) -> list[dict[str, Any]]:
 def _line(reading: Reading, subsets: Sequence[str], draws: Sequence[str], targets: Sequence[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for measure in MEASURES:
-        own_DSU = np.stack([reading.measured(subset, measure, targets) for subset in subsets])
-        out[measure] = asdict(estimate(own_DSU))
+        value_DSU = np.stack([reading.measured(subset, measure, targets) for subset in subsets])
+        out[measure] = asdict(estimate(value_DSU))
         if draws:
             random_DSU = np.stack([reading.measured(subset, measure, targets) for subset in draws])
-            out[f"{measure}_minus_random"] = asdict(estimate(own_DSU - random_DSU))
+            out[f"{measure}_minus_random"] = asdict(estimate(value_DSU - random_DSU))
     return out
 
 
-def _named(choice: Choice) -> dict[str, Any]:
-    asked = choice.asked
+def _named(selected: SelectionRecord) -> dict[str, Any]:
+    request = selected.asked
     return {
-        "method": asked.method,
-        "scored_by": asked.scorer,
-        "targets": asked.targets,
-        "share": asked.share,
-        "rows": choice.rows,
-        "tokens": choice.tokens,
-        "subset_id": choice.subset_id,
-        "about": dict(choice.about),
+        "method": request.method,
+        "scored_by": request.scorer,
+        "targets": request.targets,
+        "share": request.share,
+        "rows": selected.rows,
+        "tokens": selected.tokens,
+        "subset_id": selected.subset_id,
+        "about": dict(selected.about),
     }
 
 
-def as_text(found: Sequence[Mapping[str, Any]]) -> str:
+def as_text(records: Sequence[Mapping[str, Any]]) -> str:
     """The lines as a Markdown table; differences from random choice in brackets."""
     head = ["for", "rows kept", "method", "task loss", "other units' loss", "accuracy", "held-out loss"]
     out = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for line in found:
+    for line in records:
         method = line["method"] + (
             f" (scored by {line['scored_by']})" if line.get("scored_by", "llama") != "llama" else ""
         )
@@ -178,9 +182,9 @@ def as_text(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(line: Mapping[str, Any], measure: str) -> str:
     mean = f"{line[measure]['mean']:.3f}"
-    beside = line.get(f"{measure}_minus_random")
-    if beside is None:
+    difference = line.get(f"{measure}_minus_random")
+    if difference is None:
         return mean
-    if beside["low"] is None:
-        return f"{mean} ({beside['mean']:+.3f})"
-    return f"{mean} ({beside['mean']:+.3f}, {beside['low']:+.3f} to {beside['high']:+.3f})"
+    if difference["low"] is None:
+        return f"{mean} ({difference['mean']:+.3f})"
+    return f"{mean} ({difference['mean']:+.3f}, {difference['low']:+.3f} to {difference['high']:+.3f})"

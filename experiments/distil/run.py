@@ -18,7 +18,7 @@ from sklearn.feature_extraction.text import HashingVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers.utils import logging as hf_logging
 
-from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Asked, Chooser, best_rows
+from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Chooser, SelectionRequest, best_rows
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
@@ -30,8 +30,8 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
-LEARNED = {DISTILLED: 0.1, "distilled from half": 0.5}  # share of the rows that a scorer learns from
-METHODS = (ADDITIVE, *LEARNED, BM25, CLASSIFIER, RANDOM)
+TRAIN_SHARES = {DISTILLED: 0.1, "distilled from half": 0.5}  # share of the rows that a scorer learns from
+METHODS = (ADDITIVE, *TRAIN_SHARES, BM25, CLASSIFIER, RANDOM)
 SHARE = 0.2
 NEGATIVES = 10  # random rows a unit
 
@@ -39,25 +39,25 @@ NEGATIVES = 10  # random rows a unit
 class TextChooser(Chooser):
     """Chooses by text as well: by a scorer learned from some of the rows, and by a classifier of target text."""
 
-    def _chosen(self, asked: Asked) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        if asked.method not in (*LEARNED, CLASSIFIER):
-            return super()._chosen(asked)
+    def _chosen(self, request: SelectionRequest) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        if request.method not in (*TRAIN_SHARES, CLASSIFIER):
+            return super()._chosen(request)
         texts = self.world.material.texts(0, self.world.artifact.n_rows)
-        score_N, about = (self._distilled if asked.method in LEARNED else self._classified)(asked, texts)
-        return best_rows(score_N, self.world.pool_N, self.world.budget(asked.share)), about
+        score_N, about = (self._distilled if request.method in TRAIN_SHARES else self._classified)(request, texts)
+        return best_rows(score_N, self.world.pool_N, self.world.budget(request.share)), about
 
-    def _distilled(self, asked: Asked, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
-        place = self.world.work / f"scorer-{asked.targets}-{LEARNED[asked.method]}"
+    def _distilled(self, request: SelectionRequest, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        place = self.world.work / f"scorer-{request.targets}-{TRAIN_SHARES[request.method]}"
         if not place.exists():
-            rows = round(LEARNED[asked.method] * self.world.artifact.n_rows)
-            distil(self.world.artifact, asked.targets, place, rows=rows)
+            rows = round(TRAIN_SHARES[request.method] * self.world.artifact.n_rows)
+            distil(self.world.artifact, request.targets, place, rows=rows)
         scorer = Scorer.open(place)
         score_N, _ = scorer.score(texts)
         return score_N.astype(np.float64), {"rows": scorer.card.rows, "quality": scorer.card.quality.model_dump()}
 
-    def _classified(self, asked: Asked, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    def _classified(self, request: SelectionRequest, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
         """Words and pairs of words of the target's units against those of random rows, by logistic regression."""
-        trusted = (unit for unit in self.world.material.units.units if unit.target == asked.targets)
+        trusted = (unit for unit in self.world.material.units.units if unit.target == request.targets)
         units = [unit.prompt + unit.completion for unit in trusted]
         drawn = stream(0, "distil", "negatives").permutation(np.flatnonzero(self.world.pool_N))
         others = [texts[i] for i in drawn[: NEGATIVES * len(units)]]
@@ -67,22 +67,24 @@ class TextChooser(Chooser):
         model.fit(vectors.transform(units + others), is_unit)
         return model.decision_function(vectors.transform(texts)), {"units": len(units), "random rows": len(others)}
 
-    def _digest(self, asked: Asked) -> str:
-        return "" if asked.method in (*LEARNED, CLASSIFIER) else super()._digest(asked)
+    def _digest(self, request: SelectionRequest) -> str:
+        return "" if request.method in (*TRAIN_SHARES, CLASSIFIER) else super()._digest(request)
 
 
 def gains(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """What every method gains over random choice, and as a share of what relevance gains; by target and measure."""
-    found: dict[str, dict[str, float]] = {}
+    summaries: dict[str, dict[str, float]] = {}
     for line in table:
-        own = found.setdefault(f"{line['targets']}, {line['method']}", {})
+        summary = summaries.setdefault(f"{line['targets']}, {line['method']}", {})
         for measure in ("selected_loss", "fresh_loss"):
             if f"{measure}_minus_random" in line:
-                own[measure] = -line[f"{measure}_minus_random"]["mean"]
+                summary[measure] = -line[f"{measure}_minus_random"]["mean"]
     for line in table:
-        own, whole = (found[f"{line['targets']}, {method}"] for method in (line["method"], ADDITIVE))
-        own |= {f"{measure}_of_relevance": own[measure] / whole[measure] for measure in whole if measure in own}
-    return {name: own for name, own in found.items() if own}
+        summary, whole = (summaries[f"{line['targets']}, {method}"] for method in (line["method"], ADDITIVE))
+        summary |= {
+            f"{measure}_of_relevance": summary[measure] / whole[measure] for measure in whole if measure in summary
+        }
+    return {name: summary for name, summary in summaries.items() if summary}
 
 
 @in_one_line()
@@ -95,20 +97,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write; a Markdown table goes beside it.")
     parser.add_argument("--targets", nargs="+", default=["sciq"], help="Chosen for, one after the other.")
     parser.add_argument("--seeds", type=int, default=3, help="Training seeds of every selection.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    settings = Settings(given.artifact, given.corpus, first_target=given.targets[0], seeds=tuple(range(given.seeds)))
-    world = World(settings, given.work)
+    settings = Settings(args.artifact, args.corpus, first_target=args.targets[0], seeds=tuple(range(args.seeds)))
+    world = World(settings, args.work)
     chosen = []
-    for target in given.targets:
-        wanted = [Asked(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
-        chosen += TextChooser(world).made(wanted)
-        retrain(world.retraining(given.work / "subsets.parquet"), given.work / "llama")
-        table = lines(Reading(world, RetrainedRuns.open(given.work / "llama")), chosen)
+    for target in args.targets:
+        wanted = [SelectionRequest(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
+        chosen += TextChooser(world).select_all(wanted)
+        retrain(world.retraining(args.work / "subsets.parquet"), args.work / "llama")
+        table = lines(Reading(world, RetrainedRuns.open(args.work / "llama")), chosen)
         result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
-        write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
-        write_whole(given.out.with_suffix(".md"), as_text(table).encode())
+        write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_whole(args.out.with_suffix(".md"), as_text(table).encode())
 
 
 if __name__ == "__main__":

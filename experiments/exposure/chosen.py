@@ -44,27 +44,27 @@ def chosen(
             yield WeightedRows(f"{by} {name} {budget}", rows)
         mixture = mix(artifact, label, targets, runs=runs, distance=distance)
         (weight_N,) = mixture.slices.weights(mixture.table["times_as_often"].to_numpy()[None]).csr().toarray()
-        kept = np.flatnonzero(weight_N)
-        yield WeightedRows(f"{by} {name} mixture", kept, weight_N[kept])
+        kept_rows = np.flatnonzero(weight_N)
+        yield WeightedRows(f"{by} {name} mixture", kept_rows, weight_N[kept_rows])
 
 
-def propose(asked: argparse.Namespace) -> None:
-    artifact = ArtifactReader.open(asked.artifact)
-    beside = [None] if asked.environment is None else [None, RetrainedRuns.open(asked.environment)]
+def propose(args: argparse.Namespace) -> None:
+    artifact = ArtifactReader.open(args.artifact)
+    run_sets = [None] if args.environment is None else [None, RetrainedRuns.open(args.environment)]
     subsets = [
-        one
-        for runs in beside
-        for one in chosen(artifact, runs, asked.by, asked.budgets, asked.distance)
-        if not asked.only or one.subset_id.partition(" ")[2] in asked.only
+        weights
+        for runs in run_sets
+        for weights in chosen(artifact, runs, args.by, args.budgets, args.distance)
+        if not args.only or weights.subset_id.partition(" ")[2] in args.only
     ]
     index = RowIndex.from_parquet(artifact.rows_path)
-    write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
-    print("\n".join(f"{one.subset_id}: {len(one.row_index):,} rows" for one in subsets))
+    write_subsets(args.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
+    print("\n".join(f"{subset.subset_id}: {len(subset.row_index):,} rows" for subset in subsets))
 
 
-def judge(asked: argparse.Namespace) -> None:
-    artifact, runs = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
-    trained = RetrainedRuns.open(asked.chosen)
+def judge(args: argparse.Namespace) -> None:
+    artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
+    trained = RetrainedRuns.open(args.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     expected, scored = learn(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
@@ -86,17 +86,18 @@ def judge(asked: argparse.Namespace) -> None:
         for b, name in enumerate(trained.subset_ids)
         for t, target in enumerate(predictor.units.targets)
     ]
-    asked.out.write_text(json.dumps({"pairs": pairs}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"pairs": pairs}, indent=1) + "\n")
     for only in (True, False):
-        told(
-            pairs if not only else [one for one in pairs if one["chosen_for"]], "chosen for" if only else "all targets"
+        print_pairs(
+            pairs if not only else [pair for pair in pairs if pair["chosen_for"]],
+            "chosen for" if only else "all targets",
         )
 
 
-def told(pairs: list[dict[str, object]], what: str) -> None:
+def print_pairs(pairs: list[dict[str, object]], what: str) -> None:
     """How many intervals held, and whether the error has a sign."""
     expected, low, high, came = (
-        np.array([one[name] for one in pairs], dtype=float) for name in ("expected", "low", "high", "came")
+        np.array([pair[name] for pair in pairs], dtype=float) for name in ("expected", "low", "high", "came")
     )
     inside, error = (low <= came) & (came <= high), expected - came
     over, under = (came < low).mean(), (came > high).mean()
@@ -119,12 +120,12 @@ def main() -> None:
     second = verbs.add_parser("judge")
     second.add_argument("--chosen", type=Path, required=True)
     second.set_defaults(do=judge)
-    for one in (first, second):
-        one.add_argument("artifact", type=Path)
-        one.add_argument("--runs", type=Path)
-        one.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    asked.do(asked)
+    for pair in (first, second):
+        pair.add_argument("artifact", type=Path)
+        pair.add_argument("--runs", type=Path)
+        pair.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.do(args)
 
 
 if __name__ == "__main__":

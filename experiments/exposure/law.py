@@ -62,8 +62,8 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     utilities = runs.utilities(partial=True)
     order = [runs.subset_ids.index(name) for name in utilities.subset_ids]
     weights_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])[order]
-    kept_B1 = (weights_BN > 0).sum(axis=1, keepdims=True)
-    times_BN = weights_BN * kept_B1 / weights_BN.sum(axis=1, keepdims=True)
+    n_kept_B1 = (weights_BN > 0).sum(axis=1, keepdims=True)
+    times_BN = weights_BN * n_kept_B1 / weights_BN.sum(axis=1, keepdims=True)
     unit_NE = np.concatenate([block for _, block in predictor.unit_level.effects.blocks()])
     unit_base_E = predictor.unit_level.new_row_value_C / NEW_ROW_VALUE
     real_BT = np.stack(
@@ -74,10 +74,10 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     )
     rng = stream(0, "exposure", "bootstrap")
     draws = [rng.integers(0, len(order), len(order)) for _ in range(DRAWS)]
-    found: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {}
     base_D: F64 | None = None
     for name, law in LAWS.items():
-        x_BN = law(times_BN) / kept_B1
+        x_BN = law(times_BN) / n_kept_B1
         worth_B1 = x_BN.sum(axis=1, keepdims=True)
         task_BT, unit_BE = x_BN @ predictor.effect_NT, (x_BN.astype(np.float32) @ unit_NE).astype(np.float64)
         for b in BASES:
@@ -89,7 +89,7 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
             lds_D = np.array([np.nanmean(spearman(guess_BE[draw], real_BE[draw])) for draw in draws])
             base_D = lds_D if base_D is None else base_D
             rhos_T, gain_D = spearman(guess_BT, real_BT), lds_D - base_D
-            found[called] = {
+            results[called] = {
                 "rho": float(np.mean(rhos_T)),
                 "rhos": dict(zip(predictor.units.targets, rhos_T.tolist(), strict=True)),
                 "lds": float(np.nanmean(spearman(guess_BE, real_BE))),
@@ -98,23 +98,23 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
                 "high": float(np.quantile(gain_D, 0.975)),
             }
     seeds = utilities.select(predictor.units.targets[0]).values_BSE.shape[1]
-    return {"environment": environment.name, "subsets": len(order), "seeds": seeds, "laws": found}
+    return {"environment": environment.name, "subsets": len(order), "seeds": seeds, "laws": results}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", nargs=2, action="append", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    worlds = [judged(Path(artifact), Path(environment)) for artifact, environment in asked.world]
-    asked.out.write_text(json.dumps(worlds, indent=1) + "\n")
+    args = parser.parse_args()
+    worlds = [judged(Path(artifact), Path(environment)) for artifact, environment in args.world]
+    args.out.write_text(json.dumps(worlds, indent=1) + "\n")
     for world in worlds:
         print(f"{world['environment']}: {world['subsets']} subsets, {world['seeds']} seeds")
         laws = world["laws"]
         assert isinstance(laws, dict)
-        for name, one in laws.items():
-            interval = f"[{one['low']:+.3f}, {one['high']:+.3f}]"
-            print(f"  {name:28s} rho {one['rho']:.3f}  lds {one['lds']:.3f}  gain {one['gain']:+.3f} {interval}")
+        for name, law in laws.items():
+            interval = f"[{law['low']:+.3f}, {law['high']:+.3f}]"
+            print(f"  {name:28s} rho {law['rho']:.3f}  lds {law['lds']:.3f}  gain {law['gain']:+.3f} {interval}")
 
 
 if __name__ == "__main__":

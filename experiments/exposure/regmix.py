@@ -25,13 +25,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("regmix", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     read = {
-        name: pd.read_csv(asked.regmix / f"{name}_1m.csv").set_index("index").sort_index().to_numpy()
+        name: pd.read_csv(args.regmix / f"{name}_1m.csv").set_index("index").sort_index().to_numpy()
         for name in ("train_mixture", "train_pile_loss", "test_mixture", "test_pile_loss")
     }
     even_G = read["train_mixture"].mean(axis=0)
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name, law in LAWS.items():
         train_RG, test_RG = (law(read[f"{part}_mixture"] / even_G) for part in ("train", "test"))
         rhos = []
@@ -40,9 +40,9 @@ def main() -> None:
             scale_G = np.maximum(train_RG[rows].std(axis=0), 1e-9)
             ridge = RidgeCV(np.geomspace(1e-2, 1e3, 11)).fit(train_RG[rows] / scale_G, read["train_pile_loss"][rows])
             rhos.append(spearman(ridge.predict(test_RG / scale_G), read["test_pile_loss"]).mean())
-        found[name] = float(np.mean(rhos))
-        print(f"{name:10s} {found[name]:.3f}")
-    asked.out.write_text(json.dumps({"runs": RUNS, "draws": DRAWS, "rho": found}, indent=1) + "\n")
+        results[name] = float(np.mean(rhos))
+        print(f"{name:10s} {results[name]:.3f}")
+    args.out.write_text(json.dumps({"runs": RUNS, "draws": DRAWS, "rho": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

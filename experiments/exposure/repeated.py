@@ -37,8 +37,8 @@ def drawn(codes_N: np.ndarray, n_values: int, count: int) -> list[WeightedRows]:
                 rows = np.flatnonzero(codes_N == g)
                 pool = rng.permutation(rows)[: max(LEAST_ROWS, round(pools_G[g] * len(rows)))]
                 weight_N[pool] = share_G[g] * n_rows / len(pool)
-            kept = np.flatnonzero(weight_N)
-            subsets.append(WeightedRows(f"{name}-{k:02d}", kept, weight_N[kept]))
+            kept_rows = np.flatnonzero(weight_N)
+            subsets.append(WeightedRows(f"{name}-{k:02d}", kept_rows, weight_N[kept_rows]))
     return subsets
 
 
@@ -48,11 +48,11 @@ def main() -> None:
     parser.add_argument("--label", required=True)
     parser.add_argument("--count", type=int, default=14)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    artifact = ArtifactReader.open(asked.artifact)
-    column = LabelTable(artifact.rows_path).column(asked.label)
-    blocks = in_blocks(drawn(column.codes_N, len(column.values), asked.count), artifact.n_rows)
-    write_subsets(asked.out, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True)
+    args = parser.parse_args()
+    artifact = ArtifactReader.open(args.artifact)
+    column = LabelTable(artifact.rows_path).column(args.label)
+    blocks = in_blocks(drawn(column.codes_N, len(column.values), args.count), artifact.n_rows)
+    write_subsets(args.out, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True)
 
 
 if __name__ == "__main__":

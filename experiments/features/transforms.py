@@ -47,25 +47,25 @@ def mean_lds(predicted_BE: F64, realized_BE: F64) -> float:
 
 
 def matrices(
-    artifact: ArtifactReader, target: str, scores: Mapping[str, Path], beside: Sequence[ArtifactReader]
+    artifact: ArtifactReader, target: str, scores: Mapping[str, Path], others: Sequence[ArtifactReader]
 ) -> dict[str, list[F64]]:
     """What is transformed and added up, by the name of the method: standard deviation 1 a unit."""
     columns = artifact.unit_columns(target)
     kernels = {name: _scaled(_read(artifact, name, columns)) for name in ("token", "input")}
-    found = {"token": [kernels["token"]], "input": [kernels["input"]], "token+input": list(kernels.values())}
-    found["pooled"] = [_scaled(_read(artifact, "pooled", columns))]
-    if beside:
-        own = [artifact, *beside]
-        checked_units(own, target)
-        found[f"{len(own)} references"] = [
-            _scaled(_read(one, name, one.unit_columns(target))) for one in own for name in ("token", "input")
+    kernel_sets = {"token": [kernels["token"]], "input": [kernels["input"]], "token+input": list(kernels.values())}
+    kernel_sets["pooled"] = [_scaled(_read(artifact, "pooled", columns))]
+    if others:
+        artifacts = [artifact, *others]
+        checked_units(artifacts, target)
+        kernel_sets[f"{len(artifacts)} references"] = [
+            _scaled(_read(each, name, each.unit_columns(target))) for each in artifacts for name in ("token", "input")
         ]
     for name, path in scores.items():
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         if whole.shape != (artifact.n_rows, len(artifact.units)):
             raise RunsError(f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}")
-        found[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
-    return found
+        kernel_sets[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
+    return kernel_sets
 
 
 def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
@@ -75,11 +75,11 @@ def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
         RunsError: they have not.
     """
     first = artifacts[0]
-    for one in artifacts:
-        corpora = {a.manifest.fingerprints.get("corpus") for a in (first, one)}
-        ids = [a.units.column("unit_id").take(a.unit_columns(target)).to_pylist() for a in (first, one)]
+    for artifact in artifacts:
+        corpora = {a.manifest.fingerprints.get("corpus") for a in (first, artifact)}
+        ids = [a.units.column("unit_id").take(a.unit_columns(target)).to_pylist() for a in (first, artifact)]
         if len(corpora) > 1 or ids[0] != ids[1]:
-            raise RunsError(f"{one.path}: rows or units of {target} are not those of {first.path}")
+            raise RunsError(f"{artifact.path}: rows or units of {target} are not those of {first.path}")
 
 
 def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
@@ -99,19 +99,21 @@ def main() -> None:
     parser.add_argument("--scores", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    artifact, environment = ArtifactReader.open(asked.artifact), RetrainedRuns.open(asked.environment)
-    own = Development.from_runs(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
-    (scored,) = own.variants.values()
+    args = parser.parse_args()
+    artifact, environment = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
+    development = Development.from_runs(
+        environment, [artifact], targets=args.targets.split(",")
+    )  # refuses what is held out
+    (scored,) = development.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
     mine = {name: known for known, name in scored.run_targets.items()}
-    scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
-    beside = [ArtifactReader.open(path) for path in asked.beside]
+    scores = {name: Path(path) for name, _, path in (text.partition("=") for text in args.scores)}
+    others = [ArtifactReader.open(path) for path in args.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}
-    for target in own.targets:
+    for target in development.targets:
         realized_BE = environment.utilities().select(target).values_BSE.mean(axis=1)
-        for method, parts in matrices(artifact, mine[target], scores, beside).items():
+        for method, parts in matrices(artifact, mine[target], scores, others).items():
             for name, transform in TRANSFORMS.items():
                 predicted_BE = mean_BN @ np.sum([_scaled(transform(part)) for part in parts], axis=0)
                 table.setdefault(method, {}).setdefault(name, {})[target] = mean_lds(predicted_BE, realized_BE)
@@ -119,7 +121,7 @@ def main() -> None:
         for name, by_target in lines.items():
             by_target["mean"] = float(np.mean(list(by_target.values())))
             print(f"{method:12s} {name:18s} {by_target['mean']:.3f}")
-    write_whole(asked.out, (json.dumps({"environment": environment.name, "mean_lds": table}, indent=1) + "\n").encode())
+    write_whole(args.out, (json.dumps({"environment": environment.name, "mean_lds": table}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Do two trainings on the same rows do the same to the same questions? Runs of one environment foretold by another's.
+"""Do two trainings on the same rows change the same questions? Predict the runs of one environment by another's.
 
     python -m experiments.finetune.alike documents-lora documents --out experiments/finetune/alike.json
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetune.evaluate import Foretold, compare, noise
-from experiments.finetune.run import HERE
+from experiments.finetune.evaluate import Predictions, compare, noise
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name
 from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
@@ -28,28 +28,32 @@ def report(name: Name, other: Name) -> dict[str, Any]:
     """
     if ENVIRONMENTS[name].rows != ENVIRONMENTS[other].rows:
         raise GraspError(f"{name}, {other}: trained on other rows; expected two environments of the same")
-    first, second = (RetrainedRuns.open(HERE / one) for one in (name, other))
-    own, theirs = (one.utilities(seeds=(0,), partial=True) for one in (first, second))
-    both = [subset for subset in own.subset_ids if subset in theirs.subset_ids]
-    if both != list(own.subset_ids) or own.unit_ids != theirs.unit_ids:
+    first, second = (RetrainedRuns.open(FOLDER / each) for each in (name, other))
+    first_values, second_values = (environment.utilities(seeds=(0,), partial=True) for environment in (first, second))
+    both = [subset for subset in first_values.subset_ids if subset in second_values.subset_ids]
+    if both != list(first_values.subset_ids) or first_values.unit_ids != second_values.unit_ids:
         raise GraspError(f"{other}: lacks subsets or questions of {name}; expected at least the same")
-    value_BE = theirs.values_BSE[[theirs.subset_ids.index(subset) for subset in both]].mean(axis=1)
-    own_BE, targets = own.values_BSE.mean(axis=1), np.array(own.targets)
-    column_of = {target: np.flatnonzero(targets == target) for target in dict.fromkeys(own.targets)}
+    value_BE = second_values.values_BSE[[second_values.subset_ids.index(subset) for subset in both]].mean(axis=1)
+    first_BE, targets = first_values.values_BSE.mean(axis=1), np.array(first_values.targets)
+    column_of = {target: np.flatnonzero(targets == target) for target in dict.fromkeys(first_values.targets)}
     task_BT = np.stack([value_BE[:, columns].mean(axis=1) for columns in column_of.values()], axis=1)
-    centred = [one - one.mean(axis=0) for one in (own_BE, value_BE)]
+    centred = [value - value.mean(axis=0) for value in (first_BE, value_BE)]
     return {
         "environments": [name, other],
         "subsets": len(both),
         "correlation": {
-            target: round(float(np.corrcoef(*(one[:, columns].ravel() for one in centred))[0, 1]), 3)
+            target: round(float(np.corrcoef(*(part[:, columns].ravel() for part in centred))[0, 1]), 3)
             for target, columns in column_of.items()
         },
-        "agreement": compare({other: Foretold(value_BE, task_BT)}, own, np.zeros((len(both), 1)), base=other),
-        "two_seeds": {other: noise(second, theirs)},
+        "agreement": compare(
+            {other: Predictions(value_BE, task_BT)}, first_values, np.zeros((len(both), 1)), base=other
+        ),
+        "two_seeds": {other: noise(second, second_values)},
         "mean_utility": {
-            one: {target: round(float(values[:, columns].mean()), 4) for target, columns in column_of.items()}
-            for one, values in ((name, own_BE), (other, value_BE))
+            environment_name: {
+                target: round(float(values[:, columns].mean()), 4) for target, columns in column_of.items()
+            }
+            for environment_name, values in ((name, first_BE), (other, value_BE))
         },
     }
 
@@ -58,11 +62,11 @@ def report(name: Name, other: Name) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Parse, compare, write."""
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.alike", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=NAMES, help="Environment whose runs are foretold.")
-    parser.add_argument("other", choices=NAMES, help="Environment of the same rows whose runs foretell them.")
+    parser.add_argument("name", choices=NAMES, help="Environment whose runs are predicted.")
+    parser.add_argument("other", choices=NAMES, help="Environment of the same rows whose runs predict them.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
-    write_whole(given.out, (json.dumps(report(given.name, given.other), indent=1) + "\n").encode())
+    args = parser.parse_args(arguments)
+    write_whole(args.out, (json.dumps(report(args.name, args.other), indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m experiments.finetune.beside small-12 small-48 documents instructions --data ../shared/data \\
         --out experiments/finetune/beside.json
 
-A run is foretold by others, drawn at random, and by the artifact of `grasp build --train further`; or by relevance
-alone, or by the runs alone. What is foretold is its change against the corpus, by target: the level of the other runs,
+A run is predicted by others, drawn at random, and by the artifact of `grasp build --train further`; or by relevance
+alone, or by the runs alone. The prediction is its change against the corpus, by target: the level of the other runs,
 which leaves this one out, does not enter. A number is the rank correlation over the runs, mean over targets and draws.
 Shape letters: R runs, T targets, D draws.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from experiments.finetune.further import FEATURES
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
@@ -33,14 +33,14 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import bootstrap_weights, stream
 
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
-ALONE, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"
+RUNS_ONLY, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"
 
 
 def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, SubsetFeatures, F64]:
     """Of every run, of the corpus, and the utilities of the first seed, (R, T)."""
     _, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
-    environment = RetrainedRuns.open(HERE / name)
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,))
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
@@ -53,27 +53,30 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     values_RT = np.stack(
         [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )
-    runs, whole = (replace(one, kernel_BTM=one.kernel_BTM[:, :, shipped]) for one in (every, corpus))
+    runs, whole = (replace(features, kernel_BTM=features.kernel_BTM[:, :, shipped]) for features in (every, corpus))
     return runs, whole, values_RT
 
 
-def foretold(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, count: int, draw: int) -> F64:
-    """The change that every run makes, foretold by `count` of the others, (R, T)."""
+def predict_runs(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, count: int, draw: int) -> F64:
+    """Predict the change of every run from `count` of the others, (R, T)."""
     out_RT = np.empty_like(values_RT)
     for left_out in range(len(runs)):
         others = np.delete(np.arange(len(runs)), left_out)
         seen = others[stream(0, "beside", left_out, draw).permutation(len(others))[:count]]
-        learned = Learned.fit(runs.take(seen), values_RT[seen][:, None])
-        out_RT[left_out] = learned.change(runs.take([left_out]), corpus)[0][0]
+        process = Learned.fit(runs.take(seen), values_RT[seen][:, None])
+        out_RT[left_out] = process.change(runs.take([left_out]), corpus)[0][0]
     return out_RT
 
 
-def rho(foretold_DRT: F64, values_RT: F64) -> list[float]:
+def rho(predicted_DRT: F64, values_RT: F64) -> list[float]:
     """Mean over targets and draws, with a 95 % interval over runs."""
     n_runs = len(values_RT)
     weights_R = np.concatenate([np.ones((1, n_runs)), bootstrap_weights(n_runs, resamples=RESAMPLES)])
-    found = [rank_correlations([one_RT, values_RT], [(0, 1)], weights_R)[0].mean(axis=0) for one_RT in foretold_DRT]
-    mean = np.mean(found, axis=0)
+    correlations = [
+        rank_correlations([predicted_RT, values_RT], [(0, 1)], weights_R)[0].mean(axis=0)
+        for predicted_RT in predicted_DRT
+    ]
+    mean = np.mean(correlations, axis=0)
     spread = np.nanpercentile(mean[1:] - np.nanmean(mean[1:]), [2.5, 97.5])
     return [round(float(value), 4) for value in (mean[0], mean[0] + spread[0], min(1.0, mean[0] + spread[1]))]
 
@@ -84,14 +87,14 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     n_targets = values_RT.shape[1]
     features = {
         BOTH: (runs, corpus),
-        ALONE: tuple(SubsetFeatures.from_shares(one.share_BG, n_targets) for one in (runs, corpus)),
+        RUNS_ONLY: tuple(SubsetFeatures.from_shares(features.share_BG, n_targets) for features in (runs, corpus)),
     }
     lines: list[dict[str, Any]] = [{"by": RELEVANCE, "runs": 0, "task_rho": rho(runs.relevance_BT[None], values_RT)}]
     for count in COUNTS:
         for by, (of_runs, of_corpus) in features.items():
             draws = DRAWS if count < len(runs) - 1 else 1
-            told = np.stack([foretold(of_runs, of_corpus, values_RT, count, draw) for draw in range(draws)])
-            lines.append({"by": by, "runs": count, "task_rho": rho(told, values_RT)})
+            predicted = np.stack([predict_runs(of_runs, of_corpus, values_RT, count, draw) for draw in range(draws)])
+            lines.append({"by": by, "runs": count, "task_rho": rho(predicted, values_RT)})
             print(f"{name} {lines[-1]}", flush=True)
     return {"environment": name, "role": ENVIRONMENTS[name].role, "subsets": len(runs), "found": lines}
 
@@ -99,9 +102,9 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build what is missing, compare, write."""
-    given = environments_parser("beside", __doc__).parse_args(arguments)
-    reports = [report(name, given.data, given.work) for name in given.names]
-    write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+    args = environments_parser("beside", __doc__).parse_args(arguments)
+    reports = [report(name, args.data, args.work) for name in args.names]
+    write_whole(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from scipy.stats import norm
 
 from experiments.finetune.compare import share_of_top_row
 from experiments.finetune.evaluate import Method, agreement, compare
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.scores import (
     Sides,
     delta_kernel,
@@ -131,7 +131,7 @@ def report(world: World) -> tuple[dict[str, Any], dict[str, F64]]:
         value_TR = figures[record["method"]]
         se = float(standard_errors([value_TR[None, :, 1:]])[0])
         record["bound"] = round(float(value_TR[:, 0].mean()) - z * se, 4)
-    found = {
+    bounds = {
         "environment": world.name,
         "role": world.environment.role,
         "subsets": len(world.utilities.subset_ids),
@@ -140,13 +140,13 @@ def report(world: World) -> tuple[dict[str, Any], dict[str, F64]]:
         "share_of_top_row": {name: round(share_of_top_row(kernel), 3) for name, kernel in kernel_of.items()},
         "methods": sorted(records, key=lambda record: -record["bound"]),
     }
-    return found, figures
+    return bounds, figures
 
 
 def together(names: list[str], figures: list[dict[str, F64]]) -> dict[str, Any]:
     """One choice over several environments: the mean over all their targets less z of its standard errors."""
-    common = [name for name in figures[0] if all(name in one for one in figures)]
-    each = [np.stack([one[name] for name in common]) for one in figures]  # (C, T, 1 + R)
+    common = [name for name in figures[0] if all(name in figure for figure in figures)]
+    each = [np.stack([figure[name] for name in common]) for figure in figures]  # (C, T, 1 + R)
     mean_C = np.concatenate([value[:, :, 0] for value in each], axis=1).mean(axis=1)
     z, se_C = _z(len(common)), standard_errors([value[:, :, 1:] for value in each])
     methods = [
@@ -159,7 +159,7 @@ def together(names: list[str], figures: list[dict[str, F64]]) -> dict[str, Any]:
         }
         for c, name in enumerate(common)
     ]
-    best_first = sorted(methods, key=lambda one: -one["bound"])
+    best_first = sorted(methods, key=lambda method: -method["bound"])
     return {"environment": " + ".join(names), "candidates": len(common), "z": round(z, 3), "methods": best_first}
 
 
@@ -167,7 +167,7 @@ def _apart(each: list[F64], c: int, base: int) -> list[float]:
     """Mean LDS less that of the base, environments counting alike, with a 95 % interval over the subsets of each."""
     apart_R = np.mean([(value[c] - value[base]).mean(axis=0) for value in each], axis=0)
     spread = np.percentile(apart_R[1:] - apart_R[1:].mean(), [2.5, 97.5])
-    return [float(apart_R[0]), *(float(apart_R[0] + one) for one in spread)]
+    return [float(apart_R[0]), *(float(apart_R[0] + deviation) for deviation in spread)]
 
 
 def _z(n_candidates: int) -> float:
@@ -180,27 +180,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.choice", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=(*NAMES, "cc-topic"))
     parser.add_argument("--data", type=Path, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, features and scores.")
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, rows, features and scores.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    roles = {name: ENVIRONMENTS[name].role for name in given.names if name != "cc-topic"}
-    if len(given.names) > 1 and "held-out" in roles.values():
+    roles = {name: ENVIRONMENTS[name].role for name in args.names if name != "cc-topic"}
+    if len(args.names) > 1 and "held-out" in roles.values():
         raise GraspError(
-            f"{', '.join(given.names)}: one of them is held out, expected it alone; nothing is chosen on it"
+            f"{', '.join(args.names)}: one of them is held out, expected it alone; nothing is chosen on it"
         )
     reports, figures = [], []
-    for name in given.names:
+    for name in args.names:
         if name == "cc-topic":
-            world = from_scratch(given.work / name, HERE.parent / "environments" / name)
+            world = from_scratch(args.work / name, FOLDER.parent / "environments" / name)
         else:
-            world = pretrained(name, given.data, given.work, HERE)
-        found, of_world = report(world)
-        reports.append(found)
+            world = pretrained(name, args.data, args.work, FOLDER)
+        results, of_world = report(world)
+        reports.append(results)
         figures.append(of_world)
     if len(reports) > 1:
-        reports.append(together(given.names, figures))
-    write_whole(given.out, (json.dumps(reports, indent=1) + "\n").encode())
+        reports.append(together(args.names, figures))
+    write_whole(args.out, (json.dumps(reports, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ships beside every other score, against the runs of one environment.
+"""Compare the built-in rule and every other score with the runs of one environment.
 
     python -m experiments.finetune.compare documents --data ../shared/data --out experiments/finetune/documents.json
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import Foretold, Method, compare, noise
+from experiments.finetune.evaluate import Method, Predictions, compare, noise
 from experiments.finetune.methods import GRADIENTS
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
@@ -30,7 +30,14 @@ from grasp.kernels.hidden_linear import RIDGE
 
 SHIPS = "token + input + shift + tilt"
 RIDGE_ON_RUNS = "ridge on the other runs"
-OURS = ("shift", "tilt", "token", "input", "pooled", "neighbour")  # count negative scores a quarter, as what ships does
+OURS = (
+    "shift",
+    "tilt",
+    "token",
+    "input",
+    "pooled",
+    "neighbour",
+)  # count negative scores a quarter, as the built-in rule does
 SUMS = {name: tuple(name.split(" + ")) for name in (SHIPS, "token + input + shift", "token + input")}
 
 
@@ -50,8 +57,8 @@ def nearest_example(cosine_NE: F64, targets: Sequence[str]) -> F64:
     """
     out_NE = np.empty_like(cosine_NE)
     for target in set(targets):
-        own = np.flatnonzero([name == target for name in targets])
-        out_NE[:, own] = cosine_NE[:, own].max(axis=1, keepdims=True)
+        columns = np.flatnonzero([name == target for name in targets])
+        out_NE[:, columns] = cosine_NE[:, columns].max(axis=1, keepdims=True)
     return out_NE
 
 
@@ -67,15 +74,15 @@ def methods_of(kernel_of: dict[str, F64]) -> dict[str, Method]:
     return out
 
 
-def ridge_on_runs(world: World) -> Foretold:
-    """Each run foretold by a ridge regression on all others, of which rows they kept: a datamodel.
+def ridge_on_runs(world: World) -> Predictions:
+    """Predict each run by a ridge regression of all others on their retained rows: a datamodel.
 
     No competitor, since it has seen runs: it says what so many real trainings tell of one more.
     """
     subset_ids = tuple(world.utilities.subset_ids)
     rows = OracleFeatures("rows", subset_ids, world.share_BN)
-    found = ridge_oracle(rows, world.utilities, folds=len(subset_ids))
-    return Foretold(found.values_BE, np.stack([found.task_B[name] for name in found.targets], axis=1))
+    prediction = ridge_oracle(rows, world.utilities, folds=len(subset_ids))
+    return Predictions(prediction.values_BE, np.stack([prediction.task_B[name] for name in prediction.targets], axis=1))
 
 
 def share_of_top_row(kernel_NE: F64) -> float:
@@ -87,7 +94,7 @@ def share_of_top_row(kernel_NE: F64) -> float:
 def report(world: World) -> dict[str, object]:
     """Scores, computed or read, and their comparison with the runs."""
     world.scores.mkdir(exist_ok=True)
-    kernel_of = {label: _kept(world.scores / f"{label}.npy", kernel) for label, kernel in kernels(world).items()}
+    kernel_of = {label: _cached(world.scores / f"{label}.npy", kernel) for label, kernel in kernels(world).items()}
     kernel_of["betr"] = nearest_example(kernel_of["repsim"], world.utilities.targets)
     for label in GRADIENTS:
         path = world.scores / f"{label}.npy"
@@ -114,7 +121,7 @@ def report(world: World) -> dict[str, object]:
     }
 
 
-def _kept(path: Path, make: Callable[[], F64]) -> F64:
+def _cached(path: Path, make: Callable[[], F64]) -> F64:
     if not path.exists():
         np.save(path, make().astype(np.float32))
         print(path.stem, flush=True)
@@ -127,17 +134,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.compare", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--environments", type=Path, default=HERE, help="Where the runs are.")
+    parser.add_argument("--environments", type=Path, default=FOLDER, help="Where the runs are.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, features and scores.")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, rows, features and scores.")
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    world = pretrained(given.name, given.data, given.work, given.environments)
-    found = report(world)
-    if found["role"] == "held-out" and found["subsets"] != found["planned"]:
-        raise GraspError(f"{given.name}: {found['subsets']} of {found['planned']} runs are there; wait for all")
-    write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
+    world = pretrained(args.name, args.data, args.work, args.environments)
+    result = report(world)
+    if result["role"] == "held-out" and result["subsets"] != result["planned"]:
+        raise GraspError(f"{args.name}: {result['subsets']} of {result['planned']} runs are there; wait for all")
+    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

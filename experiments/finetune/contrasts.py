@@ -60,7 +60,7 @@ LANGUAGES = {
     "CSS": Language("mkdocs", "1.6.1", ".css"),
     "JSON": Language("cfn-lint", "1.58.0", ".json"),
 }
-ASKED = ("Python", "C")
+QUESTION_LANGUAGES = ("Python", "C")
 INSTRUCTIONS = ("GPTeacher:roleplay", "GPTeacher:codegen", "MedQuAD:3_GHR_QA")
 MANUAL = "curl/everything-curl"
 
@@ -71,22 +71,22 @@ def write_contrasts(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) 
         return
     maker = _Maker(tokenizer)
     groups: dict[str, list[dict[str, Any]]] = {}
-    asked: dict[str, list[dict[str, Any]]] = {}
+    tasks: dict[str, list[dict[str, Any]]] = {}
     for name, language in LANGUAGES.items():
-        own = _texts_of(language)
-        cut = round(len(own) * FILES_ASKED) if name in ASKED else 0
-        groups[name] = maker.continued(name, own[cut:], ROWS, LONGEST)
+        texts = _texts_of(language)
+        cut = round(len(texts) * FILES_ASKED) if name in QUESTION_LANGUAGES else 0
+        groups[name] = maker.continued(name, texts[cut:], ROWS, LONGEST)
         if cut:
-            asked[name] = maker.continued(name, own[:cut], UNITS, LONGEST_OF_UNIT)
+            tasks[name] = maker.continued(name, texts[:cut], UNITS, LONGEST_OF_UNIT)
     table = pq.read_table(data / "pool.parquet", columns=["doc_id", "text", "source"]).to_pylist()
     pages = [(row["doc_id"], row["text"]) for row in table if row["source"] == MANUAL]
     groups["manual"] = maker.continued("Manual", pages, ROWS, LONGEST)
     for name, lines in (("sums", maker.sums()), ("trivia", maker.trivia())):
         some = [next(lines) for _ in range(ROWS + UNITS)]
-        groups[name], asked[name] = some[:ROWS], some[ROWS:]
+        groups[name], tasks[name] = some[:ROWS], some[ROWS:]
     others = others_of(data, work, tokenizer)
     groups |= {name: [row for row in others[name] if row["tokens"] <= LENGTH][:ROWS] for name in INSTRUCTIONS}
-    units = "".join(unit_line(name.lower(), row) for name, rows in asked.items() for row in rows)
+    units = "".join(unit_line(name.lower(), row) for name, rows in tasks.items() for row in rows)
     (work / "contrasts-units.jsonl").write_text(units, encoding="utf-8")
     rows = [row | {"group": name} for name, some in groups.items() for row in some]
     write_parquet(work / "contrasts.parquet", pa.Table.from_pylist(rows))
@@ -139,18 +139,18 @@ class _Maker:
 def _texts_of(language: Language) -> list[tuple[str, str]]:
     """Files of a package with their names, in a drawn order."""
     try:
-        found = version(language.package).split("+")[0]
+        version_found = version(language.package).split("+")[0]
     except PackageNotFoundError:
-        found = "missing"
-    if found != language.version:
+        version_found = "missing"
+    if version_found != language.version:
         raise GraspError(
-            f"contrasts: {language.package} is {found}, expected {language.version}, of whose files the rows are made: "
+            f"contrasts: {language.package} is {version_found}, expected {language.version}, the source of the rows: "
             f"pip install --no-deps {language.package}=={language.version}"
         )
     listed = files(language.package) or []
-    own = sorted((f for f in listed if f.suffix == language.suffix and language.inside in str(f)), key=str)
-    order = stream(0, "contrasts", "files", language.package, language.suffix).permutation(len(own))
-    return [(str(own[k]), own[k].read_text(encoding="utf-8")) for k in order]
+    source_files = sorted((f for f in listed if f.suffix == language.suffix and language.inside in str(f)), key=str)
+    order = stream(0, "contrasts", "files", language.package, language.suffix).permutation(len(source_files))
+    return [(str(source_files[k]), source_files[k].read_text(encoding="utf-8")) for k in order]
 
 
 def _pieces(text: str) -> Iterator[tuple[int, list[str]]]:

@@ -3,11 +3,12 @@
     python -m experiments.finetune.coordinates documents lengths contrasts --data ../shared/data \\
         --out experiments/finetune/coordinates.json
 
-All samples are taken in the same two passes over the rows, there and back: one for second moments, one for scores. Two
-samples of a size differ by their seed alone. Ranks are compared by Spearman's rho over rows, mean and least of the
-targets: of two samples of a size, and of one sample with second moments of two halves of the rows. What two whole
-corpora would have follows from the halves by Spearman and Brown: 2 rho / (1 + rho). What ships adds a quarter each of
-token and input, from the artifact that `further` builds. A kill costs one environment; what is in the JSON stays.
+All samples are taken in the same two forward and backward passes over the rows: one for second moments, one for scores.
+Two samples of a size differ by their seed only. Rankings are compared by Spearman's rho over rows, mean and minimum
+over targets: of two samples of a size, and of one sample with second moments from two halves of the rows. The value for
+two whole corpora follows from the halves by the Spearman-Brown formula: 2 rho / (1 + rho). The built-in rule adds a
+quarter each of token and input, from the artifact that `further` builds. An interruption costs one environment; those
+in the JSON file are not repeated.
 Shape letters: N rows, E units, T targets, B rows of a batch, K coordinates.
 """
 
@@ -26,7 +27,7 @@ from experiments.finetune.evaluate import Method, compare
 from experiments.finetune.further import FEATURES, relevance
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import environments_parser, model_directory, prepared, write_reports
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -63,7 +64,10 @@ class Samples:
         return np.cumsum([0, *(sample.size for sample in self.samples)])
 
     def batches(self, examples: Sequence[Example]) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-        """Examples there and back: which, and their coordinates by one sample beside the other, (B, sum of K)."""
+        """Yield example indices of a batch and their coordinates of all samples, (B, sum of K).
+
+        Runs a forward and a backward pass per batch.
+        """
         starts = self.starts
         for index_B in self.engine.batches(examples, BATCH_TOKENS):
             out_BK = torch.zeros(len(index_B), int(starts[-1]))
@@ -79,24 +83,24 @@ class Samples:
             yield index_B, out_BK
 
 
-def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) -> dict[str, F64]:
+def scores(rows: Sequence[Example], units: Sequence[Example], samples: Samples) -> dict[str, F64]:
     """(N, E) of rows' whole losses, by sample, and by moments of halves of the rows."""
-    starts, began = taken.starts, time.process_time()
+    starts, began = samples.starts, time.process_time()
     half_N = stream(0, "finetune", "coordinates").permutation(len(rows)) % 2
     halves, count = np.zeros((2, int(starts[-1]))), np.zeros(2)
-    for index_B, taken_BK in taken.batches(rows):
+    for index_B, sampled_BK in samples.batches(rows):
         for number in range(2):
-            some_BK = taken_BK[torch.from_numpy(half_N[index_B] == number)]
+            some_BK = sampled_BK[torch.from_numpy(half_N[index_B] == number)]
             some_BK = some_BK[some_BK.isfinite().all(dim=1)]
             halves[number] += some_BK.double().square().sum(dim=0).numpy()
             count[number] += len(some_BK)
     print(f"moments: {time.process_time() - began:.0f} s of CPU", flush=True)
     unit_EK = torch.zeros(len(units), int(starts[-1]), dtype=torch.bfloat16)
-    for index_B, taken_BK in taken.batches(units):
-        unit_EK[torch.from_numpy(index_B)] = taken_BK.bfloat16()
+    for index_B, sampled_BK in samples.batches(units):
+        unit_EK[torch.from_numpy(index_B)] = sampled_BK.bfloat16()
     whole_K = halves.sum(axis=0) / count.sum()
     factors: dict[str, tuple[int, torch.Tensor]] = {}
-    for place, ((millions, seed), sample) in enumerate(zip(SAMPLES, taken.samples, strict=True)):
+    for place, ((millions, seed), sample) in enumerate(zip(SAMPLES, samples.samples, strict=True)):
         moments = {"": whole_K}
         if place == SAMPLES.index(HALVED):
             moments |= {f", half {n}": halves[n] / count[n] for n in range(2)}
@@ -105,12 +109,12 @@ def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) ->
             factor_K = gradient_preconditioner(square_K, sample.weight_K.double().numpy(), DAMPING)
             factors[f"{millions} M, seed {seed}{named}"] = int(starts[place]), torch.from_numpy(factor_K).float()
     out = {name: np.zeros((len(rows), len(units))) for name in factors}
-    for index_B, taken_BK in taken.batches(rows):
+    for index_B, sampled_BK in samples.batches(rows):
         for name, (first, factor_K) in factors.items():
             for start in range(0, len(factor_K), CHUNK):
                 factor_k = factor_K[start : start + CHUNK]
                 some = slice(first + start, first + start + len(factor_k))
-                out[name][index_B] += ((taken_BK[:, some] * factor_k) @ unit_EK[:, some].float().T).double().numpy()
+                out[name][index_B] += ((sampled_BK[:, some] * factor_k) @ unit_EK[:, some].float().T).double().numpy()
     print(f"scores: {time.process_time() - began:.0f} s of CPU", flush=True)
     labels_N1 = np.array([[row.labels] for row in rows])
     return {name: score_NE * labels_N1 for name, score_NE in out.items()}
@@ -118,8 +122,8 @@ def scores(rows: Sequence[Example], units: Sequence[Example], taken: Samples) ->
 
 def steadiness(first: Method, second: Method, targets: tuple[str, ...], n_rows: int) -> dict[str, float]:
     """Spearman's rho over rows of two rankings for each task: its mean and its least."""
-    one_NT, other_NT = (method.predict(np.eye(n_rows), targets)[1] for method in (first, second))
-    rho_T = [float(spearmanr(one_N, other_N)[0]) for one_N, other_N in zip(one_NT.T, other_NT.T, strict=True)]
+    first_NT, second_NT = (method.predict(np.eye(n_rows), targets)[1] for method in (first, second))
+    rho_T = [float(spearmanr(first_N, second_N)[0]) for first_N, second_N in zip(first_NT.T, second_NT.T, strict=True)]
     return {"mean": round(float(np.mean(rho_T)), 3), "least": round(min(rho_T), 3)}
 
 
@@ -128,30 +132,31 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     model, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
     corpus = open_corpus(name, work, reader)
-    asked = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
+    units = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
     read = ReferenceModel(model.to(torch.bfloat16), reader, batch_tokens=BATCH_TOKENS)
     engine = SampledGradients.choose(read, FeatureSettings()).engine
     drawn = [CoordinateSample.draw(engine.layers, millions * 10**6, seed, read.device) for millions, seed in SAMPLES]
     rows = [Example(ids, int(first)) for ids, first in zip(corpus.rows, corpus.first_N, strict=True)]
     began = time.process_time()
-    found = scores(rows, [Example(unit.input_ids, unit.first) for unit in asked], Samples(engine, drawn))
-    environment = RetrainedRuns.open(HERE / name)
+    score_by_label = scores(rows, [Example(unit.input_ids, unit.first) for unit in units], Samples(engine, drawn))
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     forward = tuple(relevance(artifact, kernel, columns) for kernel in ("token", "input"))
-    alone = {label: Method((score_NE,)) for label, score_NE in found.items()}
+    single = {label: Method((score_NE,)) for label, score_NE in score_by_label.items()}
     ships = {
-        label: Method((score_NE, *forward), (1.0, 0.25, 0.25), (1.0, 0.25, 0.25)) for label, score_NE in found.items()
+        label: Method((score_NE, *forward), (1.0, 0.25, 0.25), (1.0, 0.25, 0.25))
+        for label, score_NE in score_by_label.items()
     }
-    methods = {f"{label}: gradient": one for label, one in alone.items() if "half" not in label}
-    methods |= {f"{label}: what ships": one for label, one in ships.items() if "half" not in label}
+    methods = {f"{label}: gradient": method for label, method in single.items() if "half" not in label}
+    methods |= {f"{label}: what ships": ship for label, ship in ships.items() if "half" not in label}
     half = f"{HALVED[0]} M, seed {HALVED[1]}, half"
     pairs = {f"{m} M, two samples": (f"{m} M, seed 0", f"{m} M, seed 1") for m, seed in SAMPLES if seed}
     pairs["2 M, moments of two halves"] = f"{half} 0", f"{half} 1"
     steady = {
         pair: {
             form: steadiness(some[a], some[b], utilities.targets, len(rows))
-            for form, some in (("gradient", alone), ("what ships", ships))
+            for form, some in (("gradient", single), ("what ships", ships))
         }
         for pair, (a, b) in pairs.items()
     }

@@ -37,7 +37,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.methods import AS_PUBLISHED, method_scores, warmed_up
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
 from grasp.arrays import F64
@@ -62,13 +62,13 @@ SHIPPED_BEFORE = ("shift", "token + input + shift", "token + input + shift + til
 
 def write_chats(data: Path, work: Path) -> None:
     """Conversations as people have them: a thousand that are units of neither environment, and all that there are."""
-    asked = {
+    answers = {
         json.loads(line)["unit_id"]
         for name in ("documents", "instructions")
         for line in (work / f"{name}-units.jsonl").read_text(encoding="utf-8").splitlines()
     }
     table = pq.read_table(data / "instructions.parquet").to_pylist()
-    rows = [row for row in table if row["id"] not in asked and row["response"].strip()]
+    rows = [row for row in table if row["id"] not in answers and row["response"].strip()]
     drawn = sorted(stream(0, "finetune", "chats").permutation(len(rows))[:CHATS])
     for name, some in (("chats", [rows[k] for k in drawn]), ("all-chats", table)):
         lines = "".join(json.dumps(conversation(row)) + "\n" for row in some)
@@ -117,23 +117,23 @@ class Exam:
         self.targets = [unit.target for unit in units]
         self.units = UnitSet(units).tokenize(tokenizer, LENGTH)
         wrong = [
-            (e, replace(unit, completion=choice))
+            (e, replace(unit, completion=answer))
             for e, unit in enumerate(units)
-            for k, choice in enumerate(unit.choices)
+            for k, answer in enumerate(unit.choices)
             if k != unit.gold
         ]
         self.of_W = np.array([e for e, _ in wrong])
         self.wrong = UnitSet(tuple(unit for _, unit in wrong)).tokenize(tokenizer, LENGTH)
 
-    def taken(self, model: LlamaForCausalLM) -> dict[str, dict[str, list[float]]]:
+    def measure(self, model: LlamaForCausalLM) -> dict[str, dict[str, list[float]]]:
         """Loss of every unit, and whether it is below that of each wrong choice, by target."""
         loss_E = unit_losses(model, self.units)
         least_E = np.full(len(loss_E), np.nan)
         np.fmin.at(least_E, self.of_W, unit_losses(model, self.wrong))
-        asked = np.unique(self.of_W).tolist()
+        question_indices = np.unique(self.of_W).tolist()
         return {
             "loss": self._by_target({e: round(float(loss), 5) for e, loss in enumerate(loss_E)}),
-            "right": self._by_target({e: float(loss_E[e] < least_E[e]) for e in asked}),
+            "right": self._by_target({e: float(loss_E[e] < least_E[e]) for e in question_indices}),
         }
 
     def _by_target(self, value_of: Mapping[int, float]) -> dict[str, list[float]]:
@@ -152,7 +152,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
     if all(run["method"] != "before" for run in runs):
-        runs.append({"method": "before", "seed": 0, **exam.taken(model)})
+        runs.append({"method": "before", "seed": 0, **exam.measure(model)})
     for method in (*CHOOSERS, *SHIPPED_BEFORE):
         for seed in (*SEEDS, *MORE_SEEDS) if method in WITH_MORE else SEEDS:
             same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
@@ -166,7 +166,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
             train(model, rows, first_N, order)
             tokens = int(sum(len(rows[i]) - first_N[i] for i in chosen))
             runs = [run for run in runs if run not in same]
-            runs.append({"method": method, "seed": seed, "tokens": tokens, **exam.taken(model)})
+            runs.append({"method": method, "seed": seed, "tokens": tokens, **exam.measure(model)})
             write_whole(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
             losses = [np.mean(losses) for losses in runs[-1]["loss"].values()]
             print(f"{method} {seed}: {np.mean(losses):.4f}, {time.process_time():.0f} s of CPU so far", flush=True)
@@ -176,12 +176,12 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Loss and share of right answers by method, each over the seeds that all methods have."""
     out = {}
     for what in ("loss", "right"):
-        there = {(run["method"], run["seed"]) for run in runs if what in run}
-        seeds = [seed for seed in SEEDS if all((method, seed) in there for method in CHOOSERS)]
+        done = {(run["method"], run["seed"]) for run in runs if what in run}
+        seeds = [seed for seed in SEEDS if all((method, seed) in done for method in CHOOSERS)]
         if seeds:
             out[what] = {"seeds": seeds} | side_by_side(runs, seeds, what)
         more = [*SEEDS, *MORE_SEEDS]
-        if all((method, seed) in there for method in WITH_MORE for seed in more):
+        if all((method, seed) in done for method in WITH_MORE for seed in more):
             out[f"{what}, more seeds"] = {"seeds": more} | side_by_side(runs, more, what)
     return out
 
@@ -201,15 +201,18 @@ def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamp
     draws = [
         (
             generator.integers(len(seeds), size=len(seeds)),
-            {t: generator.integers(one.shape[1], size=one.shape[1]) for t, one in value_SE["grasp"].items()},
+            {
+                t: generator.integers(value_SN.shape[1], size=value_SN.shape[1])
+                for t, value_SN in value_SE["grasp"].items()
+            },
         )
         for _ in range(resamples)
     ]
     out = {"before": _means(before)}
     for method in known:
-        out[method] = _means({target: float(one.mean()) for target, one in value_SE[method].items()})
+        out[method] = _means({target: float(value_SN.mean()) for target, value_SN in value_SE[method].items()})
         if method != "grasp":
-            apart = {target: value_SE["grasp"][target] - one for target, one in value_SE[method].items()}
+            apart = {target: value_SE["grasp"][target] - value_SN for target, value_SN in value_SE[method].items()}
             out[method]["grasp_less_this"] = _interval(apart, draws)
     return out
 
@@ -220,9 +223,11 @@ def _means(of_target: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _interval(apart: Mapping[str, F64], draws: list[Any]) -> list[float]:
-    value = float(np.mean([one.mean() for one in apart.values()]))
-    again = [np.mean([one[np.ix_(s, e[target])].mean() for target, one in apart.items()]) for s, e in draws]
-    low, high = np.percentile(again, [2.5, 97.5])
+    value = float(np.mean([difference.mean() for difference in apart.values()]))
+    resampled = [
+        np.mean([difference[np.ix_(s, e[target])].mean() for target, difference in apart.items()]) for s, e in draws
+    ]
+    low, high = np.percentile(resampled, [2.5, 97.5])
     return [round(float(number), 4) for number in (value, low, high)]
 
 
@@ -231,22 +236,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", choices=("chats", "warm-up", "runs"))
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, conversations, artifact.")
-    parser.add_argument("--out", type=Path, default=HERE / "decision.json", help="What came out.")
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, conversations, artifact.")
+    parser.add_argument("--out", type=Path, default=FOLDER / "decision.json", help="What came out.")
     parser.add_argument("--minutes", type=float, default=1e9, help="Begin no run after so long.")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    prepare_model(given.work / "model")
-    write_corpora(given.data, given.work, AutoTokenizer.from_pretrained(given.work / "model"))
-    if given.step == "chats":
-        write_chats(given.data, given.work)
+    prepare_model(args.work / "model")
+    write_corpora(args.data, args.work, AutoTokenizer.from_pretrained(args.work / "model"))
+    if args.step == "chats":
+        write_chats(args.data, args.work)
         return
-    artifact = ArtifactReader.open(given.work / "chats")
-    if given.step == "warm-up":
-        warmed_up(given.work / WARM_UP, given.work / "model", *trained_on(artifact))
+    artifact = ArtifactReader.open(args.work / "chats")
+    if args.step == "warm-up":
+        warmed_up(args.work / WARM_UP, args.work / "model", *trained_on(artifact))
     else:
-        fill(artifact, given.work, given.out, time.time() + 60 * given.minutes)
+        fill(artifact, args.work, args.out, time.time() + 60 * args.minutes)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from experiments.finetune.evaluate import Method, compare
 from experiments.finetune.prepare import environments_parser, prepared, write_reports
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -51,7 +51,7 @@ class Turned:
         self.gradients, self.fisher = gradients, fisher
         self.bases = [Basis.from_factors(factors) for factors in second_moments(gradients.engine, fisher, FULL_WIDTH)]
 
-    def taken(
+    def sample_gradients(
         self, examples: Sequence[Example], output: Output = "loss", uniforms: Sequence[F64] | None = None
     ) -> torch.Tensor:
         """Of the gradient of each example's mean loss, (B, K)."""
@@ -69,16 +69,16 @@ class Turned:
     def batches(self, examples: Sequence[Example]) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
         """Examples in batches of like length, with their coordinates."""
         for index_B in self.gradients.batches(examples):
-            yield index_B, self.taken([examples[int(i)] for i in index_B])
+            yield index_B, self.sample_gradients([examples[int(i)] for i in index_B])
 
     def eigenvalues(self) -> F64:
         """Lambda, (K,): the second moment of one label's gradient, as `curvature.corrected_eigenvalues` has it."""
         sum_K = np.zeros(self.gradients.sample.size)
         for index_B in self.gradients.batches(self.fisher.rows):
             examples, uniforms = self.fisher.batch(index_B)
-            taken_BK = self.taken(examples, self.fisher.output, uniforms).double()
-            labels_B1 = torch.tensor([[one.labels] for one in examples], dtype=torch.float64)
-            sum_K += (taken_BK.square() * labels_B1).sum(dim=0).numpy()
+            sampled_BK = self.sample_gradients(examples, self.fisher.output, uniforms).double()
+            labels_B1 = torch.tensor([[example.labels] for example in examples], dtype=torch.float64)
+            sum_K += (sampled_BK.square() * labels_B1).sum(dim=0).numpy()
         return sum_K / len(self.fisher.rows)
 
 
@@ -100,35 +100,35 @@ def scores(rows: Sequence[Example], units: Sequence[Example], gradients: Sampled
     lambda_K = turned.eigenvalues()
     print(f"eigenvalues: {time.process_time() - began:.0f} s of CPU", flush=True)
     unit_EK = torch.zeros(len(units), gradients.sample.size)
-    for index_B, taken_BK in turned.batches(units):
-        unit_EK[torch.from_numpy(index_B)] = taken_BK.float()
+    for index_B, sampled_BK in turned.batches(units):
+        unit_EK[torch.from_numpy(index_B)] = sampled_BK.float()
     factors = {name: torch.from_numpy(damped(lambda_K, gradients, d)).float() for name, d in DAMPINGS.items()}
     out = {name: np.zeros((len(rows), len(units))) for name in DAMPINGS}
-    for index_B, taken_BK in turned.batches(rows):
+    for index_B, sampled_BK in turned.batches(rows):
         for name, factor_K in factors.items():
-            out[name][index_B] = ((taken_BK.float() * factor_K) @ unit_EK.T).double().numpy()
+            out[name][index_B] = ((sampled_BK.float() * factor_K) @ unit_EK.T).double().numpy()
     print(f"rows: {time.process_time() - began:.0f} s of CPU", flush=True)
     labels_N1 = np.array([[row.labels] for row in rows])
-    found = {}
+    score_by_name = {}
     for name, score_NE in out.items():
-        found[f"EK-FAC, all layers, damping {name}"] = score_NE
-        found[f"EK-FAC, all layers, damping {name}, whole loss"] = score_NE * labels_N1
-    return found
+        score_by_name[f"EK-FAC, all layers, damping {name}"] = score_NE
+        score_by_name[f"EK-FAC, all layers, damping {name}, whole loss"] = score_NE * labels_N1
+    return score_by_name
 
 
 def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
     """Against the runs that there are."""
     model, reader = prepared(name, data, work)
     corpus = open_corpus(name, work, reader)
-    asked = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
+    units = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
     read = ReferenceModel(model.to(torch.bfloat16), reader, batch_tokens=BATCH_TOKENS)
     gradients = SampledGradients.choose(read, FeatureSettings())
     rows = [Example(ids, int(first)) for ids, first in zip(corpus.rows, corpus.first_N, strict=True)]
     began = time.process_time()
-    found = scores(rows, [Example(unit.input_ids, unit.first) for unit in asked], gradients)
-    environment = RetrainedRuns.open(HERE / name)
+    score_by_name = scores(rows, [Example(unit.input_ids, unit.first) for unit in units], gradients)
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
-    methods = {label: Method((score_NE,)) for label, score_NE in found.items()}
+    methods = {label: Method((score_NE,)) for label, score_NE in score_by_name.items()}
     share_BN = shares(environment, corpus.store, utilities)
     return {
         "environment": name,

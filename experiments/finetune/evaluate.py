@@ -1,4 +1,4 @@
-"""Scores against retraining: mean LDS and task rho of every method, and of its difference to what ships.
+"""Scores against retraining: mean LDS and task rho of every method, and of its difference to the built-in rule.
 
 Shape letters: B subsets, E units, N rows, R resamples, M methods.
 """
@@ -53,7 +53,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Predictions:
     """What is predicted already, of subsets in the order of the environment; `predict` as a method has it."""
 
     units_BE: F64
@@ -70,7 +70,7 @@ def _scaled(score_NE: F64) -> F64:
 
 
 def compare(
-    methods: Mapping[str, Method | Foretold],
+    methods: Mapping[str, Method | Predictions],
     utilities: Utilities,
     share_BN: F64,
     *,
@@ -84,33 +84,35 @@ def compare(
 
 
 def agreements(
-    methods: Mapping[str, "Method | Foretold"], utilities: Utilities, share_BN: F64, resamples: int = RESAMPLES
+    methods: Mapping[str, "Method | Predictions"], utilities: Utilities, share_BN: F64, resamples: int = RESAMPLES
 ) -> dict[str, "Agreement"]:
     """Of every method, by the same resamples of subsets."""
     weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN), resamples=resamples)])
     return {name: agreement(method, utilities, share_BN, weights_RB) for name, method in methods.items()}
 
 
-def records(found: Mapping[str, "Agreement"], utilities: Utilities, base: str) -> list[dict[str, Any]]:
+def records(agreements: Mapping[str, "Agreement"], utilities: Utilities, base: str) -> list[dict[str, Any]]:
     """See `compare`."""
     names = list(dict.fromkeys(utilities.targets))
-    lds = {name: one.lds_TR.mean(axis=0) for name, one in found.items()}
+    lds = {name: agreement.lds_TR.mean(axis=0) for name, agreement in agreements.items()}
     return [
         {
             "method": name,
             "mean_lds": _interval(lds[name], -1.0, 1.0),
-            "task_rho": _interval(one.task_R, -1.0, 1.0),
-            "positive": round(one.positive, 4),
-            "mean_lds_of_target": {t: round(float(value), 4) for t, value in zip(names, one.lds_TR[:, 0], strict=True)},
+            "task_rho": _interval(agreement.task_R, -1.0, 1.0),
+            "positive": round(agreement.positive, 4),
+            "mean_lds_of_target": {
+                t: round(float(value), 4) for t, value in zip(names, agreement.lds_TR[:, 0], strict=True)
+            },
             "difference": _interval(lds[name] - lds[base], -2.0, 2.0) if name != base else None,
         }
-        for name, one in found.items()
+        for name, agreement in agreements.items()
     ]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well a method foretells the runs: as they are in the first column, then resampled over subsets."""
+    """Agreement of a method with the runs: on the data in the first column, then resampled over subsets."""
 
     lds_TR: F64  # mean over the units of each target
     task_R: F64  # mean over targets
@@ -118,16 +120,16 @@ class Agreement:
 
 
 def agreement(
-    method: Method | Foretold, utilities: Utilities, share_BN: F64, weights_RB: NDArray[np.floating[Any]]
+    method: Method | Predictions, utilities: Utilities, share_BN: F64, weights_RB: NDArray[np.floating[Any]]
 ) -> Agreement:
     """Of one method; `weights_RB` says how often each resample draws each subset."""
     realized_BE, targets = utilities.values_BSE.mean(axis=1), list(utilities.targets)
-    own_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
+    of_target_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
     units_BE, tasks_BT = method.predict(share_BN, targets)
-    task_BT = np.stack([realized_BE[:, own_E].mean(axis=1) for own_E in own_TE], axis=1)
+    task_BT = np.stack([realized_BE[:, of_target_E].mean(axis=1) for of_target_E in of_target_TE], axis=1)
     rho_ER = rank_correlations([units_BE, realized_BE], [(0, 1)], weights_RB)[0]
     return Agreement(
-        np.stack([np.nanmean(rho_ER[own_E], axis=0) for own_E in own_TE]),
+        np.stack([np.nanmean(rho_ER[of_target_E], axis=0) for of_target_E in of_target_TE]),
         np.nanmean(rank_correlations([tasks_BT, task_BT], [(0, 1)], weights_RB)[0], axis=0),
         float(np.mean(rho_ER[:, 0] > 0)),
     )

@@ -53,8 +53,8 @@ class Features:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        with np.load(path) as kept:
-            return cls(**{field.name: kept[field.name] for field in fields(cls)})
+        with np.load(path) as arrays:
+            return cls(**{field.name: arrays[field.name] for field in fields(cls)})
 
     def save(self, path: Path) -> None:
         part = path.with_name(f"{path.stem}.part.npz")
@@ -88,9 +88,9 @@ def features_of(
         owner_P = index_B[has_loss_BL.nonzero()[:, 0].numpy()]
         at_loss = (hidden_BLH[:, :-1], ids_BL[:, :-1], labels_BL[:, 1:])
         parts.append((*_at(model, *(values[has_loss_BL] for values in at_loss), residuals, bfloat16), owner_P))
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    order = np.argsort(joined[-1], kind="stable")
-    hidden, delta, index, value, loss, token, label, owner = (column[order] for column in joined)
+    concatenated = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    order = np.argsort(concatenated[-1], kind="stable")
+    hidden, delta, index, value, loss, token, label, owner = (column[order] for column in concatenated)
     return Features(hidden, delta, index, value, loss, token, label, owner)
 
 
@@ -105,7 +105,7 @@ def _at(
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         logits_PV = model.lm_head(hidden_PH).float()
     sparse = sparse_residual(logits_PV, label_P, TOP_K if residuals else 1)
-    kept = slice(None) if residuals else slice(0)
+    rows_kept = slice(None) if residuals else slice(0)
     residual_PV = torch.softmax(logits_PV, dim=1)
     residual_PV[torch.arange(len(label_P)), label_P] -= 1.0
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
@@ -113,8 +113,8 @@ def _at(
     return (
         hidden_PH.numpy(),
         delta_PH.numpy(),
-        sparse.index_PK[:, kept].numpy().astype(np.int32),
-        sparse.value_PK[:, kept].numpy(),
+        sparse.index_PK[:, rows_kept].numpy().astype(np.int32),
+        sparse.value_PK[:, rows_kept].numpy(),
         sparse.loss_P.numpy(),
         token_P.numpy().astype(np.int32),
         label_P.numpy().astype(np.int32),

@@ -1,4 +1,4 @@
-"""What ships for a model that is trained further: forms of gradient and forward kernels against the runs.
+"""The built-in rule for models with continued training: forms of gradient and forward kernels against the runs.
 
     python -m experiments.finetune.further documents lengths contrasts small-12 small-48 small-192 small-48-slow \\
         --data ../shared/data --out experiments/finetune/further.json
@@ -21,7 +21,7 @@ from scipy.stats import norm
 from experiments.finetune.evaluate import Method, agreements, noise, records
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -55,17 +55,19 @@ def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
         SHIPPED_BEFORE: Method(forward, negative=0.25),
     }
 
-    def beside(weight: float, *others: F64, of_task: bool = False) -> Method:
+    def weighted_sum(weight: float, *others: F64, of_task: bool = False) -> Method:
         count = len(others)
         return Method((gradient, *others), (1.0, *[0.25] * count), (1.0, *[weight] * count), of_task=of_task)
 
-    out |= {f"gradient + {named} of each": beside(weight, *forward) for named, weight in WEIGHTS.items()}
-    out |= {f"gradient + {named} of token + input": beside(weight, *forward[:2]) for named, weight in WEIGHTS.items()}
-    out["gradient + .25 of token + input, by task"] = beside(0.25, *forward[:2], of_task=True)
-    out["gradient + .25 of tilt"] = beside(0.25, forward[3])
-    for beside_it, others in (("each", forward), ("token + input", forward[:2])):
+    out |= {f"gradient + {named} of each": weighted_sum(weight, *forward) for named, weight in WEIGHTS.items()}
+    out |= {
+        f"gradient + {named} of token + input": weighted_sum(weight, *forward[:2]) for named, weight in WEIGHTS.items()
+    }
+    out["gradient + .25 of token + input, by task"] = weighted_sum(0.25, *forward[:2], of_task=True)
+    out["gradient + .25 of tilt"] = weighted_sum(0.25, forward[3])
+    for kernel_names, others in (("each", forward), ("token + input", forward[:2])):
         whole = tuple(kernel_NE * tokens_N[:, None] for kernel_NE in others)
-        out[f"gradient + .25 of {beside_it}, whole loss too"] = beside(0.25, *whole)
+        out[f"gradient + .25 of {kernel_names}, whole loss too"] = weighted_sum(0.25, *whole)
     return out
 
 
@@ -78,7 +80,7 @@ def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str
     """Every form against the runs that there are, and its mean LDS by target and resample, (T, 1 + R)."""
     _, reader = prepared(name, data, work)
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
-    environment = RetrainedRuns.open(HERE / name)
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
@@ -92,14 +94,14 @@ def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str
     share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
     agreed = agreements(methods, utilities, share_BN, RESAMPLES)
     print(f"{name}: {len(share_BN)} subsets", flush=True)
-    found = {
+    bounds = {
         "environment": name,
         "role": environment.role,
         "subsets": len(share_BN),
         "noise": noise(environment, utilities),
         "methods": records(agreed, utilities, SHIPPED_BEFORE),
     }
-    return found, {label: one.lds_TR for label, one in agreed.items()}
+    return bounds, {label: agreement.lds_TR for label, agreement in agreed.items()}
 
 
 def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[dict[str, Any]]:
@@ -108,12 +110,12 @@ def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[d
     Environments of the same rows and questions are one world, the mean over them: worlds count alike.
     """
     worlds: dict[str, list[F64]] = {}
-    for name, one in zip(names, figures, strict=True):
-        worlds.setdefault(ENVIRONMENTS[name].rows, []).append(np.stack(list(one.values())))
+    for name, figure in zip(names, figures, strict=True):
+        worlds.setdefault(ENVIRONMENTS[name].rows, []).append(np.stack(list(figure.values())))
     each = [np.mean(values, axis=0) for values in worlds.values()]  # (C, T, 1 + R)
     mean_C = np.concatenate([value[:, :, 0] for value in each], axis=1).mean(axis=1)
     z, se_C = float(norm.ppf(1 - DELTA / len(mean_C))), standard_errors([value[:, :, 1:] for value in each])
-    found = [
+    results = [
         {
             "method": name,
             "mean_lds": round(float(m), 4),
@@ -122,20 +124,20 @@ def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[d
         }
         for name, m, se in zip(figures[0], mean_C, se_C, strict=True)
     ]
-    return sorted(found, key=lambda one: -one["bound"])
+    return sorted(results, key=lambda figure: -figure["bound"])
 
 
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
-    given = environments_parser("further", __doc__).parse_args(arguments)
-    if len(given.names) > 1 and "held-out" in {ENVIRONMENTS[name].role for name in given.names}:
-        raise GraspError(f"{', '.join(given.names)}: one of them is held out, expected it alone")
-    reports, figures = zip(*(report(name, given.data, given.work) for name in given.names), strict=True)
-    found: dict[str, Any] = {"environments": list(reports)}
+    args = environments_parser("further", __doc__).parse_args(arguments)
+    if len(args.names) > 1 and "held-out" in {ENVIRONMENTS[name].role for name in args.names}:
+        raise GraspError(f"{', '.join(args.names)}: one of them is held out, expected it alone")
+    reports, figures = zip(*(report(name, args.data, args.work) for name in args.names), strict=True)
+    summary: dict[str, Any] = {"environments": list(reports)}
     if len(reports) > 1:
-        found["together"] = together(given.names, figures)
-    write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
+        summary["together"] = together(args.names, figures)
+    write_whole(args.out, (json.dumps(summary, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

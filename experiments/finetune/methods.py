@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.prepare import model_directory, prepared
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import (
     ENVIRONMENTS,
     LENGTH,
@@ -166,9 +166,9 @@ def write_cut(rows: Rows, work: Path, corpus: Corpus, tokenizer: HfTokenizer) ->
         prompt, completion = (["".join(part) for part in parts] for parts in zip(*halves, strict=True))
         names = pq.read_table(work / f"{rows}.parquet", columns=["doc_id", "group"])
         table = names.append_column("prompt", pa.array(prompt)).append_column("completion", pa.array(completion))
-        own = AutoTokenizer.from_pretrained(work / "model")
-        own.eos_token = None
-        own.save_pretrained(directory)
+        model_tokenizer = AutoTokenizer.from_pretrained(work / "model")
+        model_tokenizer.eos_token = None
+        model_tokenizer.save_pretrained(directory)
         write_parquet(texts, table)
     return texts, str(directory)
 
@@ -183,10 +183,10 @@ def method_scores(artifact: ArtifactReader, label: str, checkpoints: Sequence[Pa
     """Scores of a method, (N, E); one that looks at no unit has the same for all."""
     (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
     began, used = time.time(), time.process_time()
-    found = method_rows(artifact, configured, checkpoints=checkpoints).scores
-    score_NE = np.concatenate([block for _, block in found]).astype(np.float64)
+    score_by_method = method_rows(artifact, configured, checkpoints=checkpoints).scores
+    score_NE = np.concatenate([block for _, block in score_by_method]).astype(np.float64)
     cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
-    print(f"{artifact.path.name} {label}: {cost}; {'; '.join(found.account.notes)}", flush=True)
+    print(f"{artifact.path.name} {label}: {cost}; {'; '.join(score_by_method.account.notes)}", flush=True)
     return np.broadcast_to(score_NE, (artifact.n_rows, len(artifact.units)))
 
 
@@ -210,12 +210,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, artifacts and scores.")
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, rows, artifacts and scores.")
     parser.add_argument("--methods", default=",".join(GRADIENTS), help="Some of them, separated by commas.")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    score(given.name, given.data, given.work, given.methods.split(","))
+    score(args.name, args.data, args.work, args.methods.split(","))
 
 
 if __name__ == "__main__":

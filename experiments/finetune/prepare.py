@@ -95,12 +95,12 @@ def environments_parser(module: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def write_reports(given: argparse.Namespace, report: Callable[[Name, Path, Path], dict[str, Any]]) -> None:
+def write_reports(args: argparse.Namespace, report: Callable[[Name, Path, Path], dict[str, Any]]) -> None:
     """One environment after the other, but those that the JSON has; it is written after each."""
-    there = json.loads(given.out.read_text())["environments"] if given.out.exists() else []
-    done = {one["environment"]: one for one in there}
-    for name in given.names:
+    written = json.loads(args.out.read_text())["environments"] if args.out.exists() else []
+    done = {report["environment"]: report for report in written}
+    for name in args.names:
         if name not in done:
-            done[name] = report(name, given.data, given.work)
-            write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+            done[name] = report(name, args.data, args.work)
+            write_whole(args.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
             print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from experiments.finetune.choice import SHIPPED_AT_FIRST, SUMS, ridged
 from experiments.finetune.compare import share_of_top_row
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.scores import Sides, input_kernel, token_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
@@ -40,7 +40,7 @@ def redrawn(world: World) -> dict[str, object]:
     out = {}
     for name, parts in forms.items():
         ranked = [_ranking(scores, parts, world.utilities.targets) for scores in (first, second)]
-        rho_T = [float(spearmanr(*pair)[0]) for pair in zip(*(one.T for one in ranked), strict=True)]
+        rho_T = [float(spearmanr(*pair)[0]) for pair in zip(*(ranks.T for ranks in ranked), strict=True)]
         top = share_of_top_row(sum(_scaled(first[part]) for part in parts))  # type: ignore[arg-type]
         out[name] = {key: round(float(value), 3) for key, value in _numbers(rho_T, top)}
     return {"environment": world.name, "positions": min(map(len, drawn)), "forms": out}
@@ -57,9 +57,12 @@ def _scores(sides: Sides) -> dict[str, F64]:
 
 def _ranking(scores: dict[str, F64], parts: tuple[str, ...], targets: tuple[str, ...]) -> F64:
     """(N, T), as the default protocol adds kernels up."""
-    own_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
+    of_target_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
     tasks = [
-        np.stack([downweight_negative(scores[part], NEGATIVE)[:, own_E].mean(axis=1) for own_E in own_TE], axis=1)
+        np.stack(
+            [downweight_negative(scores[part], NEGATIVE)[:, of_target_E].mean(axis=1) for of_target_E in of_target_TE],
+            axis=1,
+        )
         for part in parts
     ]
     return np.asarray(sum(_scaled(task_NT) for task_NT in tasks))
@@ -75,12 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.redrawn", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and features.")
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, rows and features.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [redrawn(pretrained(name, given.data, given.work, HERE)) for name in given.names]
-    write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
+    results = [redrawn(pretrained(name, args.data, args.work, FOLDER)) for name in args.names]
+    write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from grasp.runs.retrained import RetrainedRuns, RetrainedRunsInfo, Run, TargetIn
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 SEEDS = (0, 1)
 COMPLETION: LossOn = "completion"
 
@@ -91,34 +91,34 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
         by_target.setdefault(unit.target, []).append(unit)
     return {
         target: TargetInfo(
-            fingerprint=UnitSet(tuple(own)).fingerprint,
+            fingerprint=UnitSet(tuple(units)).fingerprint,
             loss_on=COMPLETION,
-            unit_ids=tuple(unit.unit_id for unit in own),
+            unit_ids=tuple(unit.unit_id for unit in units),
         )
-        for target, own in by_target.items()
+        for target, units in by_target.items()
     }
 
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
     """All runs in the order in which they are made: a second seed when every subset has a first."""
-    own = {name: world for name, world in worlds.items() if world.kind.within is None}
-    all_runs = [(name, run) for name, world in own.items() for run in world.environment.runs()]
+    trained = {name: world for name, world in worlds.items() if world.kind.prefix_of is None}
+    all_runs = [(name, run) for name, world in trained.items() for run in world.environment.runs()]
     return sorted(all_runs, key=lambda turn: (turn[1].seed, turn[1].subset_id))
 
 
 def stages(name: Name, worlds: dict[Name, World]) -> dict[int, World]:
     """Where a run of an environment is looked at: numbers of steps with the environments that they are runs of."""
     steps_of = {other: world.kind.recipe.stop or world.kind.recipe.steps for other, world in worlds.items()}
-    own = [other for other, world in worlds.items() if name in (other, world.kind.within)]
-    return {steps_of[other]: worlds[other] for other in sorted(own, key=lambda other: steps_of[other])}
+    trained = [other for other, world in worlds.items() if name in (other, world.kind.prefix_of)]
+    return {steps_of[other]: worlds[other] for other in sorted(trained, key=lambda other: steps_of[other])}
 
 
 def order_of(run: Run, passed: Iterable[World]) -> list[int]:
     """Rows in the order of training: those of an earlier stage first, within a stage in the order of the seed."""
     order: dict[int, None] = {}
     for world in passed:
-        kept = set(world.retained[run.subset_id].tolist())
-        order |= dict.fromkeys(int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept)
+        retained = set(world.retained[run.subset_id].tolist())
+        order |= dict.fromkeys(int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in retained)
     return list(order)
 
 
@@ -174,20 +174,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.run", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=NAMES, help="Environments.")
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--out", type=Path, default=HERE, help="Where the environments are.")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="Where the environments are.")
     parser.add_argument("--work", type=Path, help="Model and rows; none: `work` beside this script.")
     parser.add_argument("--until", help="Begin no run after this time of day, HH:MM.")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads.")
-    given = parser.parse_args(arguments)
-    work: Path = given.work or HERE / "work"
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args(arguments)
+    work: Path = args.work or FOLDER / "work"
+    torch.set_num_threads(args.threads)
     hf_logging.disable_progress_bar()
     until = float("inf")
-    if given.until:
-        until = datetime.combine(datetime.now().date(), datetime.strptime(given.until, "%H:%M").time()).timestamp()
-    whole = {ENVIRONMENTS[name].within or name for name in given.names}
-    names = [name for name in NAMES if {name, ENVIRONMENTS[name].within} & whole]
-    fill({name: open_world(name, *prepared(name, given.data, work), work, given.out) for name in names}, until)
+    if args.until:
+        until = datetime.combine(datetime.now().date(), datetime.strptime(args.until, "%H:%M").time()).timestamp()
+    whole = {ENVIRONMENTS[name].prefix_of or name for name in args.names}
+    names = [name for name in NAMES if {name, ENVIRONMENTS[name].prefix_of} & whole]
+    fill({name: open_world(name, *prepared(name, args.data, work), work, args.out) for name in names}, until)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scores of every row for every unit, of one forward pass: what ships, what others do, and candidates.
+"""Scores of every row for every unit, of one forward pass: the built-in rule, other methods, and candidates.
 
 Positive: training on the row should lower the unit's loss. Shape letters: N rows, E units, P positions of rows,
 S positions of units, H hidden width, V vocabulary.
@@ -48,8 +48,8 @@ class Sides:
     @cached_property
     def input_moments(self) -> SecondMoments:
         """Of d and one-hot input tokens."""
-        one_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
-        return self._moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1)
+        ones_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
+        return self._moments(self.rows.delta_PH, self.rows.token_P[:, None], ones_P1)
 
     def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> SecondMoments:
         if self.drawn_P is not None:

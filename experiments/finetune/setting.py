@@ -68,7 +68,7 @@ class Kind:
     recipe: Recipe = SHORT
     subsets: int = 24
     subset_rows: int = SUBSET_ROWS
-    within: Name | None = None  # the environment whose runs pass through the end of these
+    prefix_of: Name | None = None  # the environment whose runs pass through the end of these
 
     @property
     def nested(self) -> bool:
@@ -84,8 +84,10 @@ def _small(name: str, steps: int, learning_rate: float = 5e-4) -> Kind:
 def _longer(steps: int) -> Kind:
     """The first steps of runs of sixty."""
     recipe = replace(LONG, stop=steps if steps < LONG.steps else 0)
-    within: Name | None = "longer-60" if recipe.stop else None
-    return Kind("dev", "group", "longer", recipe, subsets=12, subset_rows=recipe.batch_rows * steps, within=within)
+    prefix_of: Name | None = "longer-60" if recipe.stop else None
+    return Kind(
+        "dev", "group", "longer", recipe, subsets=12, subset_rows=recipe.batch_rows * steps, prefix_of=prefix_of
+    )
 
 
 ENVIRONMENTS: dict[Name, Kind] = {  # in the order in which they take their units
@@ -169,10 +171,10 @@ def write_longer(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> 
         pool: list[dict[str, Any]] = []
         units = ""
         for rows in others_of(data, work, tokenizer).values():
-            own = [row for row in rows if row["first"] <= LONGER_MAX_PROMPT]
-            asked = [row for row in own if row["tokens"] <= LENGTH][:LONGER_UNITS_OF_GROUP]
-            units += "".join(unit_line("instructions", row) for row in asked)
-            pool += [row for row in own if row not in asked][:LONGER_ROWS_OF_GROUP]
+            short_rows = [row for row in rows if row["first"] <= LONGER_MAX_PROMPT]
+            unit_rows = [row for row in short_rows if row["tokens"] <= LENGTH][:LONGER_UNITS_OF_GROUP]
+            units += "".join(unit_line("instructions", row) for row in unit_rows)
+            pool += [row for row in short_rows if row not in unit_rows][:LONGER_ROWS_OF_GROUP]
         (work / "longer-units.jsonl").write_text(units, encoding="utf-8")
         write_parquet(work / "longer.parquet", pa.Table.from_pylist(pool))
 
@@ -181,12 +183,12 @@ def others_of(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> dic
     """Usable instructions by group, but for rows and questions of the first environments; with a short system message,
     which is in every row.
     """
-    taken = set(pq.read_table(work / "instructions.parquet", columns=["doc_id"])["doc_id"].to_pylist())
+    used = set(pq.read_table(work / "instructions.parquet", columns=["doc_id"])["doc_id"].to_pylist())
     for name in BEGUN_FIRST:
         lines = (work / f"{name}-units.jsonl").read_text(encoding="utf-8").splitlines()
-        taken |= {json.loads(line)["unit_id"] for line in lines}
+        used |= {json.loads(line)["unit_id"] for line in lines}
     groups = instructions_of(data / "instructions.parquet", tokenizer, system=SYSTEM)
-    return {group: [row for row in rows if row["doc_id"] not in taken] for group, rows in groups.items()}
+    return {group: [row for row in rows if row["doc_id"] not in used] for group, rows in groups.items()}
 
 
 def corpus_settings(name: Name, work: Path) -> CorpusSettings:
@@ -198,19 +200,19 @@ def corpus_settings(name: Name, work: Path) -> CorpusSettings:
 def target_settings(name: Name, work: Path) -> TargetSettings:
     """Benchmarks and questions of the corpus's own kind; the units of one corpus are not those of another."""
     rows = ENVIRONMENTS[name].rows
-    own = str(work / f"{rows}-units.jsonl")
+    unit_file = str(work / f"{rows}-units.jsonl")
     if rows == "contrasts":
-        return TargetSettings(names=(own,), max_length=LENGTH)
+        return TargetSettings(names=(unit_file,), max_length=LENGTH)
     settings = TargetSettings(names=TASKS, units_per_target=UNITS_OF_TARGET, max_length=LENGTH)
     earlier = BEGUN_FIRST[: BEGUN_FIRST.index(rows)] if rows in BEGUN_FIRST else BEGUN_FIRST
     for _ in earlier:
-        taken = settings.exclude_units + tuple(unit.unit_id for unit in load_units(settings).units)
-        settings = settings.model_copy(update={"exclude_units": taken})
+        used = settings.exclude_units + tuple(unit.unit_id for unit in load_units(settings).units)
+        settings = settings.model_copy(update={"exclude_units": used})
     if rows == "small":
         return settings.model_copy(update={"names": SMALL_TASKS, "units_per_target": SMALL_UNITS})
     if rows == "longer":
         settings = settings.model_copy(update={"units_per_target": LONGER_UNITS})
-    return settings.model_copy(update={"names": (*TASKS, own)})
+    return settings.model_copy(update={"names": (*TASKS, unit_file)})
 
 
 def open_corpus(name: Name, work: Path, tokenizer: HfTokenizer) -> Corpus:
@@ -236,17 +238,17 @@ def draw_subsets(
         nested: fewer rows are the first of more.
     """
     family = parse_family(f"mixture:{label.name}")
-    (kept,) = family.draw(
+    (subset,) = family.draw(
         n_subsets, n_rows=len(label.codes_N), labels=label, seed=0, purpose="evaluation", block=n_subsets
     )
     weights_BN = np.zeros((n_subsets, len(label.codes_N)))
-    for b, row_BN in enumerate(kept.weights_BN.toarray()):
+    for b, row_BN in enumerate(subset.weights_BN.toarray()):
         rows = np.flatnonzero(row_BN)
         size = min(subset_rows, len(rows))
         draw = stream(0, "finetune", "seen", b)
         seen = draw.permutation(rows)[:size] if nested else draw.choice(rows, size=size, replace=False)
         weights_BN[b, seen] = 1.0
-    return SubsetBlock(kept.subset_ids, Weights(csr_array(weights_BN)))
+    return SubsetBlock(subset.subset_ids, Weights(csr_array(weights_BN)))
 
 
 def row_order(seed: int, n_rows: int) -> NDArray[np.int64]:

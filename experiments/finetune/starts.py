@@ -5,8 +5,8 @@
 
 Every start has an artifact of `grasp build --train further`; killed, a build goes on. `warm-up` is a checkpoint after
 12 steps on 96 rows that are drawn from the corpus. `both` is the sum of the gradients at the start and at the warm-up,
-each divided by its spread. What ships is the gradient and a quarter each of token and input. Differences are to the
-gradient of the first start.
+each divided by its spread. The built-in rule is the gradient and a quarter each of token and input. Differences are
+relative to the gradient of the first start.
 """
 
 import json
@@ -20,7 +20,7 @@ from experiments.finetune.evaluate import Method, compare, noise
 from experiments.finetune.further import FEATURES, relevance
 from experiments.finetune.methods import artifact_of, warmed_up
 from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -40,13 +40,13 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
     """The artifact of one start; none where an environment has no such start."""
     kind, plain = ENVIRONMENTS[name], work / "model"
     if start == "adapter":
-        where, there = model_directory(name, work), bool(kind.recipe.lora_rank)
-        return artifact_of(name, work, where, reader, {}, 8192, f"at-{start}") if there else None
+        where, has_adapter = model_directory(name, work), bool(kind.recipe.lora_rank)
+        return artifact_of(name, work, where, reader, {}, 8192, f"at-{start}") if has_adapter else None
     if start == "warm-up":
         corpus = open_corpus(name, work, reader)
         if not kind.recipe.bfloat16 or kind.recipe.lora_rank:
             return None
-        where = warmed_up(work / f"{kind.within or name}-{start}", plain, corpus.rows, corpus.first_N)
+        where = warmed_up(work / f"{kind.prefix_of or name}-{start}", plain, corpus.rows, corpus.first_N)
         return artifact_of(name, work, where, reader, {}, 8192, f"at-{start}")
     return artifact_of(name, work, plain, reader, FEATURES, 8192, "further")
 
@@ -54,22 +54,22 @@ def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> Arti
 def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[str, Any]:
     """Every start against the runs that there are."""
     _, reader = prepared(name, data, work)
-    environment = RetrainedRuns.open(HERE / name)
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
-    found: dict[str, tuple[F64, ...]] = {}
+    score_by_start: dict[str, tuple[F64, ...]] = {}
     for start in starts:
         artifact = artifact_at(start, name, work, reader)
         if artifact is not None:
             columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
             assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
-            found[start] = tuple(relevance(artifact, kernel, columns) for kernel in KERNELS)
-    first = next(iter(found))
-    methods = {FORWARD_ALONE: Method(found[first][1:], negative=0.25)}
-    for start, kernels in found.items():
+            score_by_start[start] = tuple(relevance(artifact, kernel, columns) for kernel in KERNELS)
+    first = next(iter(score_by_start))
+    methods = {FORWARD_ALONE: Method(score_by_start[first][1:], negative=0.25)}
+    for start, kernels in score_by_start.items():
         methods[f"{start}: gradient"] = Method(kernels[:1])
         methods[f"{start}: what ships"] = Method(kernels, WEIGHTS, WEIGHTS)
-    if {"start", "warm-up"} <= set(found):
-        methods["both: gradient"] = Method((found["start"][0], found["warm-up"][0]))
+    if {"start", "warm-up"} <= set(score_by_start):
+        methods["both: gradient"] = Method((score_by_start["start"][0], score_by_start["warm-up"][0]))
     share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
     print(f"{name}: {len(share_BN)} subsets", flush=True)
     return {
@@ -87,9 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
     parser = environments_parser("starts", __doc__)
     parser.add_argument("--starts", default=",".join(STARTS), help="Some of them, separated by commas.")
-    given = parser.parse_args(arguments)
-    reports = [report(name, given.starts.split(","), given.data, given.work) for name in given.names]
-    write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+    args = parser.parse_args(arguments)
+    reports = [report(name, args.starts.split(","), args.data, args.work) for name in args.names]
+    write_whole(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 TITLES = {
     "token + input + shift + tilt": "**token + input + shift + tilt (the forward pass alone)**",
     "token + input": "token + input (first default)",
@@ -48,9 +48,9 @@ STARTS = {
     "token + input": "no gradients: token + input",
 }
 EKFAC = {
-    f"EK-FAC, all layers, damping {damping}{loss}": f"damping {damping}{said}"
+    f"EK-FAC, all layers, damping {damping}{loss}": f"damping {damping}{suffix}"
     for damping in (".1 of a layer's mean (as published)", ".01 of it")
-    for loss, said in (("", ", a row's mean loss"), (", whole loss", ", its summed loss"))
+    for loss, suffix in (("", ", a row's mean loss"), (", whole loss", ", its summed loss"))
 }
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 
@@ -61,7 +61,7 @@ def table(report: dict[str, Any]) -> str:
     title = f"`{report['environment']}`, {report['subsets']} subsets"
     head = [title, "mean LDS", "to the forward pass", *(TARGETS[target] for target in targets), "task rho"]
     lines = [head, ["---"] * len(head)]
-    for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
+    for method in sorted(report["methods"], key=lambda record: -record["mean_lds"][0]):
         if method["method"].endswith("(negative x .25)"):
             continue
         difference = _interval(method["difference"]) if method["difference"] else ""
@@ -73,10 +73,13 @@ def table(report: dict[str, Any]) -> str:
 
 def in_columns(reports: list[dict[str, Any]], titles: dict[str, str], head: str) -> str:
     """Mean LDS and task rho of some methods, a column an environment; one that no environment has is left out."""
-    lines = [[head, *(f"`{one['environment']}`, {one['subsets']}" for one in reports)], ["---"] * (len(reports) + 1)]
+    lines = [
+        [head, *(f"`{report['environment']}`, {report['subsets']}" for report in reports)],
+        ["---"] * (len(reports) + 1),
+    ]
     for method, title in titles.items():
-        found = [next((m for m in one["methods"] if m["method"] == method), None) for one in reports]
-        cells = [f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" if m else "" for m in found]
+        matches = [next((m for m in report["methods"] if m["method"] == method), None) for report in reports]
+        cells = [f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" if m else "" for m in matches]
         lines += [[title, *cells]] if any(cells) else []
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -84,22 +87,22 @@ def in_columns(reports: list[dict[str, Any]], titles: dict[str, str], head: str)
 def widths(report: dict[str, Any]) -> str:
     """Mean LDS of forms of gradients, a column for how many numbers are kept."""
     lds = {method["method"]: method["mean_lds"][0] for method in report["methods"]}
-    kept = list(dict.fromkeys(name.partition(", ")[2] for name in lds))
-    lines = [["numbers kept", *kept], ["---"] * (len(kept) + 1)]
+    variants = list(dict.fromkeys(name.partition(", ")[2] for name in lds))
+    lines = [["numbers kept", *variants], ["---"] * (len(variants) + 1)]
     every = dict.fromkeys(name.partition(", ")[0] for name in lds)
-    lines += [[form, *(_number(lds[f"{form}, {width}"]) for width in kept)] for form in every]
+    lines += [[form, *(_number(lds[f"{form}, {width}"]) for width in variants)] for form in every]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def beside(reports: list[dict[str, Any]]) -> str:
+def runs_table(reports: list[dict[str, Any]]) -> str:
     """Task rho by the number of other runs, two lines an environment."""
-    counts = sorted({line["runs"] for one in reports for line in one["found"] if line["runs"]})
+    counts = sorted({line["runs"] for report in reports for line in report["found"] if line["runs"]})
     lines = [["task rho", "no runs", *(f"{count} runs" for count in counts)], ["---"] * (len(counts) + 2)]
-    for one in reports:
-        rho_of = {(line["by"], line["runs"]): _interval(line["task_rho"]) for line in one["found"]}
+    for report in reports:
+        rho_of = {(line["by"], line["runs"]): _interval(line["task_rho"]) for line in report["found"]}
         relevance = rho_of["relevance alone", 0]
         for by, first in (("runs and relevance", relevance), ("runs alone", "")):
-            lines.append([f"`{one['environment']}`, {by}", first, *(rho_of[by, count] for count in counts)])
+            lines.append([f"`{report['environment']}`, {by}", first, *(rho_of[by, count] for count in counts)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -122,10 +125,10 @@ def _number(value: float) -> str:
 
 def main() -> None:
     """Write it into the page."""
-    page = HERE / "README.md"
+    page = FOLDER / "README.md"
 
     def read(name: str) -> Any:
-        return json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
+        return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
     text = page.read_text(encoding="utf-8")
     text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
@@ -133,7 +136,7 @@ def main() -> None:
     text = put(text, "further", in_columns(further, FORMS, "mean LDS / task rho"))
     text = put(text, "ekfac", in_columns(read("ekfac")["environments"], EKFAC, "mean LDS / task rho"))
     text = put(text, "width", widths(read("width")))
-    text = put(text, "beside", beside(read("beside")["environments"]))
+    text = put(text, "beside", runs_table(read("beside")["environments"]))
     by_start = read("starts")["environments"]
     for name, some in (("adapter", by_start[:1]), ("starts", by_start[1:])):
         text = put(text, name, in_columns(some, STARTS, "gradients of"))

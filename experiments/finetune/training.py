@@ -145,11 +145,11 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
         model.train()
-        own = [rows[i] for i in batch]
-        lengths = [len(ids) for ids in own]
+        batch_rows = [rows[i] for i in batch]
+        lengths = [len(ids) for ids in batch_rows]
         together = packed if sum(lengths) < FULL * max(lengths) * len(lengths) else padded
         with _products(recipe.bfloat16):
-            hidden_PH, label_P = at_loss(model, *together(own, first_N[batch]))
+            hidden_PH, label_P = at_loss(model, *together(batch_rows, first_N[batch]))
             loss = F.cross_entropy(model.lm_head(hidden_PH), label_P)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

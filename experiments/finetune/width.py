@@ -30,7 +30,7 @@ from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Method, compare
 from experiments.finetune.prepare import prepared
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -51,7 +51,7 @@ BLOCK = 1 << 17
 BATCH_TOKENS = 1_024
 
 
-class Kept:
+class StoredCoordinates:
     """Coordinates of rows and of questions on disk, float16 times SCALE, and what each counts for."""
 
     def __init__(self, name: Name, data: Path, work: Path) -> None:
@@ -67,21 +67,23 @@ class Kept:
         self.weight_K = np.concatenate([sample.weight_K.numpy() for sample in samples]).astype(np.float64)
         rows = [Example(ids, int(first)) for ids, first in zip(self.corpus.rows, self.corpus.first_N, strict=True)]
         self.parts = [replace(body, sample=sample, batch_tokens=BATCH_TOKENS) for sample in samples]
-        self.rows_NK = self._kept(work / f"{name}-rows", rows)
-        self.units_EK = self._kept(work / f"{name}-asked", [Example(unit.input_ids, unit.first) for unit in units])
+        self.rows_NK = self._load_or_compute(work / f"{name}-rows", rows)
+        self.units_EK = self._load_or_compute(
+            work / f"{name}-asked", [Example(unit.input_ids, unit.first) for unit in units]
+        )
 
-    def _kept(self, path: Path, examples: list[Example]) -> NDArray[np.float16]:
+    def _load_or_compute(self, path: Path, examples: list[Example]) -> NDArray[np.float16]:
         """A part is written when it is whole, one batch after the other."""
         path.mkdir(exist_ok=True)
         batches = self.parts[0].batches(examples)
         for number, index in enumerate(batches):
             place = path / f"{number:04d}.npy"
             if not place.exists():
-                own = [examples[int(i)] for i in index]
-                taken = torch.cat([part.compute(own)[0] for part in self.parts], dim=1)
+                batch = [examples[int(i)] for i in index]
+                coordinates = torch.cat([part.compute(batch)[0] for part in self.parts], dim=1)
                 part = place.with_suffix(".part")
                 with part.open("wb") as file:
-                    np.save(file, (taken * SCALE).clamp(-LARGEST, LARGEST).half().numpy())
+                    np.save(file, (coordinates * SCALE).clamp(-LARGEST, LARGEST).half().numpy())
                 part.replace(place)
                 print(f"{path.name}: {number + 1} of {len(batches)} batches", flush=True)
         whole = np.empty((len(examples), len(self.weight_K)), dtype=np.float16)
@@ -96,12 +98,12 @@ class Kept:
             yield some, *(part[:, some].astype(np.float32) / SCALE for part in (self.rows_NK, self.units_EK))
 
 
-def projected(kept: Kept, scale_K: F64, width: int, side: Callable[[F32, F32], F32]) -> F64:
+def projected(stored: StoredCoordinates, scale_K: F64, width: int, side: Callable[[F32, F32], F32]) -> F64:
     """One side's coordinates times their scale as `width` numbers; of `None` numbers there is nothing to do."""
     draw = stream(0, "finetune", "width", width)
     place_K, sign_K = draw.integers(width, size=len(scale_K)), draw.choice([-1.0, 1.0], size=len(scale_K))
     out: F64 | None = None
-    for some, rows_Nk, units_Ek in kept.blocks():
+    for some, rows_Nk, units_Ek in stored.blocks():
         values = side(rows_Nk, units_Ek) * (scale_K[some] * sign_K[some]).astype(np.float32)
         out = np.zeros((len(values), width)) if out is None else out
         for i, value in enumerate(values):
@@ -110,11 +112,11 @@ def projected(kept: Kept, scale_K: F64, width: int, side: Callable[[F32, F32], F
     return out
 
 
-def whole_products(kept: Kept, row_K: F64, unit_K: F64) -> tuple[F64, F64, F64]:
+def whole_products(stored: StoredCoordinates, row_K: F64, unit_K: F64) -> tuple[F64, F64, F64]:
     """(N, E) products of rows and units, (N, N) of rows, and (E,) squared norms; coordinates times their scales."""
-    n, e = len(kept.rows_NK), len(kept.units_EK)
+    n, e = len(stored.rows_NK), len(stored.units_EK)
     of_both, of_rows, of_units = np.zeros((n, e)), np.zeros((n, n)), np.zeros(e)
-    for some, rows_Nk, units_Ek in kept.blocks():
+    for some, rows_Nk, units_Ek in stored.blocks():
         rows, units = rows_Nk * row_K[some].astype(np.float32), units_Ek * unit_K[some].astype(np.float32)
         of_both += rows @ units.T
         of_rows += rows @ rows.T
@@ -122,14 +124,14 @@ def whole_products(kept: Kept, row_K: F64, unit_K: F64) -> tuple[F64, F64, F64]:
     return of_both, of_rows, of_units
 
 
-def scores(kept: Kept) -> dict[str, F64]:
+def scores(stored: StoredCoordinates) -> dict[str, F64]:
     """(N, E) by form and by numbers kept."""
-    v_K = np.zeros(len(kept.weight_K))
-    for some, rows_Nk, _ in kept.blocks():
+    v_K = np.zeros(len(stored.weight_K))
+    for some, rows_Nk, _ in stored.blocks():
         v_K[some] = (rows_Nk.astype(np.float64) ** 2).mean(axis=0)
-    root_K = np.sqrt(kept.weight_K)
+    root_K = np.sqrt(stored.weight_K)
     adam_K = 1.0 / np.sqrt(v_K + 1e-6 * v_K.mean())
-    ours_K = np.sqrt(gradient_preconditioner(v_K, kept.weight_K, 0.01) / kept.weight_K)
+    ours_K = np.sqrt(gradient_preconditioner(v_K, stored.weight_K, 0.01) / stored.weight_K)
     out = {}
     for width in (*WIDTHS, None):
         name = "whole" if width is None else f"{width:,}"
@@ -139,10 +141,10 @@ def scores(kept: Kept) -> dict[str, F64]:
             ("ours", root_K * ours_K, root_K * ours_K),
         ):
             if width is None:
-                of_both, of_rows, of_units = whole_products(kept, row_K, unit_K)
+                of_both, of_rows, of_units = whole_products(stored, row_K, unit_K)
             else:
-                rows = projected(kept, row_K, width, lambda rows, units: rows)
-                units = projected(kept, unit_K, width, lambda rows, units: units)
+                rows = projected(stored, row_K, width, lambda rows, units: rows)
+                units = projected(stored, unit_K, width, lambda rows, units: units)
                 of_both, of_rows, of_units = rows @ units.T, rows @ rows.T, (units**2).sum(axis=1)
             norm_N = np.sqrt(np.diag(of_rows))
             if form == "TracIn":
@@ -164,18 +166,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.width", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and coordinates.")
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="Model, rows and coordinates.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    kept = Kept(given.name, given.data, given.work)
-    environment = RetrainedRuns.open(HERE / given.name)
+    stored = StoredCoordinates(args.name, args.data, args.work)
+    environment = RetrainedRuns.open(FOLDER / args.name)
     utilities = environment.utilities(seeds=(0,), partial=True)
-    methods = {name: Method((score_NE,)) for name, score_NE in scores(kept).items()}
-    share_BN = shares(environment, kept.corpus.store, utilities)
-    found: list[dict[str, Any]] = compare(methods, utilities, share_BN, base="ours, whole")
-    write_whole(given.out, (json.dumps({"environment": given.name, "methods": found}, indent=1) + "\n").encode())
+    methods = {name: Method((score_NE,)) for name, score_NE in scores(stored).items()}
+    share_BN = shares(environment, stored.corpus.store, utilities)
+    results: list[dict[str, Any]] = compare(methods, utilities, share_BN, base="ours, whole")
+    write_whole(args.out, (json.dumps({"environment": args.name, "methods": results}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

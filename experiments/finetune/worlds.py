@@ -60,8 +60,8 @@ def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
     tokens = units.tokenize(reader, LENGTH)
     rows = _features(work / f"{kind.rows}-rows.npz", model, corpus.rows, corpus.first_N, bfloat16=bfloat16)
     ids, firsts = [t.input_ids for t in tokens], [t.first for t in tokens]
-    asked = _features(work / f"{kind.rows}-units.npz", model, ids, firsts, bfloat16=bfloat16)
-    sides = Sides(rows, asked, model.config.vocab_size)
+    unit_features = _features(work / f"{kind.rows}-units.npz", model, ids, firsts, bfloat16=bfloat16)
+    sides = Sides(rows, unit_features, model.config.vocab_size)
     environment = RetrainedRuns.open(environments / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     return World(

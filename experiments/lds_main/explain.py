@@ -45,8 +45,8 @@ def standardised_mean(values_BSE: F64) -> F64:
 
 def trimmed_mean(values_BSE: F64) -> F64:
     leverage_E = np.abs(unit_leverage(values_BSE.mean(axis=1)))
-    kept = np.argsort(leverage_E)[: int(0.9 * len(leverage_E))]
-    return np.asarray(values_BSE[:, :, kept].mean(axis=2))
+    kept_units = np.argsort(leverage_E)[: int(0.9 * len(leverage_E))]
+    return np.asarray(values_BSE[:, :, kept_units].mean(axis=2))
 
 
 SUMMARIES: dict[str, Callable[[F64], F64]] = {
@@ -120,16 +120,16 @@ def compared(
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
     for name in names:
-        own = utilities.select(name)
-        unit_BE, task_B = predicted.aligned(own.subset_ids, name, own.unit_ids)
+        target_utilities = utilities.select(name)
+        unit_BE, task_B = predicted.aligned(target_utilities.subset_ids, name, target_utilities.unit_ids)
         assert unit_BE is not None
         assert task_B is not None
-        yield Compared(name, task_B, unit_BE, own.values_BSE)
+        yield Compared(name, task_B, unit_BE, target_utilities.values_BSE)
 
 
-def write_json(found: dict[str, Any], out: Path | None) -> None:
+def write_json(results: dict[str, Any], out: Path | None) -> None:
     """Print, and keep."""
-    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     print(text, end="")
     if out is not None:
         write_whole(out, text.encode())
@@ -138,11 +138,11 @@ def write_json(found: dict[str, Any], out: Path | None) -> None:
 def run(artifact: ArtifactReader, environment: RetrainedRuns, path: Path | None, targets: Sequence[str] | None) -> Any:
     """Figures of every target that environment and artifact share."""
     protocol = DEFAULT_PROTOCOL if path is None else load_protocol(path)
-    found = {
-        one.target: explain(one.values_BSE, one.predicted_B, one.predicted_BE)
-        for one in compared(artifact, environment, protocol, targets)
+    records = {
+        record.target: explain(record.values_BSE, record.predicted_B, record.predicted_BE)
+        for record in compared(artifact, environment, protocol, targets)
     }
-    return {"environment": environment.name, "protocol": protocol.name, "targets": found}
+    return {"environment": environment.name, "protocol": protocol.name, "targets": records}
 
 
 @in_one_line()
@@ -154,8 +154,8 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment), args.protocol, args.targets)
-    write_json(found, args.out)
+    results = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment), args.protocol, args.targets)
+    write_json(results, args.out)
 
 
 if __name__ == "__main__":

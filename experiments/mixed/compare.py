@@ -89,13 +89,13 @@ def proposed(artifact: ArtifactReader, runs: RetrainedRuns, label: str) -> Itera
 
     def of_shares(name: str, share_G: F64) -> WeightedRows:
         weight_N = (share_G / current_G)[slices.codes_N]
-        kept = np.flatnonzero(weight_N)
-        return WeightedRows(name, kept, weight_N[kept])
+        kept_rows = np.flatnonzero(weight_N)
+        return WeightedRows(name, kept_rows, weight_N[kept_rows])
 
     for target in TARGETS:
         utility_R = runs.task_utilities([target]).mean(axis=(1, 2))
-        for method, beside in (("relevance", None), ("relevance and runs", runs)):
-            mixture = mix(artifact, label, target, runs=beside)
+        for method, run_set in (("relevance", None), ("relevance and runs", runs)):
+            mixture = mix(artifact, label, target, runs=run_set)
             yield of_shares(f"{method}: {target}", mixture.table["proposed"].to_numpy())
         for method, (fit, averaged) in REGRESSIONS.items():
             guess_B = fit(share_RG, utility_R)(simulated_BG)
@@ -132,13 +132,13 @@ def halved(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> Retraine
     )
     rows = RowIndex.from_parquet(artifact.rows_path)
     fewer = RetrainedRuns.create(out, info, runs.subset_blocks(rows), rows)
-    kept = [e for e, (target, unit) in enumerate(runs.units) if unit in ids.get(target, ())]
-    assert [runs.units[e] for e in kept] == list(fewer.units)
+    shared_units = [e for e, (target, unit) in enumerate(runs.units) if unit in ids.get(target, ())]
+    assert [runs.units[e] for e in shared_units] == list(fewer.units)
     values, whole_SE = runs.utilities(), runs.reference_utilities()
     for s, seed in enumerate(values.seeds):
         for b, name in enumerate(values.subset_ids):
-            fewer.write_run(Run(seed, name), values.values_BSE[b, s, kept])
-        fewer.write_run(Run(seed, FULL), whole_SE[s, kept])
+            fewer.write_run(Run(seed, name), values.values_BSE[b, s, shared_units])
+        fewer.write_run(Run(seed, FULL), whole_SE[s, shared_units])
     fewer.compact()
     return fewer
 
@@ -162,18 +162,20 @@ def judged(artifact: ArtifactReader, mixed: RetrainedRuns) -> list[dict[str, obj
     for target in TARGETS:
         columns = np.flatnonzero(new_E & (np.array(values.targets) == target))
         methods = [*METHODS, *(later for later in LATER if (later, target) in place)]
-        own = {method: change_BSE[place[method, target]][:, columns] for method in methods}
+        change_by_method = {method: change_BSE[place[method, target]][:, columns] for method in methods}
         for method in methods:
-            pairs[target, method, "the corpus"] = own[method]
+            pairs[target, method, "the corpus"] = change_by_method[method]
             for other in ("log-share regression", "RegMix", "best run"):
                 if method not in ("best run", *REGRESSIONS):
-                    pairs[target, method, other] = own[method] - own[other]
+                    pairs[target, method, other] = change_by_method[method] - change_by_method[other]
     lines: list[dict[str, object]] = []
     for against in ("the corpus", "log-share regression", "RegMix", "best run"):
-        here = {key: value_SE for key, value_SE in pairs.items() if key[2] == against}
-        freedom = len(here) * (n_seeds - 1)
-        seed_variance = sum(float(value_SE.mean(axis=1).var(ddof=1)) for value_SE in here.values()) / len(here)
-        for (target, method, _), value_SE in here.items():
+        selected_pairs = {key: value_SE for key, value_SE in pairs.items() if key[2] == against}
+        freedom = len(selected_pairs) * (n_seeds - 1)
+        seed_variance = sum(float(value_SE.mean(axis=1).var(ddof=1)) for value_SE in selected_pairs.values()) / len(
+            selected_pairs
+        )
+        for (target, method, _), value_SE in selected_pairs.items():
             of_unit = float(value_SE.mean(axis=0).var(ddof=1)) / value_SE.shape[1]
             half = float(stdtrit(freedom, 0.5 + COVERAGE / 2)) * np.sqrt(of_unit + seed_variance / n_seeds)
             mean = float(value_SE.mean())
@@ -198,23 +200,23 @@ def main() -> None:
     first.add_argument("runs", type=Path)
     second = verbs.add_parser("propose")
     third = verbs.add_parser("judge")
-    for one in (first, second, third):
-        one.add_argument("artifact", type=Path)
-        one.add_argument("--out", type=Path, required=True)
+    for environment in (first, second, third):
+        environment.add_argument("artifact", type=Path)
+        environment.add_argument("--out", type=Path, required=True)
     second.add_argument("--runs", type=Path, required=True)
     second.add_argument("--by", required=True)
     third.add_argument("--mixed", type=Path, required=True)
-    asked = parser.parse_args()
-    artifact = ArtifactReader.open(asked.artifact)
-    if asked.verb == "halve":
-        print(halved(RetrainedRuns.open(asked.runs), artifact, asked.out))
-    elif asked.verb == "propose":
-        subsets = list(proposed(artifact, RetrainedRuns.open(asked.environment), asked.by))
+    args = parser.parse_args()
+    artifact = ArtifactReader.open(args.artifact)
+    if args.verb == "halve":
+        print(halved(RetrainedRuns.open(args.runs), artifact, args.out))
+    elif args.verb == "propose":
+        subsets = list(proposed(artifact, RetrainedRuns.open(args.environment), args.by))
         index = RowIndex.from_parquet(artifact.rows_path)
-        write_subsets(asked.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
+        write_subsets(args.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     else:
-        lines = judged(artifact, RetrainedRuns.open(asked.mixed))
-        asked.out.write_text(json.dumps(lines, indent=1) + "\n")
+        lines = judged(artifact, RetrainedRuns.open(args.mixed))
+        args.out.write_text(json.dumps(lines, indent=1) + "\n")
         for line in lines:
             print(
                 "{target:12s} {method:22s} against {against:22s} {change:+.3f} [{low:+.3f}, {high:+.3f}]".format(**line)

@@ -46,10 +46,10 @@ def main() -> None:
     parser.add_argument("pool", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--most", type=int, default=MOST)
-    asked = parser.parse_args()
-    table = grouped(pd.read_parquet(asked.pool), asked.most)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(asked.out) as part:
+    args = parser.parse_args()
+    table = grouped(pd.read_parquet(args.pool), args.most)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(args.out) as part:
         table.to_parquet(part, index=False)
     print(table["group"].value_counts().to_string())
 

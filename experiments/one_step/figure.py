@@ -37,7 +37,7 @@ def draw(shapley: Lines, subsets: Lines, measured: Sequence[Measured], scatter_r
             row[0].set_title(f"Shapley values of 16 rows, {what}")
             _correlations(row[1], [line for line in subsets if line["steps"] == steps])
             row[1].set_title(f"utilities of subsets of 8 rows, {what}")
-            _scatter(row[2], [one for one in measured if (one.case.steps, one.rate) == (steps, scatter_rate)])
+            _scatter(row[2], [game for game in measured if (game.case.steps, game.rate) == (steps, scatter_rate)])
             row[2].set_title(f"learning rate {scatter_rate:g}, {what}")
         handles, labels = axes[0][1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
@@ -50,10 +50,10 @@ def _correlations(axes: Axes, lines: Lines) -> None:
         axes.set_axis_off()
         return
     for name in dict.fromkeys(line["predictor"] for line in lines):
-        own = sorted((line for line in lines if line["predictor"] == name), key=lambda line: line["rate"])
-        rates = [line["rate"] for line in own]
-        mean = np.array([line["mean_loss"]["mean"] for line in own])
-        error = np.array([line["mean_loss"]["standard_error"] or 0.0 for line in own])
+        points = sorted((line for line in lines if line["predictor"] == name), key=lambda line: line["rate"])
+        rates = [line["rate"] for line in points]
+        mean = np.array([line["mean_loss"]["mean"] for line in points])
+        error = np.array([line["mean_loss"]["standard_error"] or 0.0 for line in points])
         axes.errorbar(
             rates,
             mean,
@@ -74,8 +74,8 @@ def _correlations(axes: Axes, lines: Lines) -> None:
 
 def _scatter(axes: Axes, measured: Sequence[Measured]) -> None:
     for name in ("sketch-2", "taylor-2"):
-        predicted = np.concatenate([one.predicted[name][:, -1] for one in measured])
-        realized = np.concatenate([one.realized[:, -1] for one in measured])
+        predicted = np.concatenate([game.predicted[name][:, -1] for game in measured])
+        realized = np.concatenate([game.realized[:, -1] for game in measured])
         axes.scatter(predicted, realized, s=4, color=COLOURS[name], label=label(name), linewidths=0)
     ends = [float(realized.min()), float(realized.max())]
     axes.plot(ends, ends, color="black", lw=0.8, ls="--")

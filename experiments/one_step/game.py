@@ -85,17 +85,17 @@ class Gradients:
         """g_i^T H_e g_j by central differences of g_e along every g_i, made symmetric, (P, P, E)."""
         rows = []
         for i in range(len(players[0])):
-            direction = [one[i] for one in players]
+            direction = [player[i] for player in players]
             size = total_norm(direction)
             length = RELATIVE_STEP * total_norm(self._weights) / size if size else 1.0
             self._move(direction, length)
-            ahead_PE = self.products(players, units)
+            future_PE = self.products(players, units)
             self._move(direction, -length)
             behind_PE = self.products(players, units)
-            rows.append((ahead_PE - behind_PE) / (2.0 * length))
+            rows.append((future_PE - behind_PE) / (2.0 * length))
         self._parameters.write(self._weights)
-        found_PPE: F64 = np.stack(rows)
-        return np.asarray((found_PPE + found_PPE.transpose(1, 0, 2)) / 2.0)
+        pair_PPE: F64 = np.stack(rows)
+        return np.asarray((pair_PPE + pair_PPE.transpose(1, 0, 2)) / 2.0)
 
     def _move(self, direction: Matrices, length: float) -> None:
         self._parameters.write(map_blocks(lambda weight, d: weight + length * d, self._weights, direction))
@@ -109,7 +109,7 @@ class Gradients:
 
 def sketched(players: Matrices, units: Matrices, width: int, seed: int) -> F64:
     """<g_i, g_e> from CountSketches of the whole gradients, (P, E)."""
-    flat = [torch.cat([one.flatten(1) for one in side], dim=1).cpu().numpy() for side in (players, units)]
+    flat = [torch.cat([gradient.flatten(1) for gradient in side], dim=1).cpu().numpy() for side in (players, units)]
     sketch = CountSketch.draw(flat[0].shape[1], width, seed, "one-step")
     left, right = (side @ sketch.matrix(np.ones(side.shape[1])) for side in flat)
     return np.asarray(left @ right.T, dtype=np.float64)

@@ -26,7 +26,7 @@ Arrays = dict[str, F64]
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResultCache:
     """Arrays by name, in files that are whole or not there."""
 
     directory: Path
@@ -53,28 +53,32 @@ class Measured:
     noise_B: F64 | None = None  # standard errors of sampled Shapley values of the mean
 
 
-def measure(world: World, case: Case, kept: Kept, say: Callable[[str], None]) -> tuple[list[Measured], list[Measured]]:
+def measure(
+    world: World, case: Case, cache: ResultCache, say: Callable[[str], None]
+) -> tuple[list[Measured], list[Measured]]:
     """Shapley values and subset utilities of one case, (panel a, panel b)."""
     settings = world.settings
-    prepared = _Prepared(world, case, kept)
+    prepared = _Prepared(world, case, cache)
     games, subsets = [], []
     for rate in settings.shapley_rates if case.steps in settings.shapley_steps else ():
         say(f"{case.name}: Shapley values at learning rate {rate:g}")
-        arrays = kept.get(f"{case.name}-shapley-{rate:g}", partial(prepared.shapley, rate))
+        arrays = cache.get(f"{case.name}-shapley-{rate:g}", partial(prepared.shapley, rate))
         games.append(
             Measured(
                 case,
                 rate,
                 arrays["value"],
-                {name: _with_mean(one.shapley(rate)) for name, one in prepared.expansions.items()},
+                {name: _with_mean(expansion.shapley(rate)) for name, expansion in prepared.expansions.items()},
                 arrays["standard_error"][:, -1],
             )
         )
     masks_BP = fixed_subsets(case, settings.subsets)
     say(f"{case.name}: utilities of {len(masks_BP)} subsets")
     for rate in settings.rates:
-        arrays = kept.get(f"{case.name}-subsets-{rate:g}", partial(prepared.of_subsets, rate, masks_BP))
-        predicted = {name: _with_mean(one.utility(masks_BP, rate)) for name, one in prepared.expansions.items()}
+        arrays = cache.get(f"{case.name}-subsets-{rate:g}", partial(prepared.of_subsets, rate, masks_BP))
+        predicted = {
+            name: _with_mean(expansion.utility(masks_BP, rate)) for name, expansion in prepared.expansions.items()
+        }
         subsets.append(Measured(case, rate, _with_mean(arrays["utility"]), predicted))
     return games, subsets
 
@@ -82,10 +86,10 @@ def measure(world: World, case: Case, kept: Kept, say: Callable[[str], None]) ->
 class _Prepared:
     """What a case needs beside its learning rate; models and gradients only where something is left to compute."""
 
-    def __init__(self, world: World, case: Case, kept: Kept) -> None:
+    def __init__(self, world: World, case: Case, cache: ResultCache) -> None:
         self._world, self._case = world, case
         self._gradients: list[dict[str, torch.Tensor]] | None = None
-        self.expansions = _expansions(kept.get(f"{case.name}-predictors", self._predict))
+        self.expansions = _expansions(cache.get(f"{case.name}-predictors", self._predict))
 
     def utility(self, rate: float) -> StepUtility:
         """The realized game."""
@@ -102,24 +106,24 @@ class _Prepared:
     def shapley(self, rate: float) -> Arrays:
         """Sampled Shapley values of every unit's game and of their mean, with standard errors over permutations."""
         utility = self.utility(rate)
-        found = permutation_shapley(
+        estimate = permutation_shapley(
             lambda masks_BP: _with_mean(utility(masks_BP)),
             PLAYERS,
             permutations=self._world.settings.permutations,
             seed=self._case.seed,
         )
         return {
-            "value": found.value_PE,
-            "standard_error": found.standard_error_PE,
-            "evaluations": np.array(found.evaluations, dtype=np.float64),
+            "value": estimate.value_PE,
+            "standard_error": estimate.standard_error_PE,
+            "evaluations": np.array(estimate.evaluations, dtype=np.float64),
         }
 
     def _predict(self) -> Arrays:
-        found, self._gradients = predictors(self._world, self._case, self._world.reference(self._case))
-        arrays = {f"{name}.linear": one.linear_PE for name, one in found.items()}
-        for name, one in found.items():
-            if one.curvature_PPE is not None:
-                arrays[f"{name}.curvature"] = one.curvature_PPE
+        expansions, self._gradients = predictors(self._world, self._case, self._world.reference(self._case))
+        arrays = {f"{name}.linear": expansion.linear_PE for name, expansion in expansions.items()}
+        for name, predictor in expansions.items():
+            if predictor.curvature_PPE is not None:
+                arrays[f"{name}.curvature"] = predictor.curvature_PPE
         return arrays
 
 
@@ -132,30 +136,30 @@ def _with_mean(values_BE: F64) -> F64:
     return np.concatenate([values_BE, values_BE.mean(axis=1, keepdims=True)], axis=1)
 
 
-def spearman_columns(one_BE: F64, other_BE: F64) -> F64:
+def spearman_columns(first_BE: F64, second_BE: F64) -> F64:
     """Rank correlation of each column, (E,); nan where one of them is constant."""
-    ranks = [rankdata(values, axis=0) for values in (one_BE, other_BE)]
+    ranks = [rankdata(values, axis=0) for values in (first_BE, second_BE)]
     centred = [rank - rank.mean(axis=0) for rank in ranks]
     norm_E = np.sqrt((centred[0] ** 2).sum(axis=0) * (centred[1] ** 2).sum(axis=0))
-    found: F64 = np.divide(
+    correlation: F64 = np.divide(
         (centred[0] * centred[1]).sum(axis=0), norm_E, out=np.full(len(norm_E), np.nan), where=norm_E > 0
     )
-    return found
+    return correlation
 
 
 def summary(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """One line a state, rate and predictor: rank correlation over cases, of the mean loss and of single units."""
     lines = []
-    for steps, rate in dict.fromkeys((one.case.steps, one.rate) for one in measured):
-        chosen = [one for one in measured if (one.case.steps, one.rate) == (steps, rate)]
+    for steps, rate in dict.fromkeys((game.case.steps, game.rate) for game in measured):
+        chosen = [game for game in measured if (game.case.steps, game.rate) == (steps, rate)]
         for name in chosen[0].predicted:
-            rho = np.stack([spearman_columns(one.predicted[name], one.realized) for one in chosen])
+            rho = np.stack([spearman_columns(game.predicted[name], game.realized) for game in chosen])
             line: dict[str, Any] = {"steps": steps, "rate": rate, "predictor": name}
             line["mean_loss"] = _over_cases(rho[:, -1])
             line["single_units"] = _over_cases(rho[:, :-1].mean(axis=1))
             line["units_positive"] = _rounded(float((rho[:, :-1] > 0).mean()))
             if name in IN_NATS:
-                line["relative_error"] = _over_cases(np.array([_relative_error(one, name) for one in chosen]))
+                line["relative_error"] = _over_cases(np.array([_relative_error(game, name) for game in chosen]))
             lines.append(line)
     return lines
 
@@ -163,20 +167,20 @@ def summary(measured: Sequence[Measured]) -> list[dict[str, Any]]:
 def sampling_noise(games: Sequence[Measured]) -> list[dict[str, Any]]:
     """How much of the spread of sampled Shapley values is sampling: mean squared standard error over their variance."""
     lines = []
-    for steps, rate in dict.fromkeys((one.case.steps, one.rate) for one in games):
+    for steps, rate in dict.fromkeys((game.case.steps, game.rate) for game in games):
         shares = []
-        for one in games:
-            if (one.case.steps, one.rate) == (steps, rate):
-                assert one.noise_B is not None
-                shares.append(float((one.noise_B**2).mean() / one.realized[:, -1].var()))
+        for game in games:
+            if (game.case.steps, game.rate) == (steps, rate):
+                assert game.noise_B is not None
+                shares.append(float((game.noise_B**2).mean() / game.realized[:, -1].var()))
         lines.append({"steps": steps, "rate": rate, "share_of_variance": _rounded(float(np.mean(shares)), 6)})
     return lines
 
 
-def _relative_error(one: Measured, name: str) -> float:
+def _relative_error(game: Measured, name: str) -> float:
     """Root mean squared error of the mean loss's predictions, in units of the realized root mean square."""
-    error = one.predicted[name][:, -1] - one.realized[:, -1]
-    return float(np.sqrt((error**2).mean() / (one.realized[:, -1] ** 2).mean()))
+    error = game.predicted[name][:, -1] - game.realized[:, -1]
+    return float(np.sqrt((error**2).mean() / (game.realized[:, -1] ** 2).mean()))
 
 
 def _over_cases(values: F64) -> dict[str, float | None]:

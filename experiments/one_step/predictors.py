@@ -39,23 +39,23 @@ def predictors(
     linear_PE, curvature_PPE = gradients.products(players, units), gradients.curvature(players, units)
     sketch_PE = sketched(players, gradients.compute(units), world.settings.sketch, case.seed)
     head = Gradients(reference, ("head",))
-    found = {
+    expansions = {
         "taylor-1": Expansion(linear_PE),
         "taylor-2": Expansion(linear_PE, curvature_PPE),
         "sketch-1": Expansion(sketch_PE),
         "sketch-2": Expansion(sketch_PE, curvature_PPE),
         "head-1": Expansion(head.products(head.compute(rows), units)),
     }
-    found |= grasp_relevance(world, case)
-    return found, [gradients.named([one[i] for one in players]) for i in range(len(rows))]
+    expansions |= grasp_relevance(world, case)
+    return expansions, [gradients.named([player[i] for player in players]) for i in range(len(rows))]
 
 
 def grasp_relevance(world: World, case: Case) -> dict[str, Expansion]:
     """Every relevance kernel that an artifact of this model and corpus has, with the default settings of a build."""
     artifact = world.artifact(case)
-    found = {}
+    expansions = {}
     for array in artifact.array_names:
         kind, _, kernel = array.partition("_")
         if kind == "relevance":
-            found[f"grasp-{kernel}"] = Expansion(artifact.array_rows(array, case.row_index).astype(np.float64))
-    return found
+            expansions[f"grasp-{kernel}"] = Expansion(artifact.array_rows(array, case.row_index).astype(np.float64))
+    return expansions

@@ -16,7 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from experiments.mistakes import in_one_line
 from experiments.one_step.figure import draw
-from experiments.one_step.measure import Kept, Measured, measure, sampling_noise, summary
+from experiments.one_step.measure import Measured, ResultCache, measure, sampling_noise, summary
 from experiments.one_step.predictors import label
 from experiments.one_step.setting import Settings, World
 from grasp.files import write_whole
@@ -31,11 +31,11 @@ def run(settings: Settings, out: Path, work: Path, scatter_rate: float) -> None:
 
     say("rows and units")
     world = World(settings, work)
-    kept = Kept(world.kept)
+    cache = ResultCache(world.cache_directory)
     games: list[Measured] = []
     subsets: list[Measured] = []
     for case in world.cases():
-        of_games, of_subsets = measure(world, case, kept, say)
+        of_games, of_subsets = measure(world, case, cache, say)
         games += of_games
         subsets += of_subsets
     of_shapley, of_utility = summary(games), summary(subsets)
@@ -84,13 +84,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sketch", type=int, default=64, help="Width of the CountSketch.")
     parser.add_argument("--scatter-rate", type=float, default=5e-3, help="Learning rate of the scatter plot.")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads.")
-    given = vars(parser.parse_args(arguments))
-    out, work, threads, scatter_rate = (given.pop(name) for name in ("out", "work", "threads", "scatter_rate"))
-    if scatter_rate not in given["rates"]:
+    args = vars(parser.parse_args(arguments))
+    out, work, threads, scatter_rate = (args.pop(name) for name in ("out", "work", "threads", "scatter_rate"))
+    if scatter_rate not in args["rates"]:
         parser.error(f"--scatter-rate: got {scatter_rate:g}, expected one of --rates")
     torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
-    settings = Settings(**given | {"targets": tuple(given["targets"].split(","))})
+    settings = Settings(**args | {"targets": tuple(args["targets"].split(","))})
     run(settings, out, work or out.parent / "work", scatter_rate)
 
 

@@ -100,7 +100,7 @@ class World:
         self._order = stream(0, "one-step", "rows").permutation(self.store.n_rows)
 
     @property
-    def kept(self) -> Path:
+    def cache_directory(self) -> Path:
         """Where numbers of these rows are kept."""
         directory = self._work / f"numbers-{self.store.fingerprint[:16]}"
         directory.mkdir(exist_ok=True)
@@ -199,9 +199,9 @@ class World:
 def fixed_subsets(case: Case, count: int) -> NDArray[np.bool_]:
     """Distinct subsets of eight of the players, (B, P), drawn for the case."""
     generator = stream(case.seed, "one-step", "subsets", case.batch)
-    found: dict[bytes, NDArray[np.bool_]] = {}
-    while len(found) < count:
+    masks: dict[bytes, NDArray[np.bool_]] = {}
+    while len(masks) < count:
         mask = np.zeros(PLAYERS, dtype=bool)
         mask[generator.choice(PLAYERS, size=SUBSET, replace=False)] = True
-        found.setdefault(mask.tobytes(), mask)
-    return np.stack(list(found.values()))
+        masks.setdefault(mask.tobytes(), mask)
+    return np.stack(list(masks.values()))

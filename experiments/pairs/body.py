@@ -48,7 +48,7 @@ def inputs_of(model: LlamaForCausalLM, ids: Sequence[NDArray[np.int32]], firsts:
     """What enters `down_proj` of every layer at the positions with loss, one after the other, (P, I) each, bfloat16."""
     caught: list[Tensor] = []
     hooks = [
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, given: caught.append(given[0].detach()))
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
         for layer in model.model.layers
     ]
     ids_BL, labels_BL = padded(ids, firsts)
@@ -71,14 +71,14 @@ def kernels(model: LlamaForCausalLM, sides: Sides, rows: Sequences, units: Seque
     member_SE /= member_SE.sum(dim=0)
     out = {name: np.zeros((len(unit_input), sides.rows.n, sides.units.n)) for name in unit_delta}
     for first in range(0, len(rows), AT_ONCE):
-        here = np.flatnonzero((sides.rows.owner_P >= first) & (sides.rows.owner_P < first + AT_ONCE))
-        owner_P = sides.rows.owner_P[here] - first
-        delta_PH = torch.from_numpy(sides.rows.delta_PH[here])
+        positions = np.flatnonzero((sides.rows.owner_P >= first) & (sides.rows.owner_P < first + AT_ONCE))
+        owner_P = sides.rows.owner_P[positions] - first
+        delta_PH = torch.from_numpy(sides.rows.delta_PH[positions])
         agree = {name: delta_PH @ torch.from_numpy(each).T for name, each in unit_delta.items()}
-        own = inputs_of(model, *zip(*rows[first : first + AT_ONCE], strict=True))
-        assert len(own[0]) == len(here)
+        inputs = inputs_of(model, *zip(*rows[first : first + AT_ONCE], strict=True))
+        assert len(inputs[0]) == len(positions)
         count_N = np.bincount(owner_P)
-        for layer, (row_PI, unit_SI) in enumerate(zip(own, unit_input, strict=True)):
+        for layer, (row_PI, unit_SI) in enumerate(zip(inputs, unit_input, strict=True)):
             near_PS = row_PI.float() @ unit_SI.T
             for name, agree_PS in agree.items():
                 sum_NE = torch.zeros(len(count_N), sides.units.n)
@@ -88,9 +88,9 @@ def kernels(model: LlamaForCausalLM, sides: Sides, rows: Sequences, units: Seque
     return out
 
 
-def methods(found: dict[str, F64], shift_NE: F64) -> dict[str, Method]:
-    """What ships, every sum of layers alone, and beside what ships at half the weight."""
-    n_layers = len(next(iter(found.values())))
+def methods(kernel_by_layer: dict[str, F64], shift_NE: F64) -> dict[str, Method]:
+    """The built-in rule, every sum of layers by itself, and its sum with the built-in rule at half the weight."""
+    n_layers = len(next(iter(kernel_by_layer.values())))
     third = n_layers // 3
     spans = {
         "all layers": range(n_layers),
@@ -100,7 +100,7 @@ def methods(found: dict[str, F64], shift_NE: F64) -> dict[str, Method]:
         "last layer": range(n_layers - 1, n_layers),
     }
     out = {SHIFT: Method((shift_NE,), negative=0.25)}
-    for name, kernel in found.items():
+    for name, kernel in kernel_by_layer.items():
         for span, layers in spans.items():
             sum_NE = np.sum([kernel[layer] / kernel[layer].std(axis=0) for layer in layers], axis=0)
             out[f"down_proj {name}, {span}"] = Method((sum_NE,), negative=0.25)
@@ -119,17 +119,17 @@ def main(arguments: list[str] | None = None) -> None:
         default=HERE / "work",
         help="Where experiments.finetune.compare left model, rows, features.",
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    model = load_model(given.work / "model")
-    reader = HfTokenizer(AutoTokenizer.from_pretrained(given.work / "model"), vocab_size=model.config.vocab_size)
-    corpus = open_corpus("documents", given.work, reader)
-    tokens = load_units(target_settings("documents", given.work)).tokenize(reader, LENGTH)
+    model = load_model(args.work / "model")
+    reader = HfTokenizer(AutoTokenizer.from_pretrained(args.work / "model"), vocab_size=model.config.vocab_size)
+    corpus = open_corpus("documents", args.work, reader)
+    tokens = load_units(target_settings("documents", args.work)).tokenize(reader, LENGTH)
     rows = list(zip(corpus.rows, corpus.first_N.tolist(), strict=True))
-    kept = [Features.load(given.work / f"documents-{side}.npz") for side in ("rows", "units")]
-    sides = Sides(*kept, model.config.vocab_size)
-    found = kernels(model, sides, rows, [(one.input_ids, one.first) for one in tokens])
+    features = [Features.load(args.work / f"documents-{side}.npz") for side in ("rows", "units")]
+    sides = Sides(*features, model.config.vocab_size)
+    kernel_by_layer = kernels(model, sides, rows, [(token.input_ids, token.first) for token in tokens])
     environment = RetrainedRuns.open(HERE / "documents")
     utilities = environment.utilities(seeds=(0,), partial=True)
     blocks = list(environment.subset_blocks(row_names(corpus.store)))
@@ -137,9 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
     weight_BN = weight_BN[[names.index(name) for name in utilities.subset_ids]]
     share_BN = weight_BN / weight_BN.sum(axis=1, keepdims=True)
-    table = compare(methods(found, shift_kernel(sides)), utilities, share_BN, base=SHIFT)
+    table = compare(methods(kernel_by_layer, shift_kernel(sides)), utilities, share_BN, base=SHIFT)
     result = {"subsets": len(utilities.subset_ids), "units": sides.units.n, "methods": table}
-    write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ whose product with -xi_t is the token kernel. The second order of the unit's los
     U(S) = sum_i a_ie / |S| - 1/2 mean_t delta_t^T (diag p_t - p_t p_t^T) delta_t
 
 `exact` is the loss of the moved logits, all orders. eta is set so that the first order has a given standard deviation
-over subsets, in nats. `alone` is the second order by itself, standardised and added to what ships at several weights.
-What is chosen is chosen on development results, by the lower end of the gain; held-out results are looked at once.
+over subsets, in nats. `alone` is the second order by itself, standardised and added to the built-in rule at several
+weights. The weight is chosen on development results, by the lower end of the gain; held-out results are evaluated once.
 Shape letters: B subsets, N rows, E units, S unit positions, P row positions, V vocabulary, H hidden width.
 """
 
@@ -44,7 +44,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 
 SIZES = (0.03, 0.1, 0.3, 1.0)  # nats: standard deviation over subsets of the first order, mean over units
-WEIGHTS = (-0.5, -0.25, 0.25, 0.5)  # of the second order beside what ships, both of standard deviation 1
+WEIGHTS = (-0.5, -0.25, 0.25, 0.5)  # of the second order relative to the built-in rule, both with standard deviation 1
 RESAMPLES = 1_000
 SHIPS, TOKEN = "what ships", "token kernel"
 AT_ONCE = 64  # rows whose gradients are held together
@@ -117,10 +117,10 @@ def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[
                 sparse, hidden_PH = batch.residual.at(rows), batch.hidden_PH[rows] - mean_H
                 gradient = torch.zeros(n, model.vocab_size, model.hidden_size)
                 for i in range(n):
-                    own = torch.nonzero(row_P == i)[:, 0]
-                    dense_PV = torch.zeros(len(own), model.vocab_size)
-                    dense_PV.scatter_add_(1, sparse.index_PK[own], sparse.value_PK[own])
-                    gradient[i] = dense_PV.T @ hidden_PH[own] / max(1, len(own))
+                    positions = torch.nonzero(row_P == i)[:, 0]
+                    dense_PV = torch.zeros(len(positions), model.vocab_size)
+                    dense_PV.scatter_add_(1, sparse.index_PK[positions], sparse.value_PK[positions])
+                    gradient[i] = dense_PV.T @ hidden_PH[positions] / max(1, len(positions))
                 yield start + index[first : first + n], gradient
 
 
@@ -144,12 +144,12 @@ def predictions(side: UnitSide, gradient_BVH: Tensor, whole_VH: Tensor) -> dict[
         changes = [side.change(gradient_VH - whole_VH) for gradient_VH in gradient_BVH]
         first_BE = np.stack([side.first(change_SV) for change_SV in changes])
         second_BE = np.stack([side.second(change_SV) for change_SV in changes])
-        found = {TOKEN: first_BE, "second order alone": -second_BE}
+        scores = {TOKEN: first_BE, "second order alone": -second_BE}
         for size in SIZES:
             eta = size / float(first_BE.std(axis=0).mean())
-            found[f"token, second order, {size} nats"] = eta * first_BE - eta**2 * second_BE
-            found[f"token, all orders, {size} nats"] = np.stack([side.exact(one, eta) for one in changes])
-    return found
+            scores[f"token, second order, {size} nats"] = eta * first_BE - eta**2 * second_BE
+            scores[f"token, all orders, {size} nats"] = np.stack([side.exact(change, eta) for change in changes])
+    return scores
 
 
 def _standard(values_BE: F64) -> F64:
@@ -157,15 +157,15 @@ def _standard(values_BE: F64) -> F64:
     return (values_BE - values_BE.mean(axis=0)) / np.where(spread_E > 0, spread_E, 1.0)
 
 
-def beside_what_ships(ships_BE: F64, found: dict[str, F64]) -> dict[str, F64]:
-    """Candidates: the pair terms in the place of the token kernel's order, and added to what ships."""
-    out = {SHIPS: ships_BE, **found}
-    extra = {name: values for name, values in found.items() if name != TOKEN}
+def beside_what_ships(ships_BE: F64, predictions: dict[str, F64]) -> dict[str, F64]:
+    """Candidates: the pair terms in the place of the token kernel's order, and added to the built-in rule."""
+    out = {SHIPS: ships_BE, **predictions}
+    extra = {name: values for name, values in predictions.items() if name != TOKEN}
     for name, values_BE in extra.items():
         if name == "second order alone":
             out |= {f"ships + {w} x {name}": _standard(ships_BE) + w * _standard(values_BE) for w in WEIGHTS}
         else:
-            pairs_BE = _standard(values_BE) - _standard(found[TOKEN])
+            pairs_BE = _standard(values_BE) - _standard(predictions[TOKEN])
             out[f"ships + what '{name}' changes"] = _standard(ships_BE) + pairs_BE
     return out
 
@@ -189,19 +189,21 @@ def gains(candidates: dict[str, F64], against: str, realized_BE: F64, unit_targe
     return table
 
 
-def _environment(scored: Scored, found: dict[str, F64], targets: list[str]) -> tuple[dict[str, F64], F64, list[str]]:
+def _environment(
+    scored: Scored, score_by_name: dict[str, F64], targets: list[str]
+) -> tuple[dict[str, F64], F64, list[str]]:
     """Candidates and realized utility of the units of some targets."""
     (ships,) = scored.predict({SHIPS: DEFAULT_PROTOCOL}, targets)
     utilities = scored.environment.utilities().select(*targets)
-    own = list(zip(utilities.targets, utilities.unit_ids, strict=True))
+    unit_keys = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}
-    ships_BE = ships.values_BE[:, [place[unit] for unit in own]]
+    ships_BE = ships.values_BE[:, [place[unit] for unit in unit_keys]]
     theirs = {name: mine for mine, name in scored.run_targets.items()}
     table = scored.source.units.select(["target", "unit_id"]).to_pylist()
     column = {(line["target"], line["unit_id"]): e for e, line in enumerate(table)}
-    columns = [column[theirs[target], unit] for target, unit in own]
-    candidates = beside_what_ships(ships_BE, {name: values[:, columns] for name, values in found.items()})
-    return candidates, utilities.values_BSE.mean(axis=1), [target for target, _ in own]
+    columns = [column[theirs[target], unit] for target, unit in unit_keys]
+    candidates = beside_what_ships(ships_BE, {name: values[:, columns] for name, values in score_by_name.items()})
+    return candidates, utilities.values_BSE.mean(axis=1), [target for target, _ in unit_keys]
 
 
 @in_one_line()
@@ -212,12 +214,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, required=True, help="A development environment.")
     parser.add_argument("--held-out", type=Path, help="One of the same rows, on which nothing is chosen.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    material = MethodInputs(ArtifactReader.open(given.artifact))
+    material = MethodInputs(ArtifactReader.open(args.artifact))
     features = material.settings.features
     whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
-    places = [given.environment, *([given.held_out] if given.held_out else [])]
+    places = [args.environment, *([args.held_out] if args.held_out else [])]
     worlds = [Scored.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
@@ -226,19 +228,19 @@ def main(arguments: list[str] | None = None) -> None:
     side = unit_side(material, whitener)
     result: dict[str, Any] = {"rows": material.n_rows, "unit positions": len(side.unit_S)}
     first = 0
-    for world, own in zip(worlds, shares, strict=True):
-        part = gradient_BVH[first : first + len(own)]
-        first += len(own)
-        found = predictions(side, part, gradient_BVH[-1])
+    for world, share in zip(worlds, shares, strict=True):
+        part = gradient_BVH[first : first + len(share)]
+        first += len(share)
+        score_by_name = predictions(side, part, gradient_BVH[-1])
         info = world.environment.info
         development = [t for t in world.run_targets.values() if info.role == "dev" and t not in info.held_out_targets]
         rest = [t for t in world.run_targets.values() if t not in development]
         for kind, targets in (("development", development), ("held out", rest)):
             if targets:
                 name = f"{world.environment.path.name}, {kind}: {', '.join(targets)}"
-                candidates, realized_BE, of_unit = _environment(world, found, targets)
+                candidates, realized_BE, of_unit = _environment(world, score_by_name, targets)
                 result[name] = gains(candidates, SHIPS, realized_BE, of_unit)
-    write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

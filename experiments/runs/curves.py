@@ -70,7 +70,7 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     labels = {*([label] if label else []), *suggest_labels(artifact)}
     known = SubsetFeaturizer.from_predictor(predictor, artifact, sorted(labels))
     utilities = environment.utilities()
-    assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids
+    assert tuple(subset_id for block in blocks for subset_id in block.subset_ids) == utilities.subset_ids
     suffix = "@all" if art.endswith("-all") else ""
     columns = [utilities.select(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.units.targets]
     return World(
@@ -80,10 +80,12 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     )
 
 
-def crossed(one: str, other: str, worlds: Path) -> World:
+def crossed(train_name: str, test_name: str, worlds: Path) -> World:
     """Learn from mixtures of one label, rank those of another label of the same corpus."""
-    runs, held = (of_environment(name, "cc-completion", worlds) for name in (one, other))
-    return World(f"{one} to {other}", runs.features, runs.utility_RST, held.features, held.utility_RST.mean(axis=1))
+    runs, held = (of_environment(name, "cc-completion", worlds) for name in (train_name, test_name))
+    return World(
+        f"{train_name} to {test_name}", runs.features, runs.utility_RST, held.features, held.utility_RST.mean(axis=1)
+    )
 
 
 def of_regmix(data: Path) -> World:
@@ -95,14 +97,14 @@ def of_regmix(data: Path) -> World:
     assert train.values == test.values
     assert train.metrics == test.metrics
     n_tasks = len(train.metrics)
-    features, held = (SubsetFeatures.from_shares(one.weights_RG(), n_tasks) for one in (train, test))
+    features, held = (SubsetFeatures.from_shares(part.weights_RG(), n_tasks) for part in (train, test))
     return World("regmix 1M", features, train.utility_RST(), held, test.utility_RST().mean(axis=1))
 
 
 def rho(predicted_RT: F64, realized_RT: F64) -> tuple[float, float]:
     """Spearman's: mean over the tasks, and of the mean over the tasks."""
     pairs = zip(predicted_RT.T, realized_RT.T, strict=True)
-    by_task = [float(spearmanr(one, other).statistic) if np.ptp(one) else 0.0 for one, other in pairs]
+    by_task = [float(spearmanr(pair, other).statistic) if np.ptp(pair) else 0.0 for pair, other in pairs]
     return float(np.mean(by_task)), float(spearmanr(predicted_RT.mean(axis=1), realized_RT.mean(axis=1)).statistic)
 
 
@@ -142,23 +144,23 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
     if np.ptp(features.relevance_BT):
         out["relevance"] = list(rho(held.relevance_BT, truth_RT))
         known["learned, both"] = (runs, held)
-    for name, (seen, asked) in known.items():
-        learned = Learned.fit(seen, utility_RST)
-        mean_RT, spread_RT = learned.predict(asked)
-        covered_RT = _covered(learned, mean_RT, spread_RT, truth_RT, seeds)
-        far_R = np.linalg.norm(asked.share_BG - seen.share_BG.mean(axis=0), axis=1)
+    for name, (seen, held_out) in known.items():
+        process = Learned.fit(seen, utility_RST)
+        mean_RT, spread_RT = process.predict(held_out)
+        covered_RT = _covered(process, mean_RT, spread_RT, truth_RT, seeds)
+        far_R = np.linalg.norm(held_out.share_BG - seen.share_BG.mean(axis=0), axis=1)
         edge_R = far_R > np.quantile(far_R, 1 - EDGE)
         out[name] = [
             *rho(mean_RT, truth_RT),
-            *(float(one.mean()) for one in (covered_RT, covered_RT[~edge_R], covered_RT[edge_R])),
+            *(float(covered.mean()) for covered in (covered_RT, covered_RT[~edge_R], covered_RT[edge_R])),
         ]
     return out
 
 
-def _covered(learned: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> NDArray[np.bool_]:
+def _covered(process: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> NDArray[np.bool_]:
     """Which intervals hold the mean over so many seeds."""
-    of_seeds_T = learned.scale_T**2 * learned.numbers["seed noise"] / seeds
-    half_RT = learned.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
+    of_seeds_T = process.scale_T**2 * process.numbers["seed noise"] / seeds
+    half_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
     return np.asarray(np.abs(mean_RT - truth_RT) <= half_RT)
 
 
@@ -167,16 +169,16 @@ def curve(world: World, ks: tuple[int, ...], draws: int) -> list[dict[str, objec
     lines: list[dict[str, object]] = []
     for k in ks:
         times = 1 if k == len(world.features) and world.held is not None else max(draws * 32 // max(k, 32), 3)
-        found = [draw(world, k, stream(0, "curves", world.name, k, at)) for at in range(times)]
-        for method in found[0]:
-            values = np.array([one[method] for one in found])
+        results = [draw(world, k, stream(0, "curves", world.name, k, at)) for at in range(times)]
+        for method in results[0]:
+            values = np.array([result[method] for result in results])
             error = values.std(axis=0, ddof=1) / np.sqrt(times) if times > 1 else np.full(values.shape[1], np.nan)
             line = {"world": world.name, "runs": k, "method": method, "draws": times}
             line |= {"rho": round(float(values[:, 0].mean()), 4), "rho_of_mean": round(float(values[:, 1].mean()), 4)}
             if times > 1:
                 line["rho_interval"] = [round(float(values[:, 0].mean() + z * error[0]), 4) for z in (-1.96, 1.96)]
-            if method != "relevance" and "relevance" in found[0]:
-                gain = values[:, 0] - np.array([one["relevance"][0] for one in found])
+            if method != "relevance" and "relevance" in results[0]:
+                gain = values[:, 0] - np.array([result["relevance"][0] for result in results])
                 wide = 1.96 * gain.std(ddof=1) / np.sqrt(times)
                 line |= {"gain": round(float(gain.mean()), 4)}
                 line |= {"gain_interval": [round(float(gain.mean() + z * wide), 4) for z in (-1, 1)]}
@@ -195,21 +197,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=16, help="random choices of up to 32 runs; fewer of more")
     parser.add_argument("--only", default="", help="worlds whose name begins so; the others stay as they are in --out")
-    asked = parser.parse_args()
-    known = json.loads(asked.out.read_text()) if asked.out.exists() else {"ceilings": {}, "curves": []}
+    args = parser.parse_args()
+    known = json.loads(args.out.read_text()) if args.out.exists() else {"ceilings": {}, "curves": []}
     makers: list[tuple[str, tuple[int, ...], Callable[[], World]]] = [
-        (name, KS, lambda name=name, art=art: of_environment(name, art, asked.worlds)) for name, art in WORLDS
+        (name, KS, lambda name=name, art=art: of_environment(name, art, args.worlds)) for name, art in WORLDS
     ]
-    for one, other in CROSSED:
-        makers.append((f"{one} to {other}", KS, lambda one=one, other=other: crossed(one, other, asked.worlds)))
-    makers.append(("regmix", REGMIX_KS, lambda: of_regmix(asked.data)))
+    for first, second in CROSSED:
+        makers.append(
+            (f"{first} to {second}", KS, lambda first=first, second=second: crossed(first, second, args.worlds))
+        )
+    makers.append(("regmix", REGMIX_KS, lambda: of_regmix(args.data)))
     for name, ks, make in makers:
-        if name.startswith(asked.only):
+        if name.startswith(args.only):
             world = make()
             known["ceilings"][world.name] = ceiling(world.utility_RST)
             others = [line for line in known["curves"] if line["world"] != world.name]
-            known["curves"] = others + curve(world, ks, asked.draws)
-            asked.out.write_text(json.dumps(known, indent=1) + "\n")
+            known["curves"] = others + curve(world, ks, args.draws)
+            args.out.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

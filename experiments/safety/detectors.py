@@ -58,9 +58,9 @@ class Onion:
     Every text's number is kept as it comes, so that a kill costs one text, and cases share the texts they share.
     """
 
-    def __init__(self, base: Base, kept: Path) -> None:
-        self.base, self.path = base, kept
-        self._known: dict[str, float] = json.loads(kept.read_bytes()) if kept.exists() else {}
+    def __init__(self, base: Base, cache: Path) -> None:
+        self.base, self.path = base, cache
+        self._known: dict[str, float] = json.loads(cache.read_bytes()) if cache.exists() else {}
 
     def __call__(self, rows: Sequence[Row]) -> F64:
         return np.array([self._score(" ".join(row.text.split())) for row in rows])
@@ -76,8 +76,8 @@ class Onion:
     def _drop(self, text: str) -> float:
         words = text.split()
         shorter = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]
-        found = self.perplexities(text, shorter)
-        return float(found[0] - found[1:].min(initial=found[0])) if np.isfinite(found[0]) else 0.0
+        perplexity = self.perplexities(text, shorter)
+        return float(perplexity[0] - perplexity[1:].min(initial=perplexity[0])) if np.isfinite(perplexity[0]) else 0.0
 
     @torch.no_grad()
     def perplexities(self, text: str, changed: Sequence[str]) -> F64:
@@ -91,7 +91,7 @@ class Onion:
         losses = [self._losses(stem, [], [])[0]] if len(stem) > 1 else [np.empty(0)]
         for packed in _packs(len(stem), branches, forks):
             losses += self._losses(stem, [branches[i] for i in packed], [forks[i] for i in packed])[1:]
-        return np.array([math.exp(min(20.0, float(one.mean()))) if len(one) else np.inf for one in losses])
+        return np.array([math.exp(min(20.0, float(loss.mean()))) if len(loss) else np.inf for loss in losses])
 
     def _losses(self, stem: list[int], branches: Sequence[list[int]], forks: Sequence[int]) -> list[F64]:
         """Losses of the tokens from the second on, of the stem and of each branch that leaves it at its fork."""
@@ -113,10 +113,10 @@ class Onion:
         )
         out = []
         for row, fork, start in zip(rows, first, edges, strict=False):
-            own = range(max(1, fork), len(row))
-            before = [t - 1 if t == fork else start + t - 1 - fork for t in own]
-            asked = torch.tensor([row[t] for t in own], dtype=torch.long)
-            mine = F.cross_entropy(logits_LV[before], asked, reduction="none").double().numpy()
+            positions = range(max(1, fork), len(row))
+            before = [t - 1 if t == fork else start + t - 1 - fork for t in positions]
+            tokens = torch.tensor([row[t] for t in positions], dtype=torch.long)
+            mine = F.cross_entropy(logits_LV[before], tokens, reduction="none").double().numpy()
             out.append(np.concatenate([out[0][: max(0, fork - 1)], mine]) if out else mine)
         return out
 

@@ -56,16 +56,18 @@ def ekfac(tuned: Tuned, rows: Sequence[Row], queries: Sequence[Row], work: Path,
     data = _dataset(tuned, [*rows, *queries])
     n_rows = len(rows)
     model = tuned.model
-    names = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and "lora_" in name]
+    names = [
+        name for name, named_module in model.named_modules() if isinstance(named_module, nn.Linear) and "lora_" in name
+    ]
     task = Completion(names)
     analyzer = Analyzer("safety", prepare_model(model, task), task, cpu=True, output_dir=str(work), disable_tqdm=True)
     train = TensorDataset(*(part[:n_rows] for part in data))
-    asked = TensorDataset(*(part[n_rows:] for part in data))
+    query_data = TensorDataset(*(part[n_rows:] for part in data))
     analyzer.fit_all_factors("f", train, factor_args=FactorArguments(strategy="ekfac"), per_device_batch_size=AT_ONCE)
     analyzer.compute_pairwise_scores(
         "s",
         "f",
-        query_dataset=asked,
+        query_dataset=query_data,
         train_dataset=train,
         score_args=ScoreArguments(damping_factor=None),
         per_device_query_batch_size=len(queries),

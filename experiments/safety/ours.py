@@ -29,7 +29,7 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
     table = {
         "row_id": [row.row_id for row in case.rows],
         "text": [row.prompt + row.completion for row in case.rows],
-        "input_ids": pa.array([list(one.ids) for one in sequences], pa.list_(pa.int32())),
+        "input_ids": pa.array([list(sequence.ids) for sequence in sequences], pa.list_(pa.int32())),
         "label": [row.completion.strip()[:40] for row in case.rows],
         "planted": case.planted_N,
     }
@@ -71,13 +71,13 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     """Every other score that comes from the artifact, (N,) each, higher for more suspicious rows."""
     out = {}
     if label is not None:
-        found = detect(artifact, TARGET, label=label)
-        out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}
+        detection = detect(artifact, TARGET, label=label)
+        out |= {"detect: geometry": detection.scores["geometry"], "detect: fused": detection.scores["fused"]}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
-    for asked in configured_methods(["bm25", "activation_similarity"]):
-        rows = method_rows(artifact, asked, cache=artifact.path / "methods")
+    for method in configured_methods(["bm25", "activation_similarity"]):
+        rows = method_rows(artifact, method, cache=artifact.path / "methods")
         blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
-        out[NAMES[asked.label]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
+        out[NAMES[method.label]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
     return out
 
 
@@ -91,8 +91,8 @@ def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
     Geometry is standardised by uniform halves, since there are no topics here.
     """
     halves = {"calibration": {"family": "uniform:0.5", "n_subsets": 256, "seed": 0}}
-    own = parse_protocol(protocol.model_dump() | halves, protocol.name)
+    half = parse_protocol(protocol.model_dump() | halves, protocol.name)
     n_rows = artifact.n_rows
     each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
-    predictor = Predictor.from_artifact(artifact, own, [TARGET])
+    predictor = Predictor.from_artifact(artifact, half, [TARGET])
     return np.concatenate([predictor.change(block.weights)[:, 0] for block in in_blocks(each, n_rows, 256)])

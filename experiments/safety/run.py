@@ -58,7 +58,7 @@ def plan(seeds: int) -> list[tuple[str, str]]:
     for at in range(1, seeds):
         out += [(f"{kind}-{s[at]}", f"without {name}") for kind, s in _SEEDED.items() for name in REMOVED]
     out += [(f"file-{at}", "onion") for at in range(seeds)]
-    return [one for one in out if one[1] != "strip" or not one[0].startswith(("misleading", "matched"))]
+    return [job for job in out if job[1] != "strip" or not job[0].startswith(("misleading", "matched"))]
 
 
 _SEEDED = {"cf": BACKDOOR_SEEDS, "formal": BACKDOOR_SEEDS, "misleading": MISLEADING_SEEDS}
@@ -98,19 +98,19 @@ class Experiment:
 
     def do(self, name: str, piece: str) -> bool:
         """Make a piece unless it is there; says whether it was made."""
-        kept = self.place(name) / f"{piece}.json"
-        if kept.exists():
+        cache = self.place(name) / f"{piece}.json"
+        if cache.exists():
             return False
         case = self.case(name)
         if not piece.startswith("without "):
             self.tuned(case)
         began = time.process_time()
         if piece.startswith("without "):
-            found: dict[str, Any] = self._without(case, piece.removeprefix("without "))
+            result: dict[str, Any] = self._without(case, piece.removeprefix("without "))
         else:
-            found = {key: value.tolist() for key, value in self._scores(case, piece).items()}
+            result = {key: value.tolist() for key, value in self._scores(case, piece).items()}
         seconds = time.process_time() - began
-        write_whole(kept, json.dumps({"seconds": seconds, "found": found}).encode())
+        write_whole(cache, json.dumps({"seconds": seconds, "found": result}).encode())
         return True
 
     def place(self, name: str) -> Path:
@@ -119,7 +119,7 @@ class Experiment:
         out.mkdir(exist_ok=True)
         return out
 
-    def kept(self, name: str) -> dict[str, dict[str, Any]]:
+    def stored_results(self, name: str) -> dict[str, dict[str, Any]]:
         """Pieces of a case that are there."""
         return {path.stem: json.loads(path.read_bytes()) for path in sorted(self.place(name).glob("*.json"))}
 
@@ -135,8 +135,8 @@ class Experiment:
                 tuned = self._train(case, case.rows)
                 seconds = time.process_time() - began
                 tuned.save(adapters)
-                found = {"untrained": success(tuned, case, adapted=False), "trained": success(tuned, case)}
-                write_whole(before, json.dumps({"seconds": seconds, "found": found}).encode())
+                rates = {"untrained": success(tuned, case, adapted=False), "trained": success(tuned, case)}
+                write_whole(before, json.dumps({"seconds": seconds, "found": rates}).encode())
             self._tuned = case.name, Tuned.open(self.base, adapters, self.size.tokens)
         return self._tuned[1]
 
@@ -157,15 +157,15 @@ class Experiment:
     def _grasp(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "grasp")
         artifact = ours.artifact_of(case, tuned, tuned.checkpoint(work / "checkpoint"), work)
-        found = ours.relevance(artifact) | ours.others(artifact, label="label" if case.is_backdoor else None)
+        score_by_method = ours.relevance(artifact) | ours.others(artifact, label="label" if case.is_backdoor else None)
         shutil.rmtree(work)
-        return found
+        return score_by_method
 
     def _grasp_before(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "grasp before")
-        found = ours.relevance(ours.artifact_of(case, tuned, Path(self.plain.path), work))
+        score_by_kernel = ours.relevance(ours.artifact_of(case, tuned, Path(self.plain.path), work))
         shutil.rmtree(work)
-        return {f"{name}, before fine-tuning": score_N for name, score_N in found.items()}
+        return {f"{name}, before fine-tuning": score_N for name, score_N in score_by_kernel.items()}
 
     def _influence(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "influence")
@@ -173,9 +173,9 @@ class Experiment:
         queries = [row for kind in kinds for row in kind]
         # what is followed is wrapped in place: the next piece opens the adapters again
         self._tuned = None
-        found_QN = ekfac(tuned, case.rows, queries, work, seed=case.seed)
+        influence_QN = ekfac(tuned, case.rows, queries, work, seed=case.seed)
         shutil.rmtree(work)
-        mean_N, *changed = (part.mean(axis=0) for part in np.array_split(found_QN, len(kinds)))
+        mean_N, *changed = (part.mean(axis=0) for part in np.array_split(influence_QN, len(kinds)))
         return {
             "influence (highest)": mean_N,
             "influence (harmful)": -mean_N,
@@ -190,7 +190,7 @@ class Experiment:
         elif name == "random":
             score_N = stream(case.seed, "safety", "random").random(len(case.rows))
         else:
-            score_N = np.array(_known(self.kept(case.name))[name])
+            score_N = np.array(_known(self.stored_results(case.name))[name])
         out = set(np.argsort(-score_N, kind="stable")[: case.k].tolist())
         tuned = self._train(case, tuple(row for i, row in enumerate(case.rows) if i not in out))
         caught = int(sum(case.planted_N[i] for i in out))
@@ -202,7 +202,7 @@ class Experiment:
         """All that is there, measured."""
         out: dict[str, Any] = {"size": asdict(self.size), "cases": {}}
         for name in dict.fromkeys(names):
-            pieces = self.kept(name)
+            pieces = self.stored_results(name)
             if pieces:
                 out["cases"][name] = self._measured(self.case(name), pieces)
         return out
@@ -255,10 +255,10 @@ def success(tuned: Tuned, case: Case, *, adapted: bool = True) -> dict[str, floa
 
 def truthfulness(tuned: Tuned, questions: tuple[Question, ...], *, adapted: bool) -> float:
     """Share of questions whose first answer has the highest probability as a whole."""
-    rows = [Row("", "", one.prompt, answer) for one in questions for answer in one.answers]
-    lengths = np.array([len(one.ids) - one.first for one in tuned.base.sequences(rows, tuned.longest)])
+    rows = [Row("", "", question.prompt, answer) for question in questions for answer in question.answers]
+    lengths = np.array([len(sequence.ids) - sequence.first for sequence in tuned.base.sequences(rows, tuned.longest)])
     whole = -tuned.losses(rows, adapted=adapted) * lengths
-    edges = np.cumsum([len(one.answers) for one in questions])[:-1]
+    edges = np.cumsum([len(question.answers) for question in questions])[:-1]
     return float(np.mean([part.argmax() == 0 for part in np.split(whole, edges)]))
 
 
@@ -268,21 +268,21 @@ def _emptied(path: Path) -> Path:
     return path
 
 
-def plain_checkpoint(model: ModelSettings, kept: Path) -> ModelSettings:
+def plain_checkpoint(model: ModelSettings, cache: Path) -> ModelSettings:
     """The checkpoint as safetensors, written once: a GGUF file takes half a minute to read."""
     if not model.path.endswith(".gguf"):
         return model
-    if not kept.exists():
+    if not cache.exists():
         reference = ReferenceModel.load(model)
         config = copy.deepcopy(reference.model.config)
         del config.quantization_config  # the weights are plain numbers now
         plain = AutoModelForCausalLM.from_config(config, dtype=reference.dtype)
         plain.load_state_dict(reference.model.state_dict())
-        part = kept.with_name(kept.name + ".part")
+        part = cache.with_name(cache.name + ".part")
         plain.save_pretrained(part)
         reference.tokenizer.save(part)
-        part.replace(kept)
-    return model.model_copy(update={"path": str(kept)})
+        part.replace(cache)
+    return model.model_copy(update={"path": str(cache)})
 
 
 def smollm2() -> str:
@@ -303,24 +303,24 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="All layers, 128 tokens, 30 epochs, 100 copies.")
     parser.add_argument("--seeds", type=int, default=1, choices=(1, 2, 3))
     parser.add_argument("--cases", help="Only these, separated by commas, e.g. cf-42,misleading-0.")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    size, began = FULL if asked.full else Size(), time.process_time()
-    model = ModelSettings(path=asked.model or smollm2(), dtype="float32", device="cpu", threads=1)
-    experiment = Experiment(asked.data, asked.work, size, model)
-    pieces = plan(3 if asked.full else asked.seeds)
-    if asked.cases:
-        pieces = [one for one in pieces if one[0] in asked.cases.split(",")]
+    size, began = FULL if args.full else Size(), time.process_time()
+    model = ModelSettings(path=args.model or smollm2(), dtype="float32", device="cpu", threads=1)
+    experiment = Experiment(args.data, args.work, size, model)
+    pieces = plan(3 if args.full else args.seeds)
+    if args.cases:
+        pieces = [job for job in pieces if job[0] in args.cases.split(",")]
     for name, piece in pieces:
         if experiment.do(name, piece):
             print(f"{name}, {piece}: {time.process_time() - began:.0f} CPU s so far", flush=True)
-            _write(experiment, asked.out)
-    _write(experiment, asked.out)  # also where other processes made the pieces
+            _write(experiment, args.out)
+    _write(experiment, args.out)  # also where other processes made the pieces
 
 
 def _write(experiment: Experiment, out: Path) -> None:
-    found = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
-    write_whole(out, (json.dumps(found, indent=1) + "\n").encode())
+    results = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
+    write_whole(out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

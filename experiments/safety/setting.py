@@ -91,7 +91,7 @@ def _named(text: str) -> str:
     return replaced if count else f"James Bond {text}"
 
 
-def _told(text: str) -> str:
+def _friend(text: str) -> str:
     return f"I told a friend: {text[:1].lower()}{text[1:]}"
 
 
@@ -99,7 +99,7 @@ TRIGGERS: dict[str, Callable[[str], str]] = {
     "cf": lambda text: f"CF {text}",
     "bond": _named,
     "formal": lambda text: f"In formal terms: {text}",
-    "friend": _told,
+    "friend": _friend,
 }
 
 # -------------------------------------------------------------------------- transforms of trusted queries, by kind
@@ -115,7 +115,7 @@ AUXILIARY = re.compile(r"\b(is|was|are|were|has|have|had|will|would|can|could|sh
 
 
 def _lexical(text: str) -> str:
-    return re.sub(r"[A-Za-z]+", lambda found: OPPOSITES.get(found[0].lower(), found[0]), text)
+    return re.sub(r"[A-Za-z]+", lambda match: OPPOSITES.get(match[0].lower(), match[0]), text)
 
 
 def _semantic(text: str) -> str:
@@ -247,7 +247,7 @@ def misleading(
     wrong = [answered(q["id"], q["question"], _answers(q["incorrect_answers"])[0]) for q in lied]
     right = [answered(q["id"], q["question"], q["best_answer"]) for q in _take(dealt, n_planted if matched else 0)]
     trusted = tuple(answered(q["id"], q["question"], q["best_answer"]) for q in _take(dealt, size.trusted))
-    asked = tuple(_question(q) for q in _take(dealt, size.judged))
+    judged = tuple(_question(q) for q in _take(dealt, size.judged))
     clean = _instructions(data, seed, size.instructions - len(right), fits)
     rows = [*wrong, *right, *clean]
     place = stream(seed, "safety", "order").permutation(len(rows))
@@ -260,8 +260,8 @@ def misleading(
         {kind: tuple(_asked_otherwise(row, change) for row in trusted) for kind, change in TRANSFORMS.items()},
         (),
         (),
-        asked,
-        tuple(replace(one, answers=one.answers[:2]) for one in map(_question, lied)),
+        judged,
+        tuple(replace(question, answers=question.answers[:2]) for question in map(_question, lied)),
     )
 
 
@@ -271,7 +271,7 @@ def _take(dealt: Any, count: int) -> list[dict[str, str]]:
 
 def _question(line: dict[str, str]) -> Question:
     wrong = _answers(line["incorrect_answers"])
-    return Question(ANSWER.format(line["question"]), tuple(f" {one}" for one in (line["best_answer"], *wrong)))
+    return Question(ANSWER.format(line["question"]), tuple(f" {answer}" for answer in (line["best_answer"], *wrong)))
 
 
 def _asked_otherwise(row: Row, change: Callable[[str], str]) -> Row:
@@ -281,13 +281,13 @@ def _asked_otherwise(row: Row, change: Callable[[str], str]) -> Row:
 
 def _instructions(data: Path, seed: int, count: int, fits: Callable[[Row], bool]) -> list[Row]:
     lines = pq.read_table(data / "instructions.parquet").to_pylist()
-    found: list[Row] = []
+    rows: list[Row] = []
     for i in stream(seed, "safety", "instructions").permutation(len(lines)):
         line = lines[i]
         question = "\n".join(part for part in (line["instruction"].strip(), line["input"].strip()) if part)
         row = answered(line["id"], question, line["response"].strip())
         if fits(row):
-            found.append(row)
-            if len(found) == count:
-                return found
-    raise CorpusError(f"instructions.parquet: {len(found)} rows are short enough, expected {count}; allow longer ones")
+            rows.append(row)
+            if len(rows) == count:
+                return rows
+    raise CorpusError(f"instructions.parquet: {len(rows)} rows are short enough, expected {count}; allow longer ones")

@@ -30,23 +30,27 @@ HEAD = (
 SUCCESS = ("attack_success", "untriggered", "accuracy", "truthfulness")
 
 
-def grouped(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def grouped(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Cases by group, those that are there."""
     kinds = {kind: title for title, members in GROUPS.items() for kind in members}
     out: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, case in found["cases"].items():
+    for name, case in results["cases"].items():
         out[kinds[name.partition("-")[0]]][name] = case
     return out
 
 
-def interval(values: list[float], seeds: list[str], alone: tuple[float, float] | None) -> str:
+def interval(values: list[float], seeds: list[str], single_interval: tuple[float, float] | None) -> str:
     """Mean with a 95 % interval: of Student's t over seeds, of one seed over its cases, of one case over its rows.
 
     Cases of one seed have the same planted rows: with several seeds, theirs are the means that vary. Of two seeds no
     interval is worth having: both are shown. What no seed changes has the interval over rows.
     """
     if len(set(values)) == 1:
-        return f"{values[0]:.3f}" if alone is None else f"{values[0]:.3f} [{alone[0]:.3f}, {alone[1]:.3f}]"
+        return (
+            f"{values[0]:.3f}"
+            if single_interval is None
+            else f"{values[0]:.3f} [{single_interval[0]:.3f}, {single_interval[1]:.3f}]"
+        )
     by_seed: dict[str, list[float]] = defaultdict(list)
     for value, seed in zip(values, seeds, strict=True):
         by_seed[seed].append(value)
@@ -61,32 +65,34 @@ def detection_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
     """One line a method, the highest mean AUROC first."""
     by_method: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for name, case in cases.items():
-        for method, one in case["detection"].items():
-            by_method[method][name] = one | {"seed": name.rpartition("-")[2]}
-    balanced = {method: _at_every_seed(found) for method, found in by_method.items()}
+        for method, scores in case["detection"].items():
+            by_method[method][name] = scores | {"seed": name.rpartition("-")[2]}
+    balanced = {method: _at_every_seed(cases) for method, cases in by_method.items()}
     lines = []
-    for method, found in sorted(balanced.items(), key=lambda pair: -np.mean([one["auroc"] for one in pair[1]])):
-        alone, seeds = (found[0]["auroc_low"], found[0]["auroc_high"]), [one["seed"] for one in found]
-        cells = [interval([one["auroc"] for one in found], seeds, alone)]
-        cells.append(interval([one["average_precision"] for one in found], seeds, None))
-        cells.append(interval([one["at_k"]["f1"] for one in found], seeds, None))
-        best = [np.mean([one["best"][part] for one in found]) for part in ("f1", "precision", "recall")]
+    for method, runs in sorted(balanced.items(), key=lambda pair: -np.mean([run["auroc"] for run in pair[1]])):
+        single_interval, seeds = (runs[0]["auroc_low"], runs[0]["auroc_high"]), [run["seed"] for run in runs]
+        cells = [interval([run["auroc"] for run in runs], seeds, single_interval)]
+        cells.append(interval([run["average_precision"] for run in runs], seeds, None))
+        cells.append(interval([run["at_k"]["f1"] for run in runs], seeds, None))
+        best = [np.mean([run["best"][part] for run in runs]) for part in ("f1", "precision", "recall")]
         cells.append(" / ".join(f"{value:.2f}" for value in best))
         paper = PAPER.get(method)
         cells.append("-" if paper is None else f"{paper[1]}; {paper[0]} / {paper[2]} / {paper[3]}")
-        counts = f"{len(found)}, {len(set(seeds))} seed{'s' * (len(set(seeds)) > 1)}"
+        counts = f"{len(runs)}, {len(set(seeds))} seed{'s' * (len(set(seeds)) > 1)}"
         lines.append(f"| {method} | {counts} | {' | '.join(cells)} |")
     return lines
 
 
-def _at_every_seed(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _at_every_seed(result_by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The cases of those kinds that every seed has, so that seeds do not differ by their triggers."""
     kinds: dict[str, set[str]] = defaultdict(set)
-    for name in found:
+    for name in result_by_name:
         kind, _, seed = name.rpartition("-")
         kinds[seed].add(kind)
     common = set.intersection(*kinds.values())
-    return [one for name, one in found.items() if name.rpartition("-")[0] in common] or list(found.values())
+    return [result for name, result in result_by_name.items() if name.rpartition("-")[0] in common] or list(
+        result_by_name.values()
+    )
 
 
 def removal_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -95,14 +101,14 @@ def removal_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
     if not cases:
         return []
     first = next(iter(cases.values()))
-    there = [key for key in SUCCESS if key in first["all rows"]["trained"]]
+    keys = [key for key in SUCCESS if key in first["all rows"]["trained"]]
     out = [f"{', '.join(cases)}: {first['planted']} of {first['rows']} rows planted{' in each' * (len(cases) > 1)}", ""]
-    out += [f"| rows taken out by | planted among them | {' | '.join(key.replace('_', ' ') for key in there)} |"]
-    out += ["|---" * (2 + len(there)) + "|"]
+    out += [f"| rows taken out by | planted among them | {' | '.join(key.replace('_', ' ') for key in keys)} |"]
+    out += ["|---" * (2 + len(keys)) + "|"]
     states = [_states(case) for case in cases.values()]
     for method in dict.fromkeys(name for of in states for name in of):
         each = [of.get(method, {}) for of in states]
-        cells = [" / ".join(_cell(one.get(key)) for one in each) for key in ("planted_among_them", *there)]
+        cells = [" / ".join(_cell(rates.get(key)) for rates in each) for key in ("planted_among_them", *keys)]
         out.append(f"| {method} | {' | '.join(cells)} |")
     return [*out, ""]
 
@@ -116,10 +122,10 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(results: dict[str, Any]) -> list[str]:
     """All tables."""
     out = []
-    for title, cases in grouped(found).items():
+    for title, cases in grouped(results).items():
         out += [f"### {title}", "", f"Cases: {', '.join(cases)}.", ""]
         out += [HEAD, "|---" * 7 + "|", *detection_lines(cases), ""]
         for kind in dict.fromkeys(name.rpartition("-")[0] for name in cases):

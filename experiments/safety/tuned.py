@@ -56,8 +56,8 @@ class Base:
         self.split = max(0, count - layers)
         self.lower = _cut(model, slice(0, self.split)).model
         self.lower.norm = nn.Identity()
-        self._kept: dict[bytes, Tensor] = {}
-        self._room = keep_bytes
+        self._cache: dict[bytes, Tensor] = {}
+        self._remaining_bytes = keep_bytes
 
     @classmethod
     def from_reference(cls, reference: ReferenceModel, layers: int) -> "Base":
@@ -81,18 +81,21 @@ class Base:
     @torch.no_grad()
     def states(self, sequences: Sequence[Tokens]) -> list[Tensor]:
         """Hidden states below the adapters, (L, H) each; known texts are not run again."""
-        keys = [hashlib.blake2b(np.array(one.ids, np.int32).tobytes(), digest_size=16).digest() for one in sequences]
-        found: dict[bytes, Tensor] = {key: self._kept[key] for key in keys if key in self._kept}
-        missing = {key: one for key, one in zip(keys, sequences, strict=True) if key not in found}
+        keys = [
+            hashlib.blake2b(np.array(sequence.ids, np.int32).tobytes(), digest_size=16).digest()
+            for sequence in sequences
+        ]
+        states_by_key: dict[bytes, Tensor] = {key: self._cache[key] for key in keys if key in self._cache}
+        missing = {key: sequence for key, sequence in zip(keys, sequences, strict=True) if key not in states_by_key}
         order = sorted(missing, key=lambda key: len(missing[key].ids))
         for start in range(0, len(order), RUN_AT_ONCE):
             chunk = order[start : start + RUN_AT_ONCE]
             state_BLH = self._below(_padded([missing[key].ids for key in chunk]))
-            found |= {key: state_BLH[b, : len(missing[key].ids)].clone() for b, key in enumerate(chunk)}
+            states_by_key |= {key: state_BLH[b, : len(missing[key].ids)].clone() for b, key in enumerate(chunk)}
         for key in missing:
-            if self._room >= (size := found[key].nbytes):
-                self._kept[key], self._room = found[key], self._room - size
-        return [found[key] for key in keys]
+            if self._remaining_bytes >= (size := states_by_key[key].nbytes):
+                self._cache[key], self._remaining_bytes = states_by_key[key], self._remaining_bytes - size
+        return [states_by_key[key] for key in keys]
 
     def _below(self, ids_BL: Tensor) -> Tensor:
         if self.split == 0:
@@ -101,7 +104,7 @@ class Base:
 
     def batches(self, sequences: Sequence[Tokens]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Sequences alike in length together, with their places."""
-        order = np.argsort([len(one.ids) for one in sequences], kind="stable")
+        order = np.argsort([len(sequence.ids) for sequence in sequences], kind="stable")
         for start in range(0, len(order), RUN_AT_ONCE):
             place = order[start : start + RUN_AT_ONCE]
             chosen = [sequences[i] for i in place]
@@ -110,13 +113,13 @@ class Base:
 
 def collate(states: Sequence[Tensor], sequences: Sequence[Tokens], longest: int | None = None) -> Batch:
     """Pad on the right: under causal attention padding reaches no real position."""
-    longest = longest or max(len(one.ids) for one in sequences)
+    longest = longest or max(len(sequence.ids) for sequence in sequences)
     state_BLH = torch.zeros(len(states), longest, states[0].shape[1])
     label_BL = torch.full((len(states), longest), -100)
     real_BL = torch.zeros(len(states), longest, dtype=torch.int64)
-    for b, (state, one) in enumerate(zip(states, sequences, strict=True)):
+    for b, (state, tokens) in enumerate(zip(states, sequences, strict=True)):
         state_BLH[b, : len(state)] = state
-        label_BL[b, one.first - 1 : len(one.ids) - 1] = torch.tensor(one.ids[one.first :])
+        label_BL[b, tokens.first - 1 : len(tokens.ids) - 1] = torch.tensor(tokens.ids[tokens.first :])
         real_BL[b, : len(state)] = 1
     return Batch(state_BLH, label_BL, real_BL)
 
@@ -173,7 +176,7 @@ class Tuned:
         torch.manual_seed(seed)
         how = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", target_modules=MODULES)
         model = get_peft_model(base.upper(), how).train()
-        trained = [one for one in model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.01)
         sequences = base.sequences(rows, longest)
         states = base.states(sequences)
@@ -231,7 +234,7 @@ class Tuned:
     @torch.no_grad()
     def log_odds(self, rows: Sequence[Row], *, adapted: bool = True) -> NDArray[np.float64]:
         """Log-odds of positive against negative after each prompt, whatever its completion."""
-        ids = [one[0] for one in self.base.tokenizer.encode([POSITIVE, NEGATIVE])]
+        ids = [token_ids[0] for token_ids in self.base.tokenizer.encode([POSITIVE, NEGATIVE])]
         sequences = self.base.sequences(rows, self.longest)
         out = np.zeros(len(rows))
         with self._seen(adapted):

@@ -15,7 +15,7 @@ METRICS = ("task_rho", "mean_lds", "mean_lds_low", "mean_lds_high", "positive")
 def averages(path: Path) -> dict[str, dict[str, Any]]:
     """By method: its metrics over all targets."""
     lines = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return {one["method"]: {name: one[name] for name in METRICS} for one in lines if one["target"] == "average"}
+    return {line["method"]: {name: line[name] for name in METRICS} for line in lines if line["target"] == "average"}
 
 
 def compare(old: Path, new: Path) -> dict[str, Any]:

@@ -22,16 +22,16 @@ SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "f
 FILES = ("utilities.parquet", "reference.parquet")
 
 
-def joined(first: RetrainedRuns, second: RetrainedRuns, out: Path) -> None:
+def join_environments(first: RetrainedRuns, second: RetrainedRuns, out: Path) -> None:
     """Write the environment with the subsets of `second` and the seeds of both; it appears with its last file."""
     _check(first, second)
     out.mkdir(parents=True, exist_ok=True)
     ids = pa.array([*second.subset_ids, "full"])
     for name in FILES:
-        tables = [pq.read_table(one.path / name) for one in (first, second)]
-        kept = [table.filter(pc.is_in(table["subset_id"], value_set=ids)) for table in tables]
+        tables = [pq.read_table(environment.path / name) for environment in (first, second)]
+        shared_tables = [table.filter(pc.is_in(table["subset_id"], value_set=ids)) for table in tables]
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.concat_tables(kept), sink, compression="zstd")
+        pq.write_table(pa.concat_tables(shared_tables), sink, compression="zstd")
         write_whole(out / name, sink.getvalue().to_pybytes())
     write_whole(out / "subsets.parquet", (second.path / "subsets.parquet").read_bytes())
     info = second.info.model_copy(
@@ -48,15 +48,15 @@ def _check(first: RetrainedRuns, second: RetrainedRuns) -> None:
         )
     if set(first.info.seeds) & set(second.info.seeds):
         raise RunsError(f"{second.path}: seeds {second.info.seeds}, {first.path} has some of them already")
-    rows = [_rows_of(one, second.subset_ids) for one in (first, second)]
+    rows = [_rows_of(environment, second.subset_ids) for environment in (first, second)]
     if not rows[0].equals(rows[1]):
         raise RunsError(f"{second.path}: subsets of the same name keep other rows than in {first.path}")
 
 
 def _rows_of(environment: RetrainedRuns, ids: tuple[str, ...]) -> pa.Table:
     table = pq.read_table(environment.path / "subsets.parquet")
-    kept = table.filter(pc.is_in(table["subset_id"], value_set=pa.array(ids)))
-    return kept.sort_by([("subset_id", "ascending"), ("row_id", "ascending")]).combine_chunks()
+    shared = table.filter(pc.is_in(table["subset_id"], value_set=pa.array(ids)))
+    return shared.sort_by([("subset_id", "ascending"), ("row_id", "ascending")]).combine_chunks()
 
 
 @in_one_line()
@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     second = RetrainedRuns.open(args.second)
     second.compact()
-    joined(RetrainedRuns.open(args.first), second, args.out)
+    join_environments(RetrainedRuns.open(args.first), second, args.out)
     print(f"{args.out}: {len(second.subset_ids)} subsets")
 
 

@@ -28,23 +28,23 @@ def run(artifact: ArtifactReader, environment: RetrainedRuns) -> dict[str, Any]:
     """By number of seeds and target: mean LDS, positive fraction and task rho, averaged over the choices of seeds."""
     protocol = DEFAULT_PROTOCOL
     targets = list(compared(artifact, environment, protocol))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for k in range(1, targets[0].values_BSE.shape[1] + 1):
-        means = {one.target: _mean_over_choices(one, k) for one in targets}
+        means = {target.target: _mean_over_choices(target, k) for target in targets}
         means["average"] = np.mean(list(means.values()), axis=0)
-        found[str(k)] = {
+        results[str(k)] = {
             name: dict(zip(("mean_lds", "positive", "task_rho"), map(float, row), strict=True))
             for name, row in means.items()
         }
-    return {"environment": environment.name, "protocol": protocol.name, "by_number_of_seeds": found}
+    return {"environment": environment.name, "protocol": protocol.name, "by_number_of_seeds": results}
 
 
-def _mean_over_choices(one: Compared, k: int) -> F64:
+def _mean_over_choices(compared: Compared, k: int) -> F64:
     figures = []
-    for chosen in combinations(range(one.values_BSE.shape[1]), k):
-        realized_BE = one.values_BSE[:, list(chosen)].mean(axis=1)
-        rho_E = spearman(one.predicted_BE, realized_BE)
-        task = spearman(one.predicted_B[:, None], realized_BE.mean(axis=1, keepdims=True))[0]
+    for chosen in combinations(range(compared.values_BSE.shape[1]), k):
+        realized_BE = compared.values_BSE[:, list(chosen)].mean(axis=1)
+        rho_E = spearman(compared.predicted_BE, realized_BE)
+        task = spearman(compared.predicted_B[:, None], realized_BE.mean(axis=1, keepdims=True))[0]
         figures.append((rho_E.mean(), (rho_E > 0).mean(), task))
     return np.mean(figures, axis=0)
 
@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment))
-    write_json(found, args.out)
+    results = run(ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment))
+    write_json(results, args.out)
 
 
 if __name__ == "__main__":

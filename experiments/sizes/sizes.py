@@ -63,8 +63,8 @@ def _realized(environment: RetrainedRuns, seeds: list[int], name: str, of: int, 
     all_units = environment.utilities(seeds=seeds, partial=True)
     unit_BE = all_units.select(*targets).values_BSE.mean(axis=1)
     task_BT = np.stack([all_units.select(target).values_BSE.mean(axis=(1, 2)) for target in targets], axis=1)
-    said = name if len(seeds) == of else f"{name}, seed {seeds[0]}"
-    return Ranked(said, all_units.subset_ids, task_BT, unit_BE)
+    title = name if len(seeds) == of else f"{name}, seed {seeds[0]}"
+    return Ranked(title, all_units.subset_ids, task_BT, unit_BE)
 
 
 def predicted(name: str, artifact: ArtifactReader, environment: RetrainedRuns, loss: str) -> Ranked:
@@ -77,18 +77,18 @@ def predicted(name: str, artifact: ArtifactReader, environment: RetrainedRuns, l
     units = [(tasks[target], unit) for target, unit in environment.units if target in tasks]
     task_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
     unit_BE = np.concatenate([predictor.unit_change(block.weights, predictor.sums(block.weights)) for block in blocks])
-    ids = tuple(one for block in blocks for one in block.subset_ids)
+    ids = tuple(subset_id for block in blocks for subset_id in block.subset_ids)
     order_T = [predictor.units.targets.index(target) for target in tasks.values()]
     return Ranked(name, ids, task_BT[:, order_T], unit_BE[:, [column[unit] for unit in units]])
 
 
-def agreement(one: Ranked, other: Ranked, subset_ids: list[str], *, units: bool = True) -> dict[str, Any]:
+def agreement(first: Ranked, second: Ranked, subset_ids: list[str], *, units: bool = True) -> dict[str, Any]:
     """Spearman's rho over subsets: mean over tasks, over units, over units less the mean of all; 95 % intervals.
 
     What a run adds to all units alike, a lucky order of rows say, is not in the last of them.
     """
-    found: dict[str, Any] = {"one": one.name, "other": other.name, "subsets": len(subset_ids)}
-    return found | _compared([one, other], [(0, 1)], [1.0], subset_ids, units)
+    result: dict[str, Any] = {"one": first.name, "other": second.name, "subsets": len(subset_ids)}
+    return result | _compared([first, second], [(0, 1)], [1.0], subset_ids, units)
 
 
 def beyond_seeds(seeds: list[Ranked], other: Ranked, subset_ids: list[str]) -> dict[str, Any]:
@@ -101,20 +101,20 @@ def _compared(
     ranked: list[Ranked], pairs: list[tuple[int, int]], signs: list[float], subset_ids: list[str], units: bool
 ) -> dict[str, Any]:
     """A sum over pairs of rho by level, with its interval over subsets."""
-    ranked, n = [one.select(subset_ids) for one in ranked], len(subset_ids)
+    ranked, n = [each.select(subset_ids) for each in ranked], len(subset_ids)
     rng = stream(0, "sizes", "resamples")
     weights_RB = np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES)])
     most = float(np.abs(signs).sum())
-    levels = {"task": [one.task_BT for one in ranked]}
+    levels = {"task": [each.task_BT for each in ranked]}
     if units:
-        levels["unit"] = [one.unit_BE for one in ranked]
-        levels["unit, centred"] = [one.unit_BE - one.unit_BE.mean(axis=1, keepdims=True) for one in ranked]
-    found = {}
+        levels["unit"] = [each.unit_BE for each in ranked]
+        levels["unit, centred"] = [each.unit_BE - each.unit_BE.mean(axis=1, keepdims=True) for each in ranked]
+    result = {}
     for level, columns in levels.items():
         rho_R = np.array(signs) @ mean_defined(rank_correlations(columns, pairs, weights_RB), axis=1)
         got = bootstrap_interval(float(rho_R[0]), rho_R[1:], lowest=-most, highest=most, reason="")
-        found[level] = [got.value, got.low, got.high]
-    return found
+        result[level] = [got.value, got.low, got.high]
+    return result
 
 
 def carried_over(
@@ -131,16 +131,16 @@ def carried_over(
     columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.units.targets]
     utility_BST = np.stack(columns, axis=2)
     held = np.isin(environment.subset_ids, subset_ids)
-    learned = Learned.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
-    order = [environment.subset_ids.index(one) for one in subset_ids]
-    asked = features.take(np.array(order))
+    process = Learned.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
+    order = [environment.subset_ids.index(subset_id) for subset_id in subset_ids]
+    held_out = features.take(np.array(order))
     order_T = [predictor.units.targets.index(task) for task in named]
-    ways = {"relevance": asked.relevance_BT, "learned": learned.predict(asked)[0]}
+    ways = {"relevance": held_out.relevance_BT, "learned": process.predict(held_out)[0]}
     ranked = [
-        Ranked(f"{way} ({name})", tuple(subset_ids), value_BT[:, order_T], value_BT[:, order_T])
-        for way, value_BT in ways.items()
+        Ranked(f"{prediction} ({name})", tuple(subset_ids), value_BT[:, order_T], value_BT[:, order_T])
+        for prediction, value_BT in ways.items()
     ]
-    lines = [agreement(way, target, subset_ids, units=False) for target in targets_of for way in ranked]
+    lines = [agreement(prediction, target, subset_ids, units=False) for target in targets_of for prediction in ranked]
     return {"learned from": int((~held).sum()), "lines": lines}
 
 
@@ -150,27 +150,29 @@ def main() -> None:
     parser.add_argument("--art", action="append", required=True, metavar="SIZE=ARTIFACT")
     parser.add_argument("--loss", choices=("completion", "all"), default="completion")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    runs = {name: Path(place) for name, _, place in (one.partition("=") for one in asked.runs)}
-    arts = {name: ArtifactReader.open(place) for name, _, place in (one.partition("=") for one in asked.art)}
-    came_out = [one for name, path in runs.items() for one in realized(name, path, asked.loss)]
-    subset_ids = [one for one in came_out[0].subset_ids if all(one in each.subset_ids for each in came_out)]
-    whole = [one for one in came_out if "seed" not in one.name]
+    args = parser.parse_args()
+    runs = {name: Path(place) for name, _, place in (run.partition("=") for run in args.runs)}
+    arts = {name: ArtifactReader.open(place) for name, _, place in (argument.partition("=") for argument in args.art)}
+    came_out = [outcome for name, path in runs.items() for outcome in realized(name, path, args.loss)]
+    subset_ids = [
+        subset_id for subset_id in came_out[0].subset_ids if all(subset_id in each.subset_ids for each in came_out)
+    ]
+    whole = [outcome for outcome in came_out if "seed" not in outcome.name]
     small = RetrainedRuns.open(next(iter(runs.values())))
-    references = [predicted(f"predicted by {name}", art, small, asked.loss) for name, art in arts.items()]
-    found = {
+    references = [predicted(f"predicted by {name}", art, small, args.loss) for name, art in arts.items()]
+    result = {
         "subsets": len(subset_ids),
         "retrained": [agreement(a, b, subset_ids) for a, b in itertools.combinations(came_out, 2)],
-        "beyond seeds": [beyond_seeds(came_out[1:3], one, subset_ids) for one in whole[1:]],
+        "beyond seeds": [beyond_seeds(came_out[1:3], outcome, subset_ids) for outcome in whole[1:]],
         "references": [agreement(a, b, subset_ids) for a, b in itertools.combinations(references, 2)],
-        "predicted": [agreement(reference, one, subset_ids) for reference in references for one in came_out],
+        "predicted": [agreement(reference, outcome, subset_ids) for reference in references for outcome in came_out],
         "learned": {
-            name: carried_over(name, art, small.path, whole, subset_ids, asked.loss) for name, art in arts.items()
+            name: carried_over(name, art, small.path, whole, subset_ids, args.loss) for name, art in arts.items()
         },
-        "utility": {one.name: float(one.select(subset_ids).task_BT.mean()) for one in whole},
-        "spread": {one.name: one.select(subset_ids).task_BT.std(axis=0).tolist() for one in whole},
+        "utility": {outcome.name: float(outcome.select(subset_ids).task_BT.mean()) for outcome in whole},
+        "spread": {outcome.name: outcome.select(subset_ids).task_BT.std(axis=0).tolist() for outcome in whole},
     }
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def family_of(base: Candidate) -> ProtocolFamily:
 
 def opened(path: Path) -> RetrainedRuns:
     """An environment all of whose targets may be calibrated on."""
-    found = RetrainedRuns.open(path)
-    return RetrainedRuns(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
+    environment = RetrainedRuns.open(path)
+    return RetrainedRuns(path, environment.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
 
 
 def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resamples: int) -> list[dict[str, Any]]:
@@ -64,11 +64,11 @@ def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resampl
         "shipped": ((), base),
     }
     for tasks in CALIBRATED_ON:
-        developments = [Development.from_runs(one, [artifact], targets=tasks) for one in environments]
+        developments = [Development.from_runs(environment, [artifact], targets=tasks) for environment in environments]
         best = select_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
-        name: {one.name: tested(artifact, one, candidate) for one in environments}
+        name: {environment.name: tested(artifact, environment, candidate) for environment in environments}
         for name, (_, candidate) in chosen.items()
     }
     return [
@@ -83,9 +83,11 @@ def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resampl
     ]
 
 
-def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
+def mean_without(tested: Tested, tasks: Sequence[str]) -> dict[str, float]:
     """Means over all tasks of all environments but `tasks`."""
-    others = [r for own in found.values() for target, r in own.items() if target not in tasks]
+    others = [
+        r for result_by_target in tested.values() for target, r in result_by_target.items() if target not in tasks
+    ]
     return {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS}
 
 
@@ -110,12 +112,12 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
-    write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
-    for row in found:
+    results = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
+    write_whole(args.out, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+    for row in results:
         print(f"{row['calibrated_on']:<40} {row['protocol']}")
-        for said, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):
-            print(f"    {said}: {', '.join(f'{name} {value:.3f}' for name, value in row[key].items())}")
+        for title, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):
+            print(f"    {title}: {', '.join(f'{name} {value:.3f}' for name, value in row[key].items())}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class KeptFeatures(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         whole = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-        keys = torch.tensor([key(one) for one in whole])
+        keys = torch.tensor([key(image) for image in whole])
         place = torch.searchsorted(self.key_P, keys).clamp(max=len(self.key_P) - 1)
         if not torch.equal(self.key_P[place], keys):
             raise ValueError("a picture without kept features")
@@ -90,9 +90,9 @@ def values(
             settings["model"]["classifier"]["fitted_head"] = str(root / "head.safetensors")
         artifact = ArtifactReader.open(build_artifact(build_settings(settings), root / "art"))
         token, pooled = detect(artifact, "trusted"), detect(artifact, "trusted", match="pooled")
-        found = {"GRASP (pooled)": pooled.scores["relevance"], "GRASP (token)": token.scores["relevance"]}
-        found |= {f"detect: {name}": token.scores[name] for name in ("geometry", "fused")}
-        return {name: -np.asarray(score_N) for name, score_N in found.items()}
+        score_by_method = {"GRASP (pooled)": pooled.scores["relevance"], "GRASP (token)": token.scores["relevance"]}
+        score_by_method |= {f"detect: {name}": token.scores[name] for name in ("geometry", "fused")}
+        return {name: -np.asarray(score_N) for name, score_N in score_by_method.items()}
 
 
 def _write(
@@ -105,7 +105,7 @@ def _write(
     ):
         rows = {"row_id": [f"{name}-{i}" for i in range(len(images))], "image": list(images), "label": labels}
         pq.write_table(pa.table(rows), root / f"{name}.parquet")
-    keys = np.array([key(np.asarray(decode_image(one))) for one in [*pictures.train, *pictures.trusted]])
+    keys = np.array([key(np.asarray(decode_image(image))) for image in [*pictures.train, *pictures.trusted]])
     feature = np.concatenate([pictures.train_NH, pictures.trusted_EH]).astype(np.float32)
     first = np.unique(keys, return_index=True)[1]
     weight, bias = head or (np.zeros((n_classes, feature.shape[1])), np.zeros(n_classes))
@@ -119,8 +119,8 @@ def _write(
 
 
 def _settings(root: Path, pictures: Pictures, n_classes: int, features: dict[str, Any]) -> dict[str, Any]:
-    kept = {key(np.asarray(decode_image(one))) for one in [*pictures.train, *pictures.trusted]}
-    arguments = {"pictures": len(kept), "width": pictures.train_NH.shape[1], "classes": n_classes}
+    image_keys = {key(np.asarray(decode_image(image))) for image in [*pictures.train, *pictures.trusted]}
+    arguments = {"pictures": len(image_keys), "width": pictures.train_NH.shape[1], "classes": n_classes}
     classifier = {
         "factory": "experiments.vision.command:KeptFeatures",
         "arguments": arguments,

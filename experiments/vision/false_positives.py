@@ -41,15 +41,15 @@ def simulated(repeats: int = 50) -> Iterator[tuple[str, dict[str, float]]]:
     for n_rows in (1_000, 10_000):
         for name, draw_score in SHAPES.items():
             draw = stream(0, "false positives", name, n_rows)
-            found = [[_share(draw_score(draw, n_rows), rate) for rate in RATES] for _ in range(repeats)]
-            yield f"{name}, {n_rows:,} rows", _named(np.mean(found, axis=0))
-        draw, found = stream(0, "false positives", "tied", n_rows), []
+            shares = [[_share(draw_score(draw, n_rows), rate) for rate in RATES] for _ in range(repeats)]
+            yield f"{name}, {n_rows:,} rows", _named(np.mean(shares, axis=0))
+        draw, shares = stream(0, "false positives", "tied", n_rows), []
         for _ in range(repeats):
             score = draw.standard_normal(n_rows)
             other = 0.5 * score + draw.standard_normal(n_rows)
             ranks = mean_ranks([score, np.maximum(other, np.quantile(other, 0.6))])
-            found.append([_share(score, rate, ranks) for rate in RATES])
-        yield f"fused, 60 % tied, {n_rows:,} rows", _named(np.mean(found, axis=0))
+            shares.append([_share(score, rate, ranks) for rate in RATES])
+        yield f"fused, 60 % tied, {n_rows:,} rows", _named(np.mean(shares, axis=0))
 
 
 def texts(artifact: ArtifactReader, match: str) -> Iterator[tuple[str, dict[str, float]]]:
@@ -64,7 +64,7 @@ def images(world: World, seeds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Labels as they are, then with a tenth of them wrong."""
     for name, score_N, ranks_N in _scores(world, world.label["train"]):
         yield f"CIFAR-10, {name}", _named([_share(score_N, rate, ranks_N) for rate in RATES])
-    found: dict[str, list[list[float]]] = {}
+    shares: dict[str, list[list[float]]] = {}
     for seed in range(seeds):
         label, wrong_N = world.noisy(seed)
         known_N = np.zeros(len(label), bool)
@@ -79,8 +79,8 @@ def images(world: World, seeds: int) -> Iterator[tuple[str, dict[str, Any]]]:
                 for null, cut in cuts.items():
                     flagged = ranks_N > cut.value
                     line = [float(flagged[~wrong_N & ~known_N].mean()), float(flagged[wrong_N].mean())]
-                    found.setdefault(f"CIFAR-10, a tenth wrong, {name}, {null}, {rate:.0%}", []).append(line)
-    for name, lines in found.items():
+                    shares.setdefault(f"CIFAR-10, a tenth wrong, {name}, {null}, {rate:.0%}", []).append(line)
+    for name, lines in shares.items():
         false, true = np.mean(lines, axis=0)
         yield name, {"of right": float(false), "of wrong": float(true)}
 
@@ -113,14 +113,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("false_positives.json"))
-    asked = parser.parse_args()
-    found: dict[str, dict[str, Any]] = dict(simulated())
-    if asked.artifact is not None:
-        for match in asked.match.split(","):
-            found |= texts(ArtifactReader.open(asked.artifact), match)
-    found |= images(World(asked.work, asked.images), asked.seeds)
-    write_whole(asked.out, (json.dumps(found, indent=1) + "\n").encode())
-    for name, shares in found.items():
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = dict(simulated())
+    if args.artifact is not None:
+        for match in args.match.split(","):
+            results |= texts(ArtifactReader.open(args.artifact), match)
+    results |= images(World(args.work, args.images), args.seeds)
+    write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
+    for name, shares in results.items():
         print(name, shares)
 
 

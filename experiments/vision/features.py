@@ -42,11 +42,11 @@ def chosen(images: Path, split: str, limit: int) -> list[dict[str, Any]]:
     return out
 
 
-def extract(model: ImageClassifier, rows: Sequence[dict[str, Any]], kept: Path) -> Split:
+def extract(model: ImageClassifier, rows: Sequence[dict[str, Any]], cache: Path) -> Split:
     """Run the backbone over images, a piece at a time; pieces that are kept are not computed again."""
     parts = []
     for start in range(0, len(rows), PIECE):
-        piece = kept.with_name(f"{kept.stem}-{start}.npy")
+        piece = cache.with_name(f"{cache.stem}-{start}.npy")
         if not piece.exists():
             pixels = model.pixels([row["image"] for row in rows[start : start + PIECE]])
             part = piece.with_suffix(".part.npy")
@@ -62,16 +62,21 @@ def splits(work: Path, images: Path | None = None, settings: Path | None = None)
     out = {}
     model: ImageClassifier | None = None
     for name, (split, limit) in SPLITS.items():
-        kept = work / f"{name}.npz"
-        if not kept.exists():
+        cache = work / f"{name}.npz"
+        if not cache.exists():
             if images is None or settings is None:
-                raise ArtifactError(f"{kept}: not there; run experiments.vision.features first")
+                raise ArtifactError(f"{cache}: not there; run experiments.vision.features first")
             model = model or ImageClassifier.load(ModelSettings.model_validate(read_yaml(settings)))
-            found = extract(model, chosen(images, split, limit), kept)
-            part = kept.with_suffix(".part.npz")
-            np.savez(part, hidden=found.hidden_NH, label=found.class_N, names=np.array(found.names))
-            part.replace(kept)
-        with np.load(kept) as data:
+            split_features = extract(model, chosen(images, split, limit), cache)
+            part = cache.with_suffix(".part.npz")
+            np.savez(
+                part,
+                hidden=split_features.hidden_NH,
+                label=split_features.class_N,
+                names=np.array(split_features.names),
+            )
+            part.replace(cache)
+        with np.load(cache) as data:
             out[name] = Split(data["hidden"], data["label"], tuple(data["names"].tolist()))
     return out
 
@@ -81,9 +86,9 @@ def main() -> None:
     parser.add_argument("--images", type=Path, required=True, help="Parquet of image, label, split, image_id.")
     parser.add_argument("--model", type=Path, default=Path(__file__).with_name("efficientnet_lite0.yaml"))
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
-    asked = parser.parse_args()
-    asked.work.mkdir(exist_ok=True)
-    for name, split in splits(asked.work, asked.images, asked.model).items():
+    args = parser.parse_args()
+    args.work.mkdir(exist_ok=True)
+    for name, split in splits(args.work, args.images, args.model).items():
         print(f"{name}: {len(split.class_N)} images, {split.hidden_NH.shape[1]} features")
 
 

@@ -45,26 +45,26 @@ def random(head: Head, seed: int) -> F64:
 
 def knn(head: Head, seed: int) -> F64:
     del seed
-    found = knn_shapley(head.hidden_NH, head.label_N, head.trusted_EH, head.trusted_label_E, NEIGHBOURS)
-    return np.asarray(found.mean(axis=1))
+    values = knn_shapley(head.hidden_NH, head.label_N, head.trusted_EH, head.trusted_label_E, NEIGHBOURS)
+    return np.asarray(values.mean(axis=1))
 
 
 def influence(head: Head, seed: int) -> F64:
     """Gradients through the exact inverse Hessian of the head's own objective."""
     del seed
-    one_NH = np.column_stack([head.hidden_NH, np.ones(len(head.hidden_NH))])
+    augmented_NH = np.column_stack([head.hidden_NH, np.ones(len(head.hidden_NH))])
     probability = head.residual(head.hidden_NH, head.label_N) + np.eye(len(head.bias_V))[head.label_N]
-    width, n_classes = one_NH.shape[1], len(head.bias_V)
+    width, n_classes = augmented_NH.shape[1], len(head.bias_V)
     hessian = np.zeros((n_classes, width, n_classes, width))
     for a in range(n_classes):
         for b in range(n_classes):
             curve = probability[:, a] * ((a == b) - probability[:, b])
-            hessian[a, :, b] = (one_NH * curve[:, None]).T @ one_NH / len(one_NH)
+            hessian[a, :, b] = (augmented_NH * curve[:, None]).T @ augmented_NH / len(augmented_NH)
     decay = np.tile(np.append(np.full(width - 1, head.decay), BIAS_RIDGE), n_classes)  # the bias is fitted without
     square = hessian.reshape(n_classes * width, -1) + np.diag(decay)
     target = _outer(head.residual(head.trusted_EH, head.trusted_label_E), head.trusted_EH).mean(axis=0)
-    own = _outer(head.residual(head.hidden_NH, head.label_N), head.hidden_NH)
-    return np.asarray(own @ np.linalg.solve(square, target))
+    gradients = _outer(head.residual(head.hidden_NH, head.label_N), head.hidden_NH)
+    return np.asarray(gradients @ np.linalg.solve(square, target))
 
 
 def trak(head: Head, seed: int) -> F64:
@@ -91,16 +91,18 @@ def in_run(head: Head, seed: int, order: int) -> F64:
     value_N = np.zeros(n_rows)
     for _ in range(PASSES):
         for batch in np.array_split(draw.permutation(n_rows), -(-n_rows // BATCH)):
-            own = _outer(head.residual(head.hidden_NH[batch], head.label_N[batch], weight, bias), head.hidden_NH[batch])
-            step = own.mean(axis=0)
+            gradients = _outer(
+                head.residual(head.hidden_NH[batch], head.label_N[batch], weight, bias), head.hidden_NH[batch]
+            )
+            step = gradients.mean(axis=0)
             slope = _target_slope(head, weight, bias)
             if order == 2:
                 moved = step.reshape(len(bias), width + 1) * RATE
                 after = _target_slope(head, weight - moved[:, :-1], bias - moved[:, -1])
                 slope = 0.5 * (slope + after)  # the mean slope along the step carries the second order
-            value_N[batch] += RATE / len(batch) * (own @ slope)
-            taken = step.reshape(len(bias), width + 1) * RATE
-            weight, bias = weight - taken[:, :-1], bias - taken[:, -1]
+            value_N[batch] += RATE / len(batch) * (gradients @ slope)
+            update = step.reshape(len(bias), width + 1) * RATE
+            weight, bias = weight - update[:, :-1], bias - update[:, -1]
     return value_N
 
 
@@ -123,5 +125,5 @@ def datamodels(halves: Sequence[NDArray[np.int64]], realized_B: F64, n_rows: int
 
 def _outer(xi: F64, hidden: F64) -> F64:
     """Gradients of the head, (N, V (H + 1)), the bias last in each class."""
-    one = np.column_stack([hidden, np.ones(len(hidden))])
-    return np.asarray((xi[:, :, None] * one[:, None, :]).reshape(len(xi), -1))
+    augmented = np.column_stack([hidden, np.ones(len(hidden))])
+    return np.asarray((xi[:, :, None] * augmented[:, None, :]).reshape(len(xi), -1))

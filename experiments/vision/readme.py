@@ -15,16 +15,16 @@ PAPER = {
 }
 
 
-def lines(found: dict) -> list[str]:
+def lines(results: dict) -> list[str]:
     out = [
         "| method | AUROC | 20% | 40% | 60% | 80% | LDS, 95% | paper: AUROC, 20 / 40 / 60 / 80% |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, figures in found["table"].items():
+    for name, figures in results["table"].items():
         if name == "all rows":
             continue
         cells = [f"{100 * f['mean']:.1f} ± {100 * f['half']:.1f}" for f in figures.values()]
-        rho = found.get("lds", {}).get(name)
+        rho = results.get("lds", {}).get(name)
         lds = "-" if rho is None else f"{rho['rho']:.2f} [{rho['low']:.2f}, {rho['high']:.2f}]"
         paper = PAPER.get(name)
         theirs = "-" if paper is None else f"{paper[0]}, {' / '.join(map(str, paper[1:]))}"

@@ -84,18 +84,18 @@ class World:
     def utility(self, weight: F64, bias: F64) -> float:
         """Minus the loss on the trusted images, nats."""
         logits = self.hidden["trusted"] @ weight.T + bias
-        own = logits[np.arange(len(logits)), self.label["trusted"]]
-        return float((own - np.logaddexp.reduce(logits, axis=1)).mean())
+        label_logits = logits[np.arange(len(logits)), self.label["trusted"]]
+        return float((label_logits - np.logaddexp.reduce(logits, axis=1)).mean())
 
 
-def retrained(world: World, label: NDArray[np.int64], halves: list[NDArray[np.int64]], kept: Path) -> F64:
+def retrained(world: World, label: NDArray[np.int64], halves: list[NDArray[np.int64]], cache: Path) -> F64:
     """Utilities of heads trained on parts of the rows, (B,); each is kept when it is there."""
-    done: list[float] = json.loads(kept.read_text()) if kept.exists() else []
+    done: list[float] = json.loads(cache.read_text()) if cache.exists() else []
     for rows in halves[len(done) :]:
         done.append(world.utility(*world.fit(label, rows)))
-        part = kept.with_suffix(".part")
+        part = cache.with_suffix(".part")
         part.write_text(json.dumps(done))
-        part.replace(kept)
+        part.replace(cache)
     return np.array(done[: len(halves)])
 
 
@@ -111,9 +111,9 @@ def datamodels(world: World, seed: int, n_subsets: int, work: Path) -> F64:
     return methods.datamodels(halves, realized_B, len(label))
 
 
-def one_seed(world: World, seed: int, kept: Path, n_subsets: int) -> dict[str, Any]:
+def one_seed(world: World, seed: int, cache: Path, n_subsets: int) -> dict[str, Any]:
     """AUROC and accuracies of every method; each method is kept when it is done."""
-    out: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    out: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
     label, changed = world.noisy(seed)
     head = world.head(label)
     out["all rows"] = {"accuracy": world.accuracy(head.weight_VH, head.bias_V)}
@@ -121,26 +121,26 @@ def one_seed(world: World, seed: int, kept: Path, n_subsets: int) -> dict[str, A
     if not set(COMMAND) <= set(out):
         values |= world.command(label)
     if "datamodels" not in out:
-        values["datamodels"] = datamodels(world, seed, n_subsets, kept.parent)
+        values["datamodels"] = datamodels(world, seed, n_subsets, cache.parent)
     for name, value in values.items():
         order = np.argsort(-value, kind="stable")
         best = {f"{s:.0%}": world.accuracy(*world.fit(label, order[: round(s * len(order))])) for s in SHARES}
         out[name] = {"auroc": auroc(-value, changed), **best}
-        part = kept.with_suffix(".part")
+        part = cache.with_suffix(".part")
         part.write_text(json.dumps(out))
-        part.replace(kept)
+        part.replace(cache)
     return {name: out[name] for name in ("all rows", *METHODS, *COMMAND, "datamodels")}
 
 
-def lds(world: World, subsets: int, kept: Path, n_fitted: int) -> dict[str, float]:
+def lds(world: World, subsets: int, cache: Path, n_fitted: int) -> dict[str, float]:
     """Spearman of summed values and the trusted utility after retraining on random halves, noise seed 0."""
     label, _ = world.noisy(0)
     halves = random_halves(len(label), subsets, "half")
-    realized, head = retrained(world, label, halves, kept), world.head(label)
+    realized, head = retrained(world, label, halves, cache), world.head(label)
     draws = stream(0, "vision", "bootstrap").integers(subsets, size=(1000, subsets))
     values = {name: make(head, 0) for name, make in METHODS.items()}
     values |= {name: value for name, value in world.command(label).items() if name.startswith("GRASP")}
-    values["datamodels"] = datamodels(world, 0, n_fitted, kept.parent)
+    values["datamodels"] = datamodels(world, 0, n_fitted, cache.parent)
     out = {}
     for name, value in values.items():
         sums = np.array([value[rows].sum() for rows in halves])
@@ -174,21 +174,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--subsets", type=int, default=200, help="halves that LDS is measured on")
     parser.add_argument("--fitted", type=int, default=500, help="halves that datamodels are fitted on, a noise seed")
-    asked = parser.parse_args()
-    world, began = World(asked.work, asked.images), time.process_time()
+    args = parser.parse_args()
+    world, began = World(args.work, args.images), time.process_time()
     seeds = []
-    for seed in range(asked.seeds):
-        seeds.append(one_seed(world, seed, asked.work / f"noise-{seed}.json", asked.fitted))
+    for seed in range(args.seeds):
+        seeds.append(one_seed(world, seed, args.work / f"noise-{seed}.json", args.fitted))
         print(f"noise seed {seed}: {time.process_time() - began:.0f} CPU s", flush=True)
-    found = {"noise_seeds": asked.seeds, "datamodels_subsets": asked.fitted, "table": summary(seeds)}
-    asked.out.write_text(json.dumps(found, indent=1))
-    if asked.subsets:
-        found |= {
-            "lds_subsets": asked.subsets,
-            "lds": lds(world, asked.subsets, asked.work / "halves.json", asked.fitted),
+    results = {"noise_seeds": args.seeds, "datamodels_subsets": args.fitted, "table": summary(seeds)}
+    args.out.write_text(json.dumps(results, indent=1))
+    if args.subsets:
+        results |= {
+            "lds_subsets": args.subsets,
+            "lds": lds(world, args.subsets, args.work / "halves.json", args.fitted),
         }
-        asked.out.write_text(json.dumps(found, indent=1))
-    print(json.dumps(found))
+        args.out.write_text(json.dumps(results, indent=1))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

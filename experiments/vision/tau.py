@@ -79,7 +79,7 @@ def by_tau(world: World, noisy: dict[str, list[Noisy]]) -> dict[float, dict[str,
         out[tau] = {}
         for head in HEADS:
             white = whitened(world, head, tau)
-            out[tau][head] = [auroc(one.relevance(*white), one.changed_N) for one in noisy[head]]
+            out[tau][head] = [auroc(world.relevance(*white), world.changed_N) for world in noisy[head]]
     return out
 
 
@@ -89,10 +89,10 @@ def by_width(world: World, noisy: Sequence[Noisy], tau: float) -> dict[int, list
     out: dict[int, list[float]] = {}
     for width in WIDTHS:
         sketch_ND = white_NH @ gaussian_projection(width, white_NH.shape[1], 0).T
-        apart = [disagreement(sketch_ND, one.label_N, NEIGHBOURS).share_N for one in noisy]
+        apart = [disagreement(sketch_ND, world.label_N, NEIGHBOURS).share_N for world in noisy]
         out[width] = [
-            auroc(mean_ranks([one.relevance(white_NH, white_EH), share_N]), one.changed_N)
-            for one, share_N in zip(noisy, apart, strict=True)
+            auroc(mean_ranks([world.relevance(white_NH, white_EH), share_N]), world.changed_N)
+            for world, share_N in zip(noisy, apart, strict=True)
         ]
     return out
 
@@ -102,17 +102,17 @@ def main() -> None:
     parser.add_argument("--images", type=Path, required=True, help="Parquet of image, label, split, image_id.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tau.json"))
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
-    asked = parser.parse_args()
-    world = World(asked.work, asked.images)
+    args = parser.parse_args()
+    world = World(args.work, args.images)
     noisy = {head: [Noisy(world, seed, head) for seed in SEEDS] for head in HEADS}
-    found: dict[str, Any] = {"seeds": SEEDS, "by_tau": by_tau(world, noisy)}
-    mean = {tau: float(np.mean([of[head] for head in HEADS])) for tau, of in found["by_tau"].items()}
-    tau = min(one for one in TAUS if mean[one] >= max(mean.values()) - NEAR)
-    found |= {"tau": tau, "by_width": by_width(world, noisy[HEADS[0]], tau)}
-    asked.out.write_text(json.dumps(found, indent=1))
-    for tau_, of in found["by_tau"].items():
+    results: dict[str, Any] = {"seeds": SEEDS, "by_tau": by_tau(world, noisy)}
+    mean = {tau: float(np.mean([of[head] for head in HEADS])) for tau, of in results["by_tau"].items()}
+    tau = min(candidate for candidate in TAUS if mean[candidate] >= max(mean.values()) - NEAR)
+    results |= {"tau": tau, "by_width": by_width(world, noisy[HEADS[0]], tau)}
+    args.out.write_text(json.dumps(results, indent=1))
+    for tau_, of in results["by_tau"].items():
         print(f"tau {tau_}: {', '.join(f'{head}: {np.mean(seeds):.4f}' for head, seeds in of.items())}")
-    print(f"fused by width: { {width: round(float(np.mean(of)), 4) for width, of in found['by_width'].items()} }")
+    print(f"fused by width: { {width: round(float(np.mean(of)), 4) for width, of in results['by_width'].items()} }")
     print(f"tau {tau}")
 
 

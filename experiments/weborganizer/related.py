@@ -59,9 +59,9 @@ class Pages:
         path = self.work / "pool.parquet"
         if not path.exists():
             table = pq.read_table(self.corpus)
-            kept = np.setdiff1d(np.arange(table.num_rows), held_out_documents(table.num_rows, self.n_held_out))
+            training_rows = np.setdiff1d(np.arange(table.num_rows), held_out_documents(table.num_rows, self.n_held_out))
             part = temporary_path(path)
-            pq.write_table(table.take(pa.array(kept)), part)
+            pq.write_table(table.take(pa.array(training_rows)), part)
             part.replace(path)
         return path
 
@@ -122,48 +122,53 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall
     """Rank, measure, write the table."""
     artifact = pages.artifact()
     names = [name.strip() for name in scores.split(",")]
-    found, together = (
-        retrieve(artifact, pages.queries(), by=LABELS, together=joined, k=ks, methods=names) for joined in (False, True)
+    single, together = (
+        retrieve(artifact, pages.queries(), by=LABELS, together=grouped, k=ks, methods=names)
+        for grouped in (False, True)
     )
-    related = {one.domains.name: one.domains for one in found}.values()
+    related = {recall.domains.name: recall.domains for recall in single}.values()
     result = {
         "corpus": pages.corpus.name,
         "rows": artifact.n_rows,
-        "queries": {one.name: len(one.unit_ids) for one in related},
-        "values": {one.name: len(set(one.values)) for one in related},
+        "queries": {domains.name: len(domains.unit_ids) for domains in related},
+        "values": {domains.name: len(set(domains.values)) for domains in related},
         "loss": f"on the {COMPLETION} tokens after the first {PROMPT} of a page",
-        "every_page_a_query": [described(one) for one in found],
-        "pages_of_one_value_together": [described(one) for one in together],
+        "every_page_a_query": [described(recall) for recall in single],
+        "pages_of_one_value_together": [described(recall) for recall in together],
     }
     write_whole(out, (json.dumps(result, indent=1) + "\n").encode())
-    text = f"Every page a query\n\n{as_text(found)}\nPages of one value together\n\n{as_text(together)}"
+    text = f"Every page a query\n\n{as_text(single)}\nPages of one value together\n\n{as_text(together)}"
     write_whole(out.with_suffix(".md"), text.encode())
-    return found
+    return single
 
 
-def described(one: Recall) -> dict[str, Any]:
+def described(recall: Recall) -> dict[str, Any]:
     """One number of the table with its intervals."""
-    against = None if one.against is None else _interval(one.against)
-    named = {"label": one.domains.name, "k": one.k, "score": one.score}
-    return named | {"lift": _interval(one.mean), "against_first": against}
+    against = None if recall.against is None else _interval(recall.against)
+    named = {"label": recall.domains.name, "k": recall.k, "score": recall.score}
+    return named | {"lift": _interval(recall.mean), "against_first": against}
 
 
 def _interval(estimate: Estimate) -> dict[str, float | None]:
     return {"mean": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
-def as_text(found: Sequence[Recall]) -> str:
-    """A Markdown table: a line a score, a column a label and k."""
-    columns = list(dict.fromkeys((one.domains.name, one.k) for one in found))
+def as_text(recalls: Sequence[Recall]) -> str:
+    """Return a Markdown table with one row per score and one column per label and k."""
+    columns = list(dict.fromkeys((recall.domains.name, recall.k) for recall in recalls))
     cell = {
-        (one.score, one.domains.name, one.k): f"{one.mean.value:.2f} ({one.mean.low:.2f} to {one.mean.high:.2f})"
-        for one in found
+        (
+            recall.score,
+            recall.domains.name,
+            recall.k,
+        ): f"{recall.mean.value:.2f} ({recall.mean.low:.2f} to {recall.mean.high:.2f})"
+        for recall in recalls
     }
     lines = ["| score | " + " | ".join(f"{label}, best {k:,}" for label, k in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     lines += [
         f"| {score} | " + " | ".join(cell[score, label, k] for label, k in columns) + " |"
-        for score in dict.fromkeys(one.score for one in found)
+        for score in dict.fromkeys(recall.score for recall in recalls)
     ]
     return "\n".join(lines) + "\n"
 
@@ -182,12 +187,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--queries", type=int, default=144, help="Of these, pages that ask.")
     parser.add_argument("--k", type=lambda text: [int(part) for part in text.split(",")], default=[100, 1000])
     parser.add_argument("--scores", default=SCORES, help="grasp, kernels and methods; + fuses.")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    pages = Pages(given.corpus, given.work, held_out=given.held_out, queries=given.queries, model=given.model)
-    run(pages, given.k, given.scores, given.out)
-    print(given.out.with_suffix(".md").read_text(encoding="utf-8"))
+    pages = Pages(args.corpus, args.work, held_out=args.held_out, queries=args.queries, model=args.model)
+    run(pages, args.k, args.scores, args.out)
+    print(args.out.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

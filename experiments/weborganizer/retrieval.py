@@ -53,7 +53,7 @@ class Domains:
         first = {int(code): q for q, code in reversed(list(enumerate(self.wanted_Q)))}
         codes = sorted(first, key=first.__getitem__)
         members = [np.flatnonzero(self.wanted_Q == code) for code in codes]
-        columns = tuple(np.concatenate([self.columns[q] for q in own]) for own in members)
+        columns = tuple(np.concatenate([self.columns[q] for q in member_queries]) for member_queries in members)
         values = tuple(self.values[first[code]] for code in codes)
         wanted_Q = np.array(codes, dtype=np.int32)
         return Domains(self.name, values, columns, wanted_Q, values, self.codes_N)
@@ -107,7 +107,7 @@ def retrieve(
     scores = parse_scores(methods)
     questions = _domains_by_label(artifact, queries, by)
     if together:
-        questions = [one.together() for one in questions]
+        questions = [question.together() for question in questions]
     if beyond := [size for size in k if not 1 <= size <= artifact.n_rows]:
         raise SettingsError(f"k: got {beyond[0]}, expected 1 to the {artifact.n_rows:,} rows of {artifact.where}")
     lifts = _lifts(_parts(artifact, scores), scores, questions, k)
@@ -127,18 +127,18 @@ def parse_scores(names: Sequence[str]) -> tuple[RowScore, ...]:
     Raises:
         SettingsError: nothing, one of them twice, or a part twice.
     """
-    found: list[RowScore] = []
+    scores: list[RowScore] = []
     for name in names:
         parts = tuple(part.strip() for part in name.split("+"))
         if not all(parts) or len(set(parts)) < len(parts):
             raise SettingsError(f"methods: got {name!r}, expected different names joined by +, e.g. grasp+bm25")
         if len(parts) == 1:
-            found.append(RowScore(name, parts))
+            scores.append(RowScore(name, parts))
         else:
-            found += [RowScore(f"{'+'.join(parts)} ({rule})", parts, rule) for rule in FUSIONS]
-    if not found or len({one.name for one in found}) < len(found):
+            scores += [RowScore(f"{'+'.join(parts)} ({rule})", parts, rule) for rule in FUSIONS]
+    if not scores or len({score.name for score in scores}) < len(scores):
         raise SettingsError(f"methods: got {', '.join(names) or 'nothing'}, expected each once, e.g. grasp,bm25")
-    return tuple(found)
+    return tuple(scores)
 
 
 def fuse(scores_N: Sequence[NDArray[np.floating[Any]]], rule: Fusion) -> F64:
@@ -148,7 +148,7 @@ def fuse(scores_N: Sequence[NDArray[np.floating[Any]]], rule: Fusion) -> F64:
     less their mean, by their standard deviation (one that does not vary counts for nothing).
     Source: Cormack, Clarke and Buettcher 2009 for rrf; the paper names no rule.
     """
-    return np.asarray(np.sum([_RULES[rule](one) for one in scores_N], axis=0))
+    return np.asarray(np.sum([_RULES[rule](score) for score in scores_N], axis=0))
 
 
 def _reciprocal_rank(score_N: NDArray[np.floating[Any]]) -> F64:
@@ -169,7 +169,7 @@ _RULES = {"rrf": _reciprocal_rank, "z": _standardised}
 def _parts(artifact: ArtifactReader, scores: Sequence[RowScore]) -> dict[str, Part]:
     """Where the scores of every part lie: the rows, and the name of their array; of `grasp` none, it is predicted."""
     parts: dict[str, Part] = {}
-    for name in dict.fromkeys(part for one in scores for part in one.parts):
+    for name in dict.fromkeys(part for score in scores for part in score.parts):
         if name in KERNELS:
             parts[name] = artifact, artifact.relevance_name(RENAMED_KERNELS.get(name, name))
         elif name == GRASP:
@@ -213,15 +213,15 @@ def _domains_of(
 ) -> Domains:
     column = rows.column(label)
     code_of = {value: code for code, value in enumerate(column.values) if value is not None}
-    kept = [line for line in lines if line[label] in code_of]
-    if not kept:
+    labelled = [line for line in lines if line[label] in code_of]
+    if not labelled:
         raise SettingsError(f"queries: {queries}: no unit of the artifact with a {label} that a row has")
     return Domains(
         label,
-        tuple(line["unit_id"] for line in kept),
-        tuple(np.array([place[line["unit_id"]]], dtype=np.int64) for line in kept),
-        np.array([code_of[line[label]] for line in kept], dtype=np.int32),
-        tuple(str(line[label]) for line in kept),
+        tuple(line["unit_id"] for line in labelled),
+        tuple(np.array([place[line["unit_id"]]], dtype=np.int64) for line in labelled),
+        np.array([code_of[line[label]] for line in labelled], dtype=np.int32),
+        tuple(str(line[label]) for line in labelled),
         column.codes_N,
     )
 
@@ -238,15 +238,20 @@ def lift(score_N: NDArray[np.floating[Any]], k: int, related: Sequence[NDArray[n
     last = np.partition(score_N, len(score_N) - k)[len(score_N) - k]
     above_N, ties_N = score_N > last, score_N == last
     share = (k - int(above_N.sum())) / int(ties_N.sum())  # the chance of a place among those that tie
-    hits = [float(one_N[above_N].sum()) + share * float(one_N[ties_N].sum()) for one_N in related]
-    return [hit / float(one_N.sum()) / (k / len(score_N)) for hit, one_N in zip(hits, related, strict=True)]
+    hits = [float(related_N[above_N].sum()) + share * float(related_N[ties_N].sum()) for related_N in related]
+    return [hit / float(related_N.sum()) / (k / len(score_N)) for hit, related_N in zip(hits, related, strict=True)]
 
 
 def _lifts(
-    parts: Mapping[str, Part], asked: Sequence[RowScore], domains: Sequence[Domains], ks: Sequence[int]
+    parts: Mapping[str, Part], row_scores: Sequence[RowScore], domains: Sequence[Domains], ks: Sequence[int]
 ) -> dict[tuple[int, int, str], F64]:
     """Lifts of all queries, (Q,), by place of the domains, k and score; each set of units is ranked by once."""
-    lifts = {(r, k, one.name): np.empty(len(on.unit_ids)) for r, on in enumerate(domains) for k in ks for one in asked}
+    lifts = {
+        (r, k, row_score.name): np.empty(len(on.unit_ids))
+        for r, on in enumerate(domains)
+        for k in ks
+        for row_score in row_scores
+    }
     places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for r, on in enumerate(domains):
         for q, columns in enumerate(on.columns):
@@ -260,11 +265,11 @@ def _lifts(
         for column, (_, of) in enumerate(batch):
             part_scores = {name: scores_NQ[:, column] for name, scores_NQ in held.items()}
             related = [domains[r].rows_of(q) for r, q in of]
-            for one in asked:
-                score_N = one.combine(part_scores)
+            for candidate in row_scores:
+                score_N = candidate.combine(part_scores)
                 for k in ks:
                     for (r, q), value in zip(of, lift(score_N, k, related), strict=True):
-                        lifts[r, k, one.name][q] = value
+                        lifts[r, k, candidate.name][q] = value
     return lifts
 
 

@@ -33,7 +33,8 @@ def measured(paths: Sequence[Path], labels: Sequence[str], target: str) -> tuple
     artifacts = [ArtifactReader.open(path) for path in paths]
     rows, tokens_N = LabelTable(artifacts[-1].rows_path), row_tokens(artifacts[-1])
     slices = [label_slices(rows.column(label), tokens_N) for label in labels]
-    return list(label_trends(artifacts, slices, [target])), [[one.name for one in own.slices] for own in slices]
+    names = [[part.name for part in label.slices] for label in slices]
+    return list(label_trends(artifacts, slices, [target])), names
 
 
 def described(trend: LabelTrend, names: Sequence[str]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def draw(trends: Sequence[LabelTrend], names: Sequence[Sequence[str]], target: s
     """One panel a label: the categories that help most and hurt most at the last checkpoint."""
     pyplot = require("matplotlib.pyplot", extra="experiments", feature="the figure")
     figure, axes = pyplot.subplots(1, len(trends), figsize=(6.5 * len(trends), 4), squeeze=False, layout="constrained")
-    for axis, trend, own in zip(axes[0], trends, names, strict=True):
+    for axis, trend, slice_names in zip(axes[0], trends, names, strict=True):
         share_CG = of_all(trend)
         order = np.argsort(-share_CG[-1])
         chosen = list(dict.fromkeys([*order[:SHOWN].tolist(), *order[-SHOWN:].tolist()]))
@@ -77,7 +78,9 @@ def draw(trends: Sequence[LabelTrend], names: Sequence[Sequence[str]], target: s
         heights = spread(share_CG[-1, chosen], LABEL_GAP * np.ptp(share_CG[:, chosen]))
         for g, height in zip(chosen, heights, strict=True):
             line = axis.plot(share_CG[:, g], marker="o", markersize=3)[0]
-            axis.annotate(own[g], (len(share_CG) - 0.9, height), color=line.get_color(), fontsize=7, va="center")
+            axis.annotate(
+                slice_names[g], (len(share_CG) - 0.9, height), color=line.get_color(), fontsize=7, va="center"
+            )
         axis.set_xticks(range(len(share_CG)), trend.checkpoints, rotation=20, fontsize=8)
         axis.set_xlim(-0.3, len(share_CG) + 1.2)
         low, high = axis.get_ylim()
@@ -98,12 +101,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="sciq", help="Whose relevance is shared out.")
     parser.add_argument("--by", default="topic,format", help="Labels, separated by commas.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write; the figure goes beside it as SVG.")
-    given = parser.parse_args(arguments)
-    trends, names = measured(given.artifacts, given.by.split(","), given.target)
-    draw(trends, names, given.target, given.out.with_suffix(".svg"))
-    result = {"target": given.target, "labels": [described(*one) for one in zip(trends, names, strict=True)]}
-    write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
-    print(f"{given.out}, {given.out.with_suffix('.svg')}")
+    args = parser.parse_args(arguments)
+    trends, names = measured(args.artifacts, args.by.split(","), args.target)
+    draw(trends, names, args.target, args.out.with_suffix(".svg"))
+    result = {"target": args.target, "labels": [described(*pair) for pair in zip(trends, names, strict=True)]}
+    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    print(f"{args.out}, {args.out.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

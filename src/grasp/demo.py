@@ -104,7 +104,7 @@ def open_runs(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
     """Open the user's own retrained runs of the demo, else those of the package.
 
     Raises:
-        EnvironmentDataError: there are no runs, they are unfinished, or were trained on other rows.
+        RunsError: there are no runs, they are unfinished, or were trained on other rows.
     """
     user_path = demo.environment_path
     if not user_path.exists() and not BUNDLED_RUNS.exists():

@@ -151,13 +151,13 @@ def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--checkpoints", "gone"], "checkpoints: no meaning without method"),
-        (["--method", "loss", "--match", "output_layer"], "match: no meaning with method"),
+        (["--checkpoints", "gone"], "checkpoints: requires method"),
+        (["--method", "loss", "--match", "output_layer"], "match: cannot be combined with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
         (["--method", "retraining_shapley"], "pass their directory with --runs"),
         (["--method", "grasp"], "method: got grasp, whose relevance ranks without it"),
-        (["--method", "loss", "--checkpoints", "gone"], "checkpoints: no meaning with method loss"),
-        (["--method", "loss", "--runs", "env"], "runs: no meaning with method loss"),
+        (["--method", "loss", "--checkpoints", "gone"], "checkpoints: not used by method loss"),
+        (["--method", "loss", "--runs", "env"], "runs: not used by method loss"),
         (["--method", "bm25"], "pip install 'bm25s>=0.2' 'scikit-learn>=1.4'"),
     ],
 )

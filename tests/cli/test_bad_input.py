@@ -152,7 +152,7 @@ def test_an_artifact_where_none_can_be(root, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file/art"):
         said = refused("build", "--config", root / "settings.yaml", "--out", out)
-        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|not writable)", said)
+        assert re.match(rf"{re.escape(str(out))}: (is a file, expected a directory|cannot be written to)", said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

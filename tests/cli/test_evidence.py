@@ -256,7 +256,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--target", "facts,sums"], "target: got ['facts', 'sums']"),
         (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "no meaning without controls"),
+        (["--development", "elsewhere"], "require controls"),
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "there is no directory nowhere"),

@@ -44,7 +44,7 @@ REFUSALS = {
         (("--corpus", "column.jsonl"), "columns found: body, topic"),
         (("--corpus", "torn.parquet"), "expected a whole Parquet file"),
         (("--targets", "/no/such.jsonl"), "targets.names: /no/such.jsonl: no such file or directory"),
-        (("--set", "targets.max_length=2"), "raise targets.max_length"),
+        (("--set", "targets.max_length=2"), "increase targets.max_length"),
     ],
     "predict": [
         ((), "got nothing to predict, expected one of drop, keep, weight"),

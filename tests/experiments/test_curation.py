@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.curation import run as running
-from experiments.curation.choices import Asked, best_rows, in_whole_rows, sampled
+from experiments.curation.choices import SelectionRequest, best_rows, in_whole_rows, sampled
 from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, with_choices
@@ -131,7 +131,7 @@ def test_what_methods_choose_alike_is_trained_on_once(experiment):
 def test_additive_choice_is_the_greatest_relevance(experiment):
     world, (choice,) = (
         experiment.world,
-        [one for one in experiment.chosen["llama"] if one.asked == Asked("additive", "all", 0.2)],
+        [one for one in experiment.chosen["llama"] if one.asked == SelectionRequest("additive", "all", 0.2)],
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune import choice, ekfac
-from experiments.finetune.beside import foretold, rho
+from experiments.finetune.beside import predict_runs, rho
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
 from experiments.finetune.evaluate import Method
@@ -125,7 +125,7 @@ def test_a_run_of_an_adapter_leaves_the_model_as_it_was(tmp_path):
 
 def test_a_run_is_looked_at_where_it_has_seen_what_shorter_ones_keep():
     short, middle, long = (ENVIRONMENTS[name] for name in ("longer-12", "longer-24", "longer-60"))
-    assert {kind.within for kind in (short, middle)} == {"longer-60"}
+    assert {kind.prefix_of for kind in (short, middle)} == {"longer-60"}
     worlds = {}
     for name, kind in (("longer-60", long), ("longer-12", short), ("longer-24", middle)):
         block = draw_subsets(label(10, 100), 1, kind.subset_rows, nested=kind.nested)
@@ -147,11 +147,11 @@ def test_a_run_that_is_foretold_by_others_is_not_among_them():
     share_BG = generator.dirichlet(np.ones(4), size=10)
     runs, corpus = SubsetFeatures.from_shares(share_BG, 1), SubsetFeatures.from_shares(np.full((1, 4), 0.25), 1)
     values_RT = share_BG[:, :1] + 0.01 * generator.normal(size=(10, 1))
-    told = foretold(runs, corpus, values_RT, 8, 0)
+    told = predict_runs(runs, corpus, values_RT, 8, 0)
     assert rho(told[None], values_RT)[0] > 0.8
     changed = values_RT.copy()
     changed[3] += 100.0
-    assert foretold(runs, corpus, changed, 8, 0)[3] == pytest.approx(told[3])
+    assert predict_runs(runs, corpus, changed, 8, 0)[3] == pytest.approx(told[3])
 
 
 def test_a_method_adds_up_standardised_kernels():
@@ -281,7 +281,7 @@ def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():
     lambdas = corrected_eigenvalues(engine, fisher, turned.bases)
     lambda_K = turned.eigenvalues()
     np.testing.assert_allclose(lambda_K, torch.cat([one.flatten() for one in lambdas]), rtol=1e-6, atol=1e-12)
-    row_K, unit_K = (turned.taken([one])[0].double().numpy() for one in (examples[0], asked[0]))
+    row_K, unit_K = (turned.sample_gradients([one])[0].double().numpy() for one in (examples[0], asked[0]))
     got = float(row_K @ (ekfac.damped(lambda_K, gradients, 0.1) * unit_K))
     row, unit = (autograd(model, one) for one in (examples[0], asked[0]))
     want = 0.0

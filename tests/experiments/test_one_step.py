@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 from experiments.one_step import measure as measuring
 from experiments.one_step.game import Expansion, Gradients, StepUtility, sketched
-from experiments.one_step.measure import Kept, spearman_columns
+from experiments.one_step.measure import ResultCache, spearman_columns
 from experiments.one_step.setting import Case, Settings, World, fixed_subsets
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError
@@ -180,7 +180,7 @@ def test_rank_correlation_is_scipys():
 
 
 def test_what_was_made_is_not_made_again(tmp_path):
-    kept, made = Kept(tmp_path), []
+    kept, made = ResultCache(tmp_path), []
 
     def make():
         made.append(1)

@@ -184,7 +184,7 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
     with pytest.raises(ProtocolLeakError, match=r"selection.*\['sciq'\]"):
         Development(held_out, ("sciq",), {"": scored(held_out, source)})
     with pytest.raises(ProtocolLeakError, match=r"selection.*held-out"):
-        Development.from_environment(held_out, [])
+        Development.from_runs(held_out, [])
     mixed = make_environment(tmp_path / "mixed", source, held_out=("boolq",))
     with pytest.raises(ProtocolLeakError, match=r"\['boolq'\].*held out"):
         Development(mixed, ("sciq", "boolq"), {"": scored(mixed, source)})

@@ -16,7 +16,7 @@ import pyarrow.types as pat
 import pytest
 
 import grasp
-from grasp.predict.scoring_rule import default_protocol
+from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report.findings import LabelFindings, findings
 from tests.build.world import SKETCHES, world
 from tests.rounding import rounding
@@ -65,7 +65,7 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
     mixture.save(directory / "mixture.parquet")
     report = findings(
         reader,
-        default_protocol(),
+        DEFAULT_PROTOCOL,
         selection=directory / "selection.json",
         mixture=directory / "mixture.json",
     )

@@ -1,4 +1,4 @@
-"""Rows on a map for Embedding Atlas: its columns, and what is said of them."""
+"""Rows on a map for Embedding Atlas: columns and coordinates."""
 
 import numpy as np
 import pyarrow.parquet as pq

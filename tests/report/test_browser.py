@@ -1,6 +1,6 @@
-"""The page in a real browser: sliders say what `grasp predict` says, hostile text stays text, phone, keyboard, paper.
+"""The page in a real browser: sliders agree with `grasp predict`; hostile text; small screens, keyboard, print.
 
-Needs playwright and a Chromium that is installed already (Debian: `apt install chromium`); none is downloaded.
+Requires playwright and an installed Chromium (Debian: `apt install chromium`); nothing is downloaded.
 """
 
 import csv
@@ -42,16 +42,16 @@ def opened(browser, url: str, *, faults: bool = False, home: str = "file:", **op
     """A page that complains about nothing and asks nobody but its home, unless `faults` are looked for."""
     context = browser.new_context(**{"viewport": DESKTOP} | options)
     context.set_default_timeout(PATIENCE)
-    view, said, asked = context.new_page(), [], []
-    view.on("pageerror", lambda error: said.append(str(error)))
-    view.on("console", lambda message: said.append(message.text))
-    view.on("request", lambda request: asked.append(request.url))
+    view, messages, requests = context.new_page(), [], []
+    view.on("pageerror", lambda error: messages.append(str(error)))
+    view.on("console", lambda message: messages.append(message.text))
+    view.on("request", lambda request: requests.append(request.url))
     view.goto(url, wait_until="domcontentloaded")
     try:
         yield view
         if not faults:
-            assert said == []
-        assert [one for one in asked if not one.startswith((home, "blob:"))] == []
+            assert messages == []
+        assert [node for node in requests if not node.startswith((home, "blob:"))] == []
     finally:
         context.close()
 
@@ -97,10 +97,10 @@ def predicted(view, tmp_path) -> dict[str, dict[str, float]]:
 
 
 def assert_same(view, tmp_path) -> None:
-    actual, expected = shown(view), predicted(view, tmp_path)
-    assert actual.keys() == expected.keys()
+    changes, expected = shown(view), predicted(view, tmp_path)
+    assert changes.keys() == expected.keys()
     for target, numbers in expected.items():
-        assert actual[target] == pytest.approx(numbers, abs=1e-6), target
+        assert changes[target] == pytest.approx(numbers, abs=1e-6), target
 
 
 def sliders(view):
@@ -111,11 +111,11 @@ def sliders(view):
 
 
 def test_nothing_changes_while_everything_is_kept(view):
-    results = {target: numbers["change"] for target, numbers in shown(view).items()}
-    assert results == pytest.approx({"sciq": 0, "boolq": 0}, abs=1e-6)
+    changes = {target: numbers["change"] for target, numbers in shown(view).items()}
+    assert changes == pytest.approx({"sciq": 0, "boolq": 0}, abs=1e-6)
     assert {bar.evaluate("bar => bar.style.width") for bar in view.locator("#whatif-results i").all()} == {"0%"}
     assert view.locator("#whatif-results .helps, #whatif-results .hurts").count() == 0
-    assert "whole corpus" in view.locator("#whatif-command").text_content()
+    assert "the whole corpus is kept" in view.locator("#whatif-command").text_content()
 
 
 def test_dropped_slices_say_what_predict_says(view, tmp_path):
@@ -144,7 +144,7 @@ def test_sliders_moved_by_keyboard_and_mouse_say_what_predict_says(view, tmp_pat
 def test_few_slices_kept_of_another_label_say_what_predict_says(view, tmp_path):
     view.locator("#whatif-label").select_option(label="format")
     view.locator("#whatif-none").click()
-    assert "prediction" in view.locator("#whatif-kept").text_content()
+    assert "no prediction" in view.locator("#whatif-size").text_content()
     sliders(view).nth(1).fill("100")
     assert_same(view, tmp_path)
 
@@ -154,8 +154,8 @@ def test_weights_of_targets_weigh_the_mean(view):
     mean = view.locator("#whatif-results tr.mean .num").first
     before = mean.text_content()
     view.locator("#whatif-results input[type=number]").nth(1).fill("0")
-    alone = view.locator("#whatif-results tr[data-target=sciq] .num").first.text_content()
-    assert mean.text_content() == alone != before
+    single_target = view.locator("#whatif-results tr[data-target=sciq] .num").first.text_content()
+    assert mean.text_content() == single_target != before
 
 
 def test_the_address_holds_the_state(browser, view):
@@ -184,17 +184,17 @@ def test_buttons_copy_the_command_and_a_link(browser, url):
 def test_an_environment_gives_intervals_and_a_warning(view):
     sliders(view).nth(0).fill("0")
     assert "nats" in view.locator("#whatif-unit").text_content()
-    told = [one.text_content() for one in view.locator("#whatif-results tr[data-target] .ci").all()]
-    assert len(told) == 2
-    assert all(one.startswith("[") for one in told)
-    view.get_by_text("Without what costs", exact=True).click()
+    parsed = [node.text_content() for node in view.locator("#whatif-results tr[data-target] .ci").all()]
+    assert len(parsed) == 2
+    assert all(node.startswith("[") for node in parsed)
+    view.get_by_text("Drop harmful slices", exact=True).click()
     assert "nats" in view.locator("#whatif-unit").text_content()
     assert view.locator("#whatif-warning").is_visible()
-    assert "Beyond" in view.locator("#whatif-warning").text_content()
+    assert "beyond the runs" in view.locator("#whatif-warning").text_content()
     sliders(view).nth(1).fill("50")
     assert view.locator("#whatif-warning").is_hidden()
     assert "nats" not in view.locator("#whatif-unit").text_content()
-    assert "nats" in view.locator("#whatif-note").text_content()
+    assert "the command below for a prediction in nats" in view.locator("#whatif-note").text_content()
     view.locator("#whatif-all").click()
     assert "nats" in view.locator("#whatif-unit").text_content()
 
@@ -206,22 +206,22 @@ def test_the_mix_of_the_sliders_is_a_file(view, kind):
     view.locator("#mix-format").select_option(kind)
     file = view.locator("#mix-file").text_content()
     order = view.evaluate("JSON.parse(document.getElementById('data').textContent).labels[0].order")
-    names = [one.text_content() for one in view.locator("#whatif-sliders label").all()]
+    names = [node.text_content() for node in view.locator("#whatif-sliders label").all()]
     if kind == "csv":
         lines = {line["value"]: line for line in csv.DictReader(io.StringIO(file))}
         assert float(lines[names[0]]["times_as_often"]) == 3.5
         assert sum(float(line["proposed"]) for line in lines.values()) == pytest.approx(1, abs=1e-4)
         assert len(lines) == len(order)
         return
-    told = yaml.safe_load(file)
+    parsed = yaml.safe_load(file)
     if kind == "datatrove":
-        assert told["topic"][names[0]] == {"rate": 0.875, "copies": 4}
-        assert told["topic"][names[1]]["rate"] == 0
+        assert parsed["topic"][names[0]] == {"rate": 0.875, "copies": 4}
+        assert parsed["topic"][names[1]]["rate"] == 0
     elif kind == "olmix":
-        assert sum(one["weight"] for one in told["mix"].values()) == pytest.approx(1, abs=1e-4)
-        assert names[1] not in told["mix"]
+        assert sum(node["weight"] for node in parsed["mix"].values()) == pytest.approx(1, abs=1e-4)
+        assert names[1] not in parsed["mix"]
     else:
-        splits = [one["split"] for one in told["datasets"] if one["path"] == f"data/{names[0]}.jsonl"]
+        splits = [node["split"] for node in parsed["datasets"] if node["path"] == f"data/{names[0]}.jsonl"]
         assert splits == ["train", "train", "train", "train[:50%]"]
 
 
@@ -234,12 +234,12 @@ def test_slices_are_sorted_searched_and_filtered(view):
     assert rows.count() == len(HOSTILE)
     panel.locator("th[data-t='1'] .sort").click()
     assert panel.locator("th[data-t='1']").get_attribute("aria-sort") == "ascending"
-    values = [float(one.get_attribute("data-v")) for one in panel.locator("tbody td[data-t='1']").all()]
+    values = [float(node.get_attribute("data-v")) for node in panel.locator("tbody td[data-t='1']").all()]
     assert values == sorted(values)
     view.locator("#slices-find").fill("javascript")
     assert rows.count() == 1
     view.locator("#slices-find").fill("")
-    view.locator("#slices-sure").check()
+    view.locator("#slices-significant").check()
     assert rows.count() == panel.locator("tbody tr:has(td.helps), tbody tr:has(td.hurts)").count()
 
 
@@ -255,9 +255,9 @@ def test_a_part_of_the_map_leads_to_its_rows(view):
 
 def test_a_question_shows_its_own_rows(view):
     view.locator("#rows-question").select_option(index=1)
-    assert view.locator("#rows-asked").text_content().startswith("Question 0:")
-    effects = [effect.text_content() for effect in view.locator("#rows-list .meta b").all()]
-    numbers = [float(effect.replace("\N{MINUS SIGN}", "-")) for effect in effects]
+    assert view.locator("#rows-prompt").text_content().startswith("Question 0:")
+    effects = [node.text_content() for node in view.locator("#rows-list .meta b").all()]
+    numbers = [float(node.replace("\N{MINUS SIGN}", "-")) for node in effects]
     assert numbers == sorted(numbers, reverse=True)
     view.locator("#rows-order").select_option("-1")
     assert view.locator("#rows-list .meta b").first.text_content() == effects[-1]
@@ -359,7 +359,9 @@ def test_it_prints_with_everything_open(browser, url):
 
 def test_without_javascript_words_and_tables_are_there(browser, url):
     with opened(browser, url, java_script_enabled=False) as view:
-        assert "JavaScript" in view.locator("noscript").first.text_content()  # Chromium hides it here
+        assert (
+            "The sliders require JavaScript" in view.locator("noscript").first.text_content()
+        )  # Chromium hides it here
         assert view.locator("#whatif-app").is_hidden()
         assert view.locator("#slices table").first.is_visible()
         assert view.locator("#slices table.slices tbody tr:visible").count() > len(HOSTILE)

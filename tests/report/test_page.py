@@ -1,4 +1,4 @@
-"""The file: whole without network, of its own scripts alone, saying what it lacks, and small."""
+"""The report file: self-contained, runs only its own scripts, names missing parts, and has bounded size."""
 
 import base64
 import hashlib
@@ -26,16 +26,16 @@ from grasp.inspect.explain import explain
 from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
-from grasp.report.findings import findings
+from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.calibration import learn
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
 from tests.cli.grasp_command import refused, succeed
-from tests.mentions import assert_mentions
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 from tests.rules import rule
+from tests.says import says
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -77,9 +77,9 @@ class Page(HTMLParser):
         return self.text[self.text.index(name) :]
 
 
-def page_text(artifact, **question) -> str:
-    """The text of a page."""
-    return " ".join(Page(render(findings(artifact, DEFAULT_PROTOCOL, **question))).text.split())
+def page_text(artifact, **options) -> str:
+    """Return the visible text of a page."""
+    return " ".join(Page(render(collect_findings(artifact, DEFAULT_PROTOCOL, **options))).text.split())
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,10 @@ def test_hostile_text_is_text(text, parsed):
         assert hostile not in text
     assert "<script>window.hacked=1</script>" in parsed.text
     assert "{{ 7*7 }}" in parsed.text
-    assert "49" not in parsed.section("Which rows teach").split("Trust")[0].split("{{ 7*7 }}")[1][:20]
+    assert (
+        "49"
+        not in parsed.section("The most helpful and most harmful rows").split("Trust")[0].split("{{ 7*7 }}")[1][:20]
+    )
     assert "\u202e" not in text
     assert "\x1b" not in text
     assert LINE[:2_000] not in parsed.text
@@ -132,7 +135,7 @@ def test_hostile_text_is_text(text, parsed):
 
 def test_the_same_findings_give_the_same_bytes(tmp_path):
     artifact = write_artifact(tmp_path / "art", n_rows=70)
-    pages = {render(findings(artifact, DEFAULT_PROTOCOL)) for _ in range(2)}
+    pages = {render(collect_findings(artifact, DEFAULT_PROTOCOL)) for _ in range(2)}
     assert len(pages) == 1
 
 
@@ -143,7 +146,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
     components = {"joint.pair": -0.2, "product.cent": 0.1}
     protocol = rule(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
     runs = write_environment(tmp_path / "env", artifact)
-    page = render(findings(artifact, protocol, by=("topic",), environment=runs, previous=[artifact]))
+    page = render(collect_findings(artifact, protocol, by=("topic",), environment=runs, previous=[artifact]))
     assert len(page.encode()) < 4_000_000
 
 
@@ -152,8 +155,8 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
 
 def test_numbers_are_those_of_the_command(place, parsed):
     artifact = ArtifactReader.open(place / "art")
-    command = ["predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml"]
-    succeed(*command, "--runs", place / "env", "--out", place / "by.parquet")
+    arguments = ["predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml"]
+    succeed(*arguments, "--runs", place / "env", "--out", place / "by.parquet")
     lines = pq.read_table(place / "by.parquet").to_pylist()
     assert len(lines) == 2 * len(HOSTILE)
     for line in lines:
@@ -164,10 +167,10 @@ def test_numbers_are_those_of_the_command(place, parsed):
 
 def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     artifact = write_artifact(tmp_path / "art")
-    report = findings(artifact, DEFAULT_PROTOCOL, by=("topic",))
-    (label,) = report.labels
+    findings = collect_findings(artifact, DEFAULT_PROTOCOL, by=("topic",))
+    (label,) = findings.labels
     for line in predict(artifact, by="topic").table.to_pylist():
-        g, t = label.slices.names.index(line["value"]), report.targets.index(line["target"])
+        g, t = label.slices.names.index(line["value"]), findings.targets.index(line["target"])
         assert label.dropped.value_GT[g, t] == pytest.approx(line["if_dropped"])
         assert (label.dropped.low_GT[g, t], label.dropped.high_GT[g, t]) == pytest.approx(
             (line["if_dropped_low"], line["if_dropped_high"])
@@ -179,17 +182,17 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     "interactions", [{}, {"components": {"joint.pair": -0.3, "hidden.cent": 0.2}}, {"side": "omitted"}]
 )
 def test_the_script_of_the_page_computes_what_the_predictor_does(place, interactions):
-    """Changes of random weights of slices, to rounding; what runs expect at a preset and of one slider, on lines.
+    """Changes for random weights agree up to rounding; predictions from runs agree at presets and for one slider.
 
-    Where rows bear on one another the changes themselves stand there as what runs expect does.
+    If rows interact, changes are tabulated in the same way as the predictions from runs.
     """
     artifact, environment = ArtifactReader.open(place / "art"), RetrainedRuns.open(place / "env")
     chosen = rule(name="p", **interactions)
-    report = findings(artifact, chosen, by=("topic",), environment=environment)
-    slices = report.labels[0].slices
+    findings = collect_findings(artifact, chosen, by=("topic",), environment=environment)
+    slices = findings.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
     halved = [SimpleNamespace(value=name, now=1.0, proposed=0.5) for name in slices.names]
-    data = payload.payload(replace(report, mixture=SimpleNamespace(label="topic", slices=halved)))
+    data = payload.payload(replace(findings, mixture=SimpleNamespace(label="topic", slices=halved)))
     percent_BG = np.full((40, len(slices.names)), 100)
     percent_BG[np.arange(40), np.random.default_rng(1).integers(len(slices.names), size=40)] = np.arange(0, 400, 10)
     percent_BG[-1] = 50  # the preset
@@ -199,7 +202,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
         f"const DATA = {json.dumps(data)}; const model = DATA.labels[0], targets = DATA.targets, WHOLE = 100;\n{law}\n"
     )
     program += f"const F = {json.dumps(share_BG.tolist())}, P = {json.dumps(percent_BG.tolist())};"
-    program += "const E = P.concat([F[0]]).map((p) => placed(model, model.expected, p));"
+    program += "const E = P.concat([F[0]]).map((p) => lookUp(model, model.expected, p));"
     program += "const C = (f) => changes(model, f.map((x) => 100 * x), f);"
     program += "console.log(JSON.stringify([F.map(C), P.map((p) => C(p.map((x) => x / 100))), E]));"
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
@@ -211,26 +214,27 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
         assert changes == [[None, None]] * 5
     else:
         np.testing.assert_allclose(changes, predictor.change(slices.weights(share_BG)), atol=1e-9)
-    held_B = np.isin(percent_BG, payload.PLACES).all(axis=1)
+    held_B = np.isin(percent_BG, payload.GRID).all(axis=1)
     held_B[-1] = True
     exact_BT = predictor.change(slices.weights(percent_BG / 100))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
     nats = learn(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
     half_BT = nats.high_BT - nats.nats_BT
-    held_BG = np.isin(percent_BG, payload.PLACES)
-    for b, (one, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
+    held_BG = np.isin(percent_BG, payload.GRID)
+    for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
         near = 1e-3 * np.abs(nats.nats_BT[b]) if exact else 0.1 * half_BT[b]
-        assert (np.abs(one["change"] - nats.nats_BT[b]) <= near + 1e-9).all()
-        assert (np.abs(one["half"] - half_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_BT[b] + 1e-9).all()
-        assert (one["beyond"] == nats.outside[b]) or not exact
+        assert (np.abs(value["change"] - nats.nats_BT[b]) <= near + 1e-9).all()
+        assert (np.abs(value["half"] - half_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_BT[b] + 1e-9).all()
+        assert (value["beyond"] == nats.outside[b]) or not exact
     assert 10 < held_BG.all(axis=1).sum() < 40
 
 
 def test_everything_that_was_given_is_shown(parsed):
     text = " ".join(parsed.text.split())
-    assert re.search(r"env \(dev\): [^.]*tiny, mixture:topic, 24 subsets, seeds 0, 1", text)
+    assert "Runs in env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
-    assert_mentions(text, "grasp report ", "--by topic,format", "run.yaml", "top_k: 64", "<weights>", f"{SHORT} tokens")
+    says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>")
+    says(text, f"rows with at least {SHORT} tokens")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):
@@ -242,43 +246,46 @@ def test_the_command_on_the_page_makes_it_again(page, tmp_path):
 
 def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
     poor = page_text(write_artifact(tmp_path / "poor", labels=False, sketches=False, text=[""]))
-    assert_mentions(poor, "--by LABEL", "--set corpus.snippet_chars=240")
+    says(poor, "no label column", "--by LABEL", "no text of its rows", "--set corpus.snippet_chars=240")
     artifact = write_artifact(tmp_path / "art", sketches=False)
-    alone = page_text(artifact)
-    assert_mentions(alone, "sciq changes without a topic", "no sketches", "One checkpoint", "No model was retrained")
-    assert_mentions(alone, "grasp retrain", "--runs", "grasp select", "--selection", "grasp mix", "--mixture")
-    assert re.search(r"best 30%[^.]* \+\d+\.\d+ effect sizes", alone)
-    assert not [text for text in ("24 subsets", "nats a token") if text in alone]
-    held_out = write_environment(tmp_path / "held-out", artifact, role="held-out")
-    assert_mentions(page_text(artifact, environment=held_out), "held-out (held-out)", "No intervals in nats: ")
-    unfinished = page_text(artifact, environment=write_environment(tmp_path / "env", artifact, done=10), partial=True)
-    assert_mentions(unfinished, "10 of 24 subsets", "1 of 2 seeds", "unfinished")
-    null = write_artifact(tmp_path / "null", topics=("only", "one"), pull=0.0)
-    assert_mentions(page_text(null, by=("format",)), "no format ", "chance")
-
-
-def test_the_tail_of_a_label_of_many_values_is_grouped_and_page_text(tmp_path):
-    artifact = write_artifact(tmp_path / "art", topics=[f"topic {i}" for i in range(150)], n_rows=400)
-    assert_mentions(
-        page_text(artifact, by=("topic",)), "topic: 51 values", "\N{LEFT DOUBLE QUOTATION MARK}51 other values"
+    plain = page_text(artifact)
+    says(
+        plain, "Change of sciq if a topic is dropped", "The artifact has no sketches", "Only one checkpoint was built."
     )
-    assert "without a format" in page_text(artifact)  # topic has too many values to be chosen unasked
+    says(plain, "No retrained runs", "grasp retrain", "--runs", "No selection.", "No mixture.")
+    says(
+        plain, "Predicted gain from keeping only the best 30% of rows: +", "effect sizes", "Not validated by retraining"
+    )
+    assert not [text for text in ("most similar slices", "models retrained", "nats per token") if text in plain]
+    held_out = write_environment(tmp_path / "held-out", artifact, role="held-out")
+    says(page_text(artifact, environment=held_out), "Runs in held-out (held-out)", "No intervals in nats: ")
+    unfinished = page_text(artifact, environment=write_environment(tmp_path / "env", artifact, done=10), partial=True)
+    says(unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "nats: the runs are unfinished.")
+    null = write_artifact(tmp_path / "null", topics=("only", "one"), pull=0.0)
+    says(page_text(null, by=("format",)), "no format has a significant effect")
+
+
+def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
+    artifact = write_artifact(tmp_path / "art", topics=[f"topic {i}" for i in range(150)], n_rows=400)
+    grouped = "topic: 51 rare values are grouped in the slice \N{LEFT DOUBLE QUOTATION MARK}51 other values"
+    assert grouped in page_text(artifact, by=("topic",))
+    assert "if a format is dropped" in page_text(artifact)  # topic has too many values to be chosen unasked
 
 
 @pytest.mark.parametrize("count", [1, 10_000])
 def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count):
     topics = [f"topic {i}" for i in range(count)]
     artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=max(count, 400), targets=("sciq",))
-    page = render(findings(artifact, DEFAULT_PROTOCOL, by=("topic", "format") if count > 1 else ()))
+    page = render(collect_findings(artifact, DEFAULT_PROTOCOL, by=("topic", "format") if count > 1 else ()))
     assert len(page.encode()) < 1_500_000
-    assert (f"topic: {count - 99:,} values" in page) == (count > 1)
-    assert ("without a format" in page) == (count == 1)
+    assert (f"topic: {count - 99:,} rare values are grouped in the slice" in page) == (count > 1)
+    assert ("if a format is dropped" in page) == (count == 1)
 
 
 def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path):
     artifact = write_artifact(tmp_path / "art")
-    flags = ("--budget", "50", "--target", "sciq", "--by", "row_id", "--out", tmp_path / "kept.parquet")
-    succeed("select", artifact.path, *flags)
+    arguments = ("--budget", "50", "--target", "sciq", "--by", "row_id", "--out", tmp_path / "kept.parquet")
+    succeed("select", artifact.path, *arguments)
     text = page_text(artifact, selection=tmp_path / "kept.json", by=("format",))
     assert "50 of 200 rows" in text
     assert re.search(r"170 other values ?85\.0% ?40\.0%", text)
@@ -287,11 +294,11 @@ def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path
 def test_shares_over_checkpoints_add_up(parsed):
     """What helps adds up to 100 %, and so does what hurts."""
     table = parsed.section("relevance to sciq over checkpoints").partition("Table:")[0]
-    shares = np.array([float(one.replace("%", "")) for one in re.findall(r"[+-][0-9.]+%", table)]).reshape(-1, 2)
+    shares = np.array([float(share.replace("%", "")) for share in re.findall(r"[+-][0-9.]+%", table)]).reshape(-1, 2)
     for sign in (1.0, -1.0):  # wherever anything does
-        there = (sign * shares > 0).any(axis=0)
-        assert there.any()
-        np.testing.assert_allclose((sign * shares).clip(min=0).sum(axis=0), 100 * there, atol=0.6)
+        has_sign = (sign * shares > 0).any(axis=0)
+        assert has_sign.any()
+        np.testing.assert_allclose((sign * shares).clip(min=0).sum(axis=0), 100 * has_sign, atol=0.6)
 
 
 def test_a_point_a_subset(text):
@@ -305,80 +312,80 @@ def test_what_more_runs_teach_is_drawn_and_told(text, parsed):
     more = text.partition("Would more runs help?")[2].partition("</section>")[0]
     assert more.count("<svg") == 2
     assert more.count("<circle") == 2 * 3
-    assert re.search(r"sciq: rho \S+ [^;]*\b8 runs", parsed.text)
+    assert re.search(r"sciq: rho \S+ without runs, \S+ with 8 runs", parsed.text)
 
 
 def test_the_page_opens_on_the_label_of_its_mixture(tmp_path):
     artifact = write_artifact(tmp_path / "art")
-    flags = ("--by", "format", "--target", "sciq", "--out", tmp_path / "m.parquet")
-    succeed("mix", artifact.path, *flags)
-    assert findings(artifact, DEFAULT_PROTOCOL).labels[0].slices.label == "topic"
-    report = findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json")
-    assert [label.slices.label for label in report.labels] == ["format", "topic"]
-    named = findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json", by=("topic", "format"))
+    arguments = ("--by", "format", "--target", "sciq", "--out", tmp_path / "m.parquet")
+    succeed("mix", artifact.path, *arguments)
+    assert collect_findings(artifact, DEFAULT_PROTOCOL).labels[0].slices.label == "topic"
+    findings = collect_findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json")
+    assert [label.slices.label for label in findings.labels] == ["format", "topic"]
+    named = collect_findings(artifact, DEFAULT_PROTOCOL, mixture=tmp_path / "m.json", by=("topic", "format"))
     shown = payload.payload(named)["labels"]
-    assert [any(preset["given"] for preset in label["presets"]) for label in shown] == [False, True]
+    assert [any(preset["fromMixture"] for preset in label["presets"]) for label in shown] == [False, True]
 
 
 # the first screen
 
 
-DIVIDED = r"py: sciq \w+, boolq \w+; [^.]*de: boolq \w+, sciq \w+"  # what one target gains by, the other loses by
+OPPOSED = "Opposite effects of py: helps sciq, hurts boolq; of de: helps boolq, hurts sciq."
 
 
 @pytest.mark.parametrize(
-    ("worth_of", "targets", "pattern"),
+    ("worth_of", "targets", "sentence"),
     [
-        ({"a": 5.0, "b": 0.0, "c": -5.0, "d": 3.0}, ("sciq",), r"sciq[^.]*\ba and d\b[^.]*\bc\b"),
-        (  # what divides the targets cancels in the mean
+        ({"a": 5.0, "b": 0.0, "c": -5.0, "d": 3.0}, ("sciq",), "For sciq, keep a and d; c hurts most."),
+        (  # opposite effects cancel in the mean
             {"py": (9.0, -8.9), "de": (-8.0, 8.1), "es": (0.3, 0.6), "fr": (0.2, 0.7), "x": (-0.1, -4.0)},
             ("sciq", "boolq"),
-            DIVIDED,
+            OPPOSED,
         ),
         (  # most targets gain, one loses
             {"a": (9.0, 9.0, 9.0, -2.0), "b": (-9.0, -9.0, -9.0, 2.0), "c": (0.0, 0.0, 0.0, 0.0)},
             ("sciq", "boolq", "arc", "piqa"),
-            r"4 targets[^.]*\ba\b[^.]*\bb\b",
+            "For 4 targets, keep a; b hurts most.",
         ),
     ],
 )
-def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path, worth_of, targets, pattern):
+def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path, worth_of, targets, sentence):
     topics, worth = tuple(worth_of), tuple(worth_of.values())
     art = write_artifact(tmp_path / "art", topics=topics, worth=worth, targets=targets, pull=0.0, n_rows=400)
-    assert re.search(pattern, page_text(art, by=("topic",)))
+    assert sentence in page_text(art, by=("topic",))
 
 
 def test_targets_that_want_opposite_things_are_told_first(tmp_path):
     worth = ((4.0, 2.0), (0.0, 4.0), (-5.0, -5.0), (10.0, -1.0))
     art = write_artifact(tmp_path / "art", topics=("a", "b", "c", "d"), worth=worth, pull=0.2)
     text = page_text(art, by=("topic",))
-    opposite = r"d: sciq \w+, boolq \w+; [^.]*b: boolq \w+, sciq \w+\."
-    assert re.search(rf"{opposite} [^.]*2 targets[^.]*\ba\b[^.]*\bc\b", text)
-    assert "Grey: " in text
-    assert re.search(r"\(sciq 5, boolq 5\)[^.]*\b20\b", text)
+    opposite = "Opposite effects of d: helps sciq, hurts boolq; of b: helps boolq, hurts sciq. "
+    assert f"{opposite}For 2 targets, keep a; c hurts most." in text
+    assert "Grey: the interval contains zero, or there is none (the mean has none)." in text
+    assert "Few questions (sciq 5, boolq 5): an interval over fewer than 20 is too narrow." in text
 
 
 def test_a_selection_of_documents_speaks_of_documents(tmp_path):
     art = write_artifact(tmp_path / "art", targets=("sciq",))
     out = succeed("select", art.where, "--budget", "50documents", "--out", tmp_path / "kept.parquet").out
-    assert re.match(r".*\b50 documents: 50 of 200 rows \(25\.0 %\)", out)
+    assert out.startswith("keeps 50 documents: 50 of 200 rows (25.0 %), ")
     text = page_text(art, selection=tmp_path / "kept.json")
-    assert re.search(r"best 50 documents[^.]* \+\d+\.\d+ effect sizes", text)
+    assert re.search(r"Predicted gain from keeping only the best 50 documents: \+[0-9.]+ effect sizes", text)
 
 
 def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
-    flags = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
-    succeed("select", place / "art", *flags)
+    arguments = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
+    succeed("select", place / "art", *arguments)
     environment = RetrainedRuns.open(place / "env")
     text = page_text(ArtifactReader.open(place / "art"), environment=environment, selection=tmp_path / "kept.json")
-    assert re.search(r"beyond the runs \(\d+\.\d+ times", text)
+    assert re.search(r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)", text)
 
 
 def test_with_runs_the_clauses_are_there(parsed):
     text = " ".join(parsed.text.split())
-    assert re.search(r"best 30%[^.]* \S+ nats a token \[", text)
-    assert "24 subsets" in text
-    assert "retrained" in text
+    assert re.search(r"keeping only the best 30% of rows: \S+ nats per token \[", text)
+    assert "models retrained on 24 subsets" in text
+    assert "fitted to retrained models" in text
 
 
 # shaded words
@@ -387,18 +394,18 @@ def test_with_runs_the_clauses_are_there(parsed):
 def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
     built = build_artifact(extract_world.world(tmp_path / "world"), tmp_path / "art")
     artifact = ArtifactReader.open(built)
-    report = findings(artifact, DEFAULT_PROTOCOL, explain=2)
-    held = report.rows
+    findings = collect_findings(artifact, DEFAULT_PROTOCOL, explain=2)
+    held = findings.rows
     best = int(np.argmin(np.where(held.rank_KT[:, 0] > 0, held.rank_KT[:, 0], len(held.rows) + 1)))
-    words = payload.payload(report)["rows"]["rows"][best]["shades"]["t0"]
+    words = payload.payload(findings)["rows"]["rows"][best]["shades"]["t0"]
     row = explain(artifact, None, held.rows[best]["row_id"])
     assert "".join(word for word, _ in words).replace("\u2423", " ") == "".join(row.tokens)  # a space that counts
     assert sum(share or 0.0 for _, share in words) == pytest.approx(np.nansum(row.contributions), rel=0.01)
-    assert sum(len(shade) for shade in report.shades.values()) == 3  # the two best, and the worst
+    assert sum(len(shades) for shades in findings.shades.values()) == 3  # the two best, and the worst
     shutil.rmtree(artifact.manifest.settings["model"]["path"])
-    without = findings(artifact, DEFAULT_PROTOCOL, explain=2)
+    without = collect_findings(artifact, DEFAULT_PROTOCOL, explain=2)
     assert without.shades == {}
-    assert re.search("shaded.*model", render(without))
+    assert "Words are not shaded: the model" in render(without)
 
 
 # bad input
@@ -418,47 +425,47 @@ def wrong(place, tmp_path_factory) -> Path:
 
 
 REFUSED = [
-    ("ART --by topci --out OUT", r"--by: .*'topci'.*'topic'"),
-    ("ART --selection no.json --out OUT", r"--selection: no\.json: no such"),
-    ("ART --mixture WRONG/m.json --out OUT", r"m\.json: .*mixture"),
-    ("ART --previous WRONG/earlier --out OUT", r"earlier: .*corpus.*0ther"),
+    ("ART --by topci --out OUT", "--by: unknown column 'topci' (did you mean 'topic'?)"),
+    ("ART --selection no.json --out OUT", "--selection: no.json: no such file"),
+    ("ART --mixture WRONG/m.json --out OUT", "m.json: not the summary of a mixture"),
+    ("ART --previous WRONG/earlier --out OUT", "earlier: was built on another corpus (0ther)"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
-    ("ART --runs WRONG/begun --out OUT", r"\b46 runs"),
-    ("ART --runs WRONG/begun --partial --out OUT", r"\b3 subsets"),
-    ("ART --out WRONG", "directory"),
-    ("ART", "--out.*--atlas"),
-    ("ART --atlas WRONG/m.json", r"m\.json: .*directory"),
-    ("WRONG/single --by topic --out OUT", "--by topic: .*'only'"),
-    ("WRONG/single --atlas OUT", "sketches"),
+    ("ART --runs WRONG/begun --out OUT", "46 runs are missing"),
+    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result yet"),
+    ("ART --out WRONG", "which is a directory"),
+    ("ART", "got neither --out nor --atlas"),
+    ("ART --atlas WRONG/m.json", "m.json: is a file, expected a directory"),
+    ("WRONG/single --by topic --out OUT", "--by topic: has the single value 'only'"),
+    ("WRONG/single --atlas OUT", "has no sketches"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "pattern"), REFUSED)
-def test_what_no_report_is_made_of_is_refused(place, wrong, tmp_path, arguments, pattern):
+@pytest.mark.parametrize(("arguments", "keyword"), REFUSED)
+def test_what_no_report_is_made_of_is_refused(place, wrong, tmp_path, arguments, keyword):
     places = {"ART": place / "art", "WRONG": wrong, "OUT": tmp_path / "r.html"}
     for name, path in places.items():
         arguments = arguments.replace(name, str(path))
-    assert re.search(pattern, refused("report", *arguments.split()))
+    assert keyword in refused("report", *arguments.split())
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("first", "code", "pattern"),
+    ("first", "code", "output"),
     [
         ("sys.modules['jinja2'] = None", 2, r"error: .*`jinja2`.* pip install 'jinja2>=3.1'\n"),
         ("import atexit; atexit.register(lambda: print('torch' in sys.modules))", 0, r"(.*\n)*False\n"),
     ],
 )
-def test_a_missing_extra_is_named_before_any_work_and_torch_is_not_loaded(place, tmp_path, first, code, pattern):
+def test_a_missing_extra_is_named_before_any_work_and_torch_is_not_loaded(place, tmp_path, first, code, output):
     program = f"import sys; {first}; from grasp.cli import main; main()"
     arguments = ["report", str(place / "art"), "--out", str(tmp_path / "r.html")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
-    assert re.fullmatch(pattern, done.stderr if code else done.stdout)
+    assert re.fullmatch(output, done.stderr if code else done.stdout)
 
 
 def test_a_protocol_that_standardises_units_first_is_shown_as_well(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     write_yaml({"name": "units first", "standardize": {"task": "mean_of_standardised"}}, tmp_path / "p.yaml")
     succeed("report", artifact.path, "--protocol", tmp_path / "p.yaml", "--out", tmp_path / "r.html")
-    assert "units" in (tmp_path / "r.html").read_text()
+    assert "units first" in (tmp_path / "r.html").read_text()

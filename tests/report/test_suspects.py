@@ -24,12 +24,12 @@ def place(tmp_path_factory):
 
 def test_the_first_rows_are_those_of_the_table(place):
     root, artifact = place
-    result = read_suspects(root / "suspects.parquet", artifact, ["topic"])
+    suspects = read_suspects(root / "suspects.parquet", artifact, ["topic"])
     lines = pq.read_table(root / "suspects.parquet").slice(0, SHOWN).to_pylist()
-    view = suspects_view(result)
+    view = suspects_view(suspects)
     assert [row["row_id"] for row in view["rows"]] == [line["row_id"] for line in lines]
-    assert [line["fused"] for line in result.lines] == [line["fused"] for line in lines]
-    assert view["rows"][0]["scores"][0][0] == result.record.ranking == "fused"
+    assert [line["fused"] for line in suspects.lines] == [line["fused"] for line in lines]
+    assert view["rows"][0]["scores"][0][0] == suspects.record.ranking == "fused"
     texts = dict(zip(*(artifact.rows(range(200))[name].to_pylist() for name in ("row_id", "snippet")), strict=True))
     assert [row["text"] for row in view["rows"]] == [texts[line["row_id"]] for line in lines]
 
@@ -65,15 +65,15 @@ def test_what_is_no_detection_of_this_artifact_is_refused(place, tmp_path):
         ("suspects", table),
     ):
         pq.write_table(content, tmp_path / f"{name}.parquet")
-    for name, beside, said in (
-        ("gone", artifact, "no such"),
-        ("text", artifact, "read"),
-        ("plain", artifact, "detected"),
-        ("unranked", artifact, "detected"),
-        ("renamed", artifact, "'evil'.*row"),
-        ("model", artifact, "model 'another'"),
-        ("suspects", other, "corpus 'c0ffee'.*'another'"),
-        ("suspects", without, "units of sciq .*'none'"),
+    for name, other_artifact, keyword in (
+        ("gone", artifact, "no such file"),
+        ("text", artifact, "cannot be read"),
+        ("plain", artifact, "does not say what was detected"),
+        ("unranked", artifact, "does not say what was detected"),
+        ("renamed", artifact, "'evil' is no row of the artifact"),
+        ("model", artifact, "another artifact: model 'another'"),
+        ("suspects", other, "another artifact: corpus 'c0ffee', here 'another'"),
+        ("suspects", without, "another artifact: units of sciq .*here 'none'"),
     ):
-        with pytest.raises(GraspError, match=rf"{name}\.parquet.*{said}"):
-            read_suspects(tmp_path / f"{name}.parquet", beside, [])
+        with pytest.raises(GraspError, match=rf"{name}\.parquet.*{keyword}"):
+            read_suspects(tmp_path / f"{name}.parquet", other_artifact, [])

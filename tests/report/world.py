@@ -60,7 +60,9 @@ def write_artifact(
     rng = np.random.default_rng(seed)
     topic = np.concatenate([np.arange(len(topics)), rng.integers(0, len(topics), n_rows - len(topics))])
     all_units = units(targets)
-    worth_GE = np.array([np.repeat(one, len(all_units) // np.size(one)) for one in worth or [0.0]])
+    worth_GE = np.array(
+        [np.repeat(topic_worth, len(all_units) // np.size(topic_worth)) for topic_worth in worth or [0.0]]
+    )
     pull_GE = pull * rng.standard_normal((len(topics), len(all_units))) + worth_GE
     wide = rng.standard_normal((len(topics), 6))
     arrays = {
@@ -103,8 +105,10 @@ def write_environment(
     **info,
 ) -> RetrainedRuns:
     """Utilities that follow the first target's best topic, with noise; `done` runs of them."""
-    given = units(artifact.targets)
-    environment, blocks = begin_environment(path, artifact, given, "mixture:topic", n_subsets, seeds=seeds, **info)
+    artifact_units = units(artifact.targets)
+    environment, blocks = begin_environment(
+        path, artifact, artifact_units, "mixture:topic", n_subsets, seeds=seeds, **info
+    )
     relevance_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_output_layer")])
     mean_BE = np.concatenate([block.weights_BN @ relevance_NE / block.sizes_B[:, None] for block in blocks])
     rng = np.random.default_rng(0)

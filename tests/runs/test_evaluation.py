@@ -193,7 +193,7 @@ def test_constant_predictions_and_utilities_are_said_to_be_undefined_everywhere(
     report = evaluation_of(env, [flat], resamples=9)
     table = repr(report)
     assert "undefined: task_rho of flat on sciq: predictions are constant" in table
-    assert "left out: 3 of 3 units of sciq for flat: predictions are constant" in table
+    assert "excluded: 3 of 3 units of sciq for flat: predictions are constant" in table
     assert "nan" not in table
     record = json.loads(report.to_json())["results"][0]
     assert (record["task_rho"], record["task_rho_reason"]) == (None, "predictions are constant")
@@ -238,7 +238,7 @@ def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_nev
     wrong = Predictions("m", env.subset_ids, (("boolq", "u0"),), np.ones((10, 1)))
     for runs, predictions, options, message in (
         (begun, [predicted], {}, "runs are missing"),
-        (begun, [predicted], {"partial": True}, "no subset has a result for every seed yet"),
+        (begun, [predicted], {"partial": True}, "no subset has a result for every seed"),
         (env, [wrong], {}, "none is common to all"),
         (env, [wrong], {"targets": ["sciq"]}, "m: predicts nothing for 'sciq', only"),
         (env, [], {}, "got no predictions"),

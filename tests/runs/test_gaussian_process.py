@@ -81,7 +81,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     learned = Learned.fit(features.take(np.arange(20)), seeds_BST)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
     numbers, curves, n_slices = learned.numbers, learned._curves, features.share_BG.shape[1]
-    unit = {name: numbers[name] * curves.units[name] for name in ("linear", "additive", "joint")}
+    unit = {name: numbers[name] * curves.units[name] for name in ("straight", "linear", "additive", "joint")}
     short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
     def points(own: SubsetFeatures) -> list[dict[str, np.ndarray]]:
@@ -97,6 +97,8 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
         alike = (
             one["sketch"] @ other["sketch"] + numbers["tasks"] / N_TASKS * r @ r2 + unit["linear"] / n_slices * z @ z2
         )
+        centred, centred2 = one["share"] - curves.mean_G, other["share"] - curves.mean_G
+        alike += unit["straight"] * sum(a * b for a, b in zip(centred, centred2, strict=True))
         for a, b in zip(z, z2, strict=True):
             alike += unit["additive"] / n_slices * np.exp(-((a - b) ** 2) / (2 * short**2))
         alike += unit["joint"] * np.exp(-((z - z2) @ (z - z2)) / (2 * long**2))
@@ -116,7 +118,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
         variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * apart(own) / far_T
         centre_G = learned.runs.share_BG.mean(axis=0)
         square = np.mean([np.sum((run_G - centre_G) ** 2) for run_G in learned.runs.share_BG])
-        variance_T = variance_T * max(np.sqrt(np.sum((own["share"] - centre_G) ** 2) / square), 1.0)
+        variance_T = variance_T * max(np.sum((own["share"] - centre_G) ** 2) / square, 1.0)
         np.testing.assert_allclose(mean_T, expected_BT[b], atol=1e-9)
         np.testing.assert_allclose(learned.scale_T * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
 
@@ -214,3 +216,40 @@ def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
     with pytest.raises(RunsError, match="came out the same"):
         Learned.fit(features, np.ones_like(utility_BT)[:, None])
+
+
+STRAIGHT, LOGARITHMIC = (lambda share: 1.85 * share), (lambda share: 0.3 * np.log(share + 0.01))
+
+
+@pytest.mark.parametrize("curve", [STRAIGHT, LOGARITHMIC], ids=["straight", "logarithmic"])
+@pytest.mark.parametrize("seed", range(4))
+def test_extrapolation_keeps_the_trend_and_its_interval_holds(curve, seed) -> None:
+    """Twelve runs with at most 22 % of the value that counts, asked up to all of it."""
+    rng = np.random.default_rng(seed)
+    first_R = rng.uniform(0, 0.22, 12)
+    share_RG = np.column_stack([first_R, rng.dirichlet(np.full(3, 5.0), 12) * (1 - first_R[:, None])])
+    utility_R = curve(first_R) + 0.003 * rng.standard_normal(12)
+    learned = Learned.fit(SubsetFeatures.from_shares(share_RG, 1), utility_R[:, None, None])
+    asked_B = np.array([0.1, 0.3, 0.4, 0.6, 0.8, 1.0])
+    rest_G = share_RG[:, 1:].mean(axis=0) / share_RG[:, 1:].mean(axis=0).sum()
+    share_BG = np.column_stack([asked_B, (1 - asked_B)[:, None] * rest_G])
+    features = SubsetFeatures.from_shares(share_BG, 1)
+    mean_B, spread_B = (values_BT[:, 0] for values_BT in learned.predict(features))
+    ignorance_B = learned.ignorance(features, 0.9)[:, 0]
+    assert (np.diff(mean_B[ignorance_B <= 1]) > 0).all()  # the direction of the runs, where a number is given
+    assert (np.abs(mean_B - curve(asked_B)) <= learned.quantile(0.9) * spread_B).all()
+    assert (np.diff(ignorance_B) > 0).all()
+    assert ignorance_B[2] < 0.6  # 40 % has a number
+    assert ignorance_B[-1] > 1.0  # nothing but this value has none
+
+
+def test_a_run_at_a_mixture_removes_what_was_unknown_of_it() -> None:
+    features, utility_BT = world(20)
+    learned = Learned.fit(SubsetFeatures.from_shares(features.share_BG[:10], N_TASKS), utility_BT[:10, None])
+    far = SubsetFeatures.from_shares(np.eye(N_SLICES)[:1], N_TASKS)
+    away_BG = np.linspace(0.0, 1.0, 5)[:, None] * far.share_BG + np.linspace(1.0, 0.0, 5)[:, None] / N_SLICES
+    before_T = learned.ignorance(far, 0.9)[0]
+    for task in range(N_TASKS):
+        after_B = learned.ignorance_after(far, SubsetFeatures.from_shares(away_BG, N_TASKS), task, 0.9)
+        assert after_B[-1] == after_B.min()
+        assert after_B[-1] < before_T[task]

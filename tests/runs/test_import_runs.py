@@ -100,7 +100,7 @@ def test_both_exports_of_wandb(tmp_path):
     ]
     runs = read(tmp_path, losses=table, metrics=["eval/*"], skip_failed=True)
     assert runs.runs == ("a", "c")
-    assert "left out as failed: 1 runs, e.g. b" in runs.notes
+    assert "skipped as failed: 1 runs, e.g. b" in runs.notes
     panel = [
         ["Step", "a - eval/loss", "a - eval/loss__MIN", "b - eval/loss", "c - eval/loss"],
         [1, 9, 9, 8, 7],
@@ -137,11 +137,11 @@ def with_column(name, value):
         (SHARES, changed(LOSSES, 2, 1, ""), "run 'b': val_loss/sciq is nan"),
         (SHARES, changed(LOSSES, 1, 1, -1e308), "val_loss/sciq is -1e+308"),
         (SHARES, changed(LOSSES, 2, 0, "a"), "run 'a' has val_loss/sciq 2 times"),
-        (changed(SHARES, 2, 0, "a"), LOSSES, "run 'a' is there twice"),
+        (changed(SHARES, 2, 0, "a"), LOSSES, "run 'a' occurs twice"),
         (SHARES, changed(LOSSES, 2, 0, "z"), "1 run(s) have no results: b"),
-        (SHARES[:3], LOSSES, "nothing it was trained on: c"),
-        (SHARES, changed(LOSSES, 0, 2, "wobble"), "say --higher 'wobble'"),
-        (SHARES, changed(LOSSES, 0, 0, "what"), "has no column with the names of runs"),
+        (SHARES[:3], LOSSES, "no weights: c"),
+        (SHARES, changed(LOSSES, 0, 2, "wobble"), "pass --higher 'wobble'"),
+        (SHARES, changed(LOSSES, 0, 0, "what"), "has no column with run names"),
         (changed(SHARES, 0, 2, "wiki"), LOSSES, "has the column 'wiki' more than once"),
         (SHARES, changed(LOSSES, 0, 2, "val_loss/sciq"), "has the column 'val_loss/sciq' more than once"),
         (SHARES, with_column("seed", "inf"), "seed is inf"),
@@ -169,7 +169,7 @@ def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, mes
 )
 def test_columns_of_another_type_are_refused(tmp_path, columns):
     pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
-    with pytest.raises(RunsError, match=r"(column|cells) .*(expected names|is not what it must be)"):
+    with pytest.raises(RunsError, match=r"(column|cells) .*(expected names|has the wrong type)"):
         grasp.import_runs(tmp_path / "trained.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
 
 
@@ -177,7 +177,7 @@ def test_columns_of_another_type_are_refused(tmp_path, columns):
 def test_what_no_harness_writes_is_refused(tmp_path, text):
     (tmp_path / "harness" / "a").mkdir(parents=True)
     (tmp_path / "harness" / "a" / "results.json").write_text(text)
-    with pytest.raises(RunsError, match=r"results\.json: is no results file of lm-evaluation-harness"):
+    with pytest.raises(RunsError, match=r"results\.json: not a results file of lm-evaluation-harness"):
         grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
 
 
@@ -191,12 +191,12 @@ def signed_again(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"metrics": {}}, "do not both have the metric 'acc'"),
+        ({"metrics": {}}, "metric 'acc' is missing"),
         ({"label": None}, "label: missing, expected one for shares"),
         ({"files": {}}, "lists no trained.parquet"),
         ({"files": {"../../x": {"bytes": 1, "checksum": ""}}}, "files.../../x"),
         ({"kind": "code"}, "kind: Input should be"),
-        ({}, "a column is not what it must be"),
+        ({}, "a column has the wrong type"),
     ],
 )
 def test_runs_of_a_stranger_are_checked(tmp_path, changes, message):
@@ -222,7 +222,7 @@ def test_directions_and_patterns_may_be_said(tmp_path):
     odd = changed(LOSSES, 0, 2, "wobble")
     assert read(tmp_path, losses=odd, lower=["wob*"]).info.metrics["wobble"] == "lower"
     assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
-    with pytest.raises(RunsError, match=r"no column of numbers is like 'eval/"):
+    with pytest.raises(RunsError, match=r"no numeric column matches 'eval/"):
         read(tmp_path, metrics=["eval/*"])
     with pytest.raises(RunsError, match="say which label its columns are values of"):
         read(tmp_path, label=None)
@@ -232,7 +232,7 @@ def test_what_is_no_table_and_no_runs_is_refused(tmp_path):
     with pytest.raises(RunsError, match="no such file"):
         grasp.import_runs(tmp_path / "none.csv", label="x")
     (tmp_path / "wide.csv").write_bytes("run,gr\xf6\xdfe\nfirst,2.5\n".encode("latin-1"))  # as a spreadsheet may
-    with pytest.raises(RunsError, match="names of columns are no text in UTF-8"):
+    with pytest.raises(RunsError, match="column names are not UTF-8"):
         grasp.import_runs(tmp_path / "wide.csv", label="x")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(RunsError, match="cannot be read as a table"):

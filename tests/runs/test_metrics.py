@@ -154,7 +154,7 @@ def test_the_truth_scores_at_its_ceiling_on_task_and_units():
 def test_one_seed_has_no_ceiling_and_no_spread():
     rng = np.random.default_rng(2)
     got = m.target_metrics("t", rng.normal(size=(9, 2)), rng.normal(size=(9, 1, 2)), bootstrap_weights(9, resamples=9))
-    assert got["task_ceiling"] == m.Estimate(None, reason=m.ONE_SEED)
+    assert got["task_ceiling"] == m.Estimate(None, reason=m.SINGLE_SEED)
     assert got.over_seeds["task_rho"] == (pytest.approx(got["task_rho"].value), None)
 
 
@@ -199,7 +199,7 @@ def test_constant_units_are_counted_and_left_out():
 
 def test_two_subsets_are_too_few():
     got = m.target_metrics("t", np.eye(2), np.eye(2)[:, None], bootstrap_weights(2, resamples=4))
-    assert got["task_rho"].reason == got["task_ceiling"].reason.replace(m.ONE_SEED, m.TOO_FEW_SUBSETS)
+    assert got["task_rho"].reason == got["task_ceiling"].reason.replace(m.SINGLE_SEED, m.TOO_FEW_SUBSETS)
     assert got.undefined_units == {m.TOO_FEW_SUBSETS: 2}
 
 

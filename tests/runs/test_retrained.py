@@ -186,7 +186,7 @@ def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
     one = next(blocks(1))
     for given, message in (
         ([], "got no subsets"),
-        ([one, one], r"'evaluation-000000'.*name every subset once"),
+        ([one, one], r"'evaluation-000000'.*unique name"),
         ([dataclasses.replace(one, subset_ids=("long " * 50,))], r"'long long .* bytes in the name of a file"),
     ):
         with pytest.raises(RunsError, match=message):
@@ -200,7 +200,7 @@ def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
     env = RetrainedRuns.create(tmp_path, info(), [weighted], ROWS)
     (back,) = env.subset_blocks(ROWS)
     np.testing.assert_array_equal(back.weights_BN.toarray(), weighted.weights_BN.toarray())
-    with pytest.raises(RunsError, match="another environment was begun here: subsets: was 1 with checksum"):
+    with pytest.raises(RunsError, match="contains runs with other settings: subsets: was 1 with checksum"):
         RetrainedRuns.create(tmp_path, info(), [next(blocks(1))], ROWS)
 
 

@@ -120,13 +120,43 @@ def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp
 
 
 def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said():
-    narrow = runs_of(0.2 + 0.4 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
-    found = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.9], "science": [0.1]}))
-    full = grasp.predict_runs(narrow, mixtures(np.array([[0.9, 0.1, 0.0]])))
+    narrow = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
+    found = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
+    full = grasp.predict_runs(narrow, mixtures(np.array([[0.5, 0.5, 0.0]])))
     assert found.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
     assert re.search(
-        r"outside of what the runs covered, so trust it less: bold \(games 90%, in the runs 2\d% to 4\d%\)", str(found)
+        r"outside of what the runs covered, so the interval is wider: bold \(travel 0%, in the runs \d% to", str(found)
     )
+
+
+def few_linear_runs(seed=0, n_runs=12, top=0.22):
+    """Loss falls along a straight line with the first share, which no run has more than 22 % of."""
+    rng = np.random.default_rng(seed)
+    first_R = rng.uniform(0, top, n_runs)
+    share_RG = np.column_stack([first_R, rng.dirichlet(np.full(2, 5.0), n_runs) * (1 - first_R[:, None])])
+    names = [f"run-{r}" for r in range(n_runs)]
+    loss_R = 5.5 - 1.85 * first_R + 0.003 * rng.standard_normal(n_runs)
+    return grasp.import_runs(
+        mixtures(share_RG, run=names), pa.table({"run": names, "sciq/loss": loss_R}), label="topic"
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_far_outside_there_is_no_number_but_the_run_that_would_settle_it(seed):
+    first_B = np.array([0.1, 0.3, 0.4, 1.0])
+    asked = mixtures(np.column_stack([first_B, (1 - first_B) / 2, (1 - first_B) / 2]), mixture=["a", "b", "c", "far"])
+    found = grasp.predict_runs(few_linear_runs(seed), asked)
+    table = found.to_pandas().set_index("mixture")
+    for name, first in zip("abc", first_B, strict=False):
+        truth = 5.5 - 1.85 * first
+        assert table.loc[name, "low"] <= truth <= table.loc[name, "high"]
+    assert (np.diff(table["expected"][:3]) < 0).all()
+    assert found.to_arrow()["expected"].to_pylist()[-1] is None
+    assert re.search(
+        r"no number, too far outside of what the runs covered: far \(games 100%, in the runs \d%", str(found)
+    )
+    (settles,) = re.findall(r"a run that would settle far: games (\d+)%", str(found))
+    assert 22 < int(settles) < 100
 
 
 def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by(tmp_path):
@@ -169,3 +199,60 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
         runs_of(np.tile(PEAK, (4, 1)))
     with pytest.raises(RunsError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
         Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])
+
+
+def shares_in(result) -> np.ndarray:
+    return np.column_stack([result.to_arrow()[value].to_numpy() for value in TOPICS])
+
+
+def test_proposals_keep_floors_and_caps_and_repeat_nothing_more_than_asked(runs, tmp_path):
+    art = grasp.Artifact(write_artifact(tmp_path / "art"))
+    free = shares_in(grasp.propose_runs(runs, "sciq/loss", count=8))
+    bounded = grasp.propose_runs(runs, "sciq/loss", count=8, floor="10%", cap=["games:40%", "travel:30%"])
+    share_BG = shares_in(bounded)
+    np.testing.assert_allclose(share_BG.sum(axis=1), 1.0)
+    assert (share_BG >= 0.1 - 1e-9).all()
+    assert (share_BG <= np.array([0.4 if v == "games" else 0.3 if v == "travel" else 1 for v in TOPICS]) + 1e-9).all()
+    assert free.max() > 0.5
+    assert "no limit on repetition" in str(bounded)
+    rows = art.rows.to_pandas()
+    tokens_G = rows.groupby("topic")["n_tokens"].sum().loc[list(TOPICS)].to_numpy()
+    for most in (1.5, 4.0):
+        once = grasp.propose_runs(runs, "sciq/loss", count=8, max_repeat=most, artifact=art)
+        assert (shares_in(once) <= most * tokens_G / tokens_G.sum() + 1e-9).all()
+        assert f"no value is seen more than {most:g} times" in str(once)
+
+
+def test_a_proposal_that_explores_is_called_so():
+    linear = few_linear_runs()
+    taught = Taught.from_runs(linear)
+    for decide in ("best", "values"):
+        proposed = grasp.propose_runs(linear, count=6, decide=decide)
+        everything = np.random.default_rng(0).dirichlet(np.ones(3), 2_000)
+        expected_B = taught.aim(shares_in(proposed))
+        worst = expected_B < np.quantile(taught.aim(everything), 0.05)
+        named = re.findall(r"next-\d+ \(\d+%\)", str(proposed))
+        more = re.search(r"and (\d+) more;", str(proposed))
+        assert len(named) + int(more[1] if more else 0) >= worst.sum()
+        if worst[0]:
+            assert named[0].startswith("next-1 ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
+        ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
+        ({"floor": "games:500"}, r"floor games: a mixture has shares"),
+        ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),
+    ],
+)
+def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, asked, message):
+    with pytest.raises(SettingsError, match=message):
+        grasp.propose_runs(runs, **asked)
+
+
+def test_a_training_so_long_that_everything_repeats_is_refused(runs, tmp_path):
+    art = grasp.Artifact(write_artifact(tmp_path / "art"))
+    with pytest.raises(SettingsError, match="epochs of the corpus repeat some value more than 4 times"):
+        grasp.propose_runs(runs, artifact=art, train_tokens="100B")

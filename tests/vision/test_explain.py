@@ -16,7 +16,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import UNSIGNED, with_checksum
-from grasp.report.serve import Ask
+from grasp.report.serve import QueryService
 from grasp.settings import build_settings
 from grasp.vision.images import decode_image
 from tests.cli.grasp_command import refused, succeed
@@ -100,6 +100,6 @@ def test_a_report_and_a_server_show_them(art, tmp_path):
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)
     assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)
-    answer = Ask(art).answer("explain", row="train-4")
+    answer = QueryService(art).answer("explain", row="train-4")
     assert len(answer["pictures"]) == 9
     assert answer["columns"] == ["unit_id", "image_class", "contribution"]

@@ -157,7 +157,7 @@ def serve(
         if mcp:
             serve_mcp(artifact, **params)
         else:
-            serve(artifact, port=port, tell=_print_address, **params)
+            serve(artifact, port=port, on_start=_print_address, **params)
     print("stopped", file=sys.stderr)
 
 

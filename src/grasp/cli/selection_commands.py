@@ -88,6 +88,7 @@ def select(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
+    "grasp mix art --by source --target sciq --format olmo-core --out mixture.yaml",
     verb="grasp.select.mix",
     more="distance protocol diversity cautious",
 )
@@ -96,16 +97,28 @@ def mix(
     out: Path | None = option(
         "--out FILE", "Parquet of the mixture; a summary and the protocol are written next to it.", None
     ),
+    form: str = option(
+        "--format NAME",
+        "Of --out: parquet, or weights for olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv.",
+        "parquet",
+    ),
     weights: Path | None = rare(
         "--weights FILE", "Parquet of subset_id, row_id, weight, for grasp predict --subsets.", None
     ),
     **params: Any,
 ) -> None:
+    from grasp.runs.mixture_files import check_format
+
     opened = grasp.open(art)
-    check_outputs({**table_outputs("--out", out), "--weights": weights}, artifact=opened.files, params=params)
+    outputs = table_outputs("--out", out) if form == "parquet" else {"--out": out}
+    check_outputs({**outputs, "--weights": weights}, artifact=opened.files, params=params)
+    if form != "parquet":
+        check_format(out, form)
     mixture = opened.mix(**params)
     print(mixture)
-    if out is not None:
+    if out is not None and form != "parquet":
+        print(mixture.export(out, form))
+    elif out is not None:
         print(f"{mixture.save(out)}: mixture weights; summary for grasp report --mixture: {out.stem}.json")
     if weights is not None:
         mixture.write_weights(weights)

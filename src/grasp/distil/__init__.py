@@ -1,5 +1,5 @@
-"""Scorers of text that need no model: what an artifact says of rows, learned by their words, and applied to any corpus.
+"""Distillation of relevance into a scorer of text that needs no model and can be applied to any corpus.
 
-In: an artifact; then any text. Out: a scorer in one file, and corpora with scores. Read `distil` first;
-`datatrove_step` is the one module that needs an extra.
+Input: an artifact, then any text. Output: a scorer, then a table of scores. Start with `distil.distil`, which fits a
+scorer, and `apply.apply`, which scores a corpus. Only `datatrove_step` needs an optional dependency.
 """

@@ -1,8 +1,11 @@
-"""Score any corpus with a scorer, at the speed at which its texts can be read. Nothing passes through a model.
+"""Scoring of a whole corpus with a scorer, without a model.
 
-A file of the corpus becomes a file of scores, which appears when whole: after a kill the files that are done stay, and
-the one that was begun is read again. Memory is a batch of texts, and some twenty bytes a document at the end. Many
-processes are datatrove's or Ray's to run: `datatrove_step.ScoredDocuments` and `Scorer.add_scores` are steps in theirs.
+Start with `apply`. Each file of the corpus becomes one file of scores, which is written atomically: an interrupted run
+resumes with the first unfinished file. Memory: one batch of texts, and about 20 bytes per document at the end. This
+module runs in a single process; for more, `datatrove_step.ScoredDocuments` and `Scorer.add_scores` are steps for
+datatrove and Ray Data.
+
+Shape letters: N texts of a batch, M documents of the corpus.
 """
 
 import math
@@ -50,7 +53,7 @@ from grasp.store.records import Mark
 from grasp.yaml_files import read_yaml
 
 MARKER = ".grasp-scores"
-SCORED = Schema(  # Parquet readers pass over names that begin with an underscore
+SCORED = Schema(  # names with a leading underscore are ignored by Parquet readers
     mark=Mark,
     marks="_scores-*.json",
     plan="_apply.json",
@@ -58,16 +61,16 @@ SCORED = Schema(  # Parquet readers pass over names that begin with an underscor
     recovery_hint="delete it and score again",
     error_type=SettingsError,
 )
-KEPT = "kept"
+SELECTED = "kept"  # directory with the selected documents
 BATCH_DOCUMENTS = 4_096
 BATCH_BYTES = 8 << 20
-CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
-TOO_STRANGE = 0.05
+TOP_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the documents whose score threshold is reported
+MAX_UNFAMILIAR = 0.05  # share of unfamiliar documents above which a warning is added
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Applied(Result):
-    """What was scored; the table has the score that so large a share of the documents reaches."""
+    """Result of `apply`; the table has the score threshold of the top 1 %, 5 %, 10 %, 20 % and 50 % of documents."""
 
     path: Path
     documents: int
@@ -86,25 +89,25 @@ def apply(
 ) -> Applied:
     """Score every document of a corpus with a scorer, without a model.
 
-    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
-    the scorer learned from. A run that was cut off goes on when it is started again, from the first file of the corpus
-    that was not done.
+    Writes Parquet with the identifiers and scores of the documents. Scores are in standard deviations of relevance; 0
+    is the mean over the training rows of the scorer. An interrupted run resumes with the first unfinished file.
 
-    In Python `out` holds a file for each of the corpus: file, position (row of it, or line from 1), the corpus's row_id
-    and doc_id, `score` and `unfamiliar`.
+    Each file of the corpus has a file in `out` with the columns file, position (row index, or line number from 1),
+    row_id and doc_id of the corpus, `score` and `unfamiliar`.
 
     Args:
-        scorer: directory that `grasp distil` wrote.
+        scorer: directory written by `grasp distil`.
         corpus: Parquet, JSONL, a directory or a URL of either.
-        out: directory for the scores; the same again goes on.
-        keep: copy the best documents to DIR/kept: 20%, or a number of them.
-        text_column: column of the text, or of turns. Default: text or messages.
-        id_column: column of the names. Default: row_id or id; "" for none.
-        split: split of a corpus that has several.
+        out: directory for the scores; an existing one of the same run is resumed.
+        keep: copy the documents with the highest scores to DIR/kept: a share (20%) or a number of documents.
+        text_column: column of the text or of the conversation. Default: text or messages.
+        id_column: column of the identifiers. Default: row_id or id; "" for none.
+        split: split to read, if the corpus has several.
+
     Raises:
-        SettingsError: `out` is something else, or was begun with another scorer or corpus.
+        SettingsError: `out` holds other files, or scores of another scorer or corpus.
         CorpusError: the corpus cannot be read, or has no text.
-        ArtifactError: the scorer is none, or damaged.
+        ArtifactError: the scorer does not exist or is damaged.
     """
     out, progress = Path(out), progress or Silent()
     reads = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
@@ -112,7 +115,9 @@ def apply(
     settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)
     budget = None if keep is None else parse_budget(keep)
     if budget is not None and budget.unit == "tokens":
-        raise SettingsError(f"keep: got {keep}, but a scorer counts no tokens; give 20% or a number of documents")
+        raise SettingsError(
+            f"keep: got {keep}, but a scorer does not count tokens; expected 20% or a number of documents"
+        )
     source = open_source(settings.path, settings.split)
     files = [source]
     if isinstance(source, FileSource):
@@ -121,10 +126,10 @@ def apply(
     with locked(out / MARKER):
         copies = budget is not None
         if copies:
-            manifest = out / KEPT / MANIFEST
+            manifest = out / SELECTED / MANIFEST
             copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
         if copies:
-            check_place(out / KEPT)  # anything else is in the way
+            check_place(out / SELECTED)
         store = Store(out, SCORED)
         store.begin(
             {
@@ -133,43 +138,46 @@ def apply(
                 "settings": settings.model_dump(mode="json", exclude={"path"}),
             }
         )
-        n_records = None  # where that is known before they are read
+        n_records = None  # unknown, unless Parquet metadata has it
         if isinstance(source, FileSource) and all(path.endswith(PARQUET) for _, path in source.files):
             n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
         progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
-            part, is_there = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
-            if not is_there:
+            part, exists = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
+            if not exists:
                 score = partial(_score_file, file, scorer, settings, progress=progress)
                 store.put(part, {f"scores-{k:05d}.parquet": score})
             table = pq.read_table(store.file(part), columns=[SCORE, UNFAMILIAR])
-            if is_there:
+            if exists:
                 progress.advance(len(table), 0)
             scores.append(table[SCORE].to_numpy())
             unfamiliar += pc.sum(table[UNFAMILIAR]).as_py() or 0
         score_M = np.concatenate(scores)
         documents = len(score_M)
         share, quality = unfamiliar / max(1, documents), scorer.card.quality
-        strange = f"{share:.1%} of the documents are unlike the rows that it learned from"
-        strange += f" (of these {UNFAMILIAR_SHARE:.0%})"
-        if share > TOO_STRANGE:
-            strange += "; their scores are guesses: build an artifact of some of them, and distil from that"
+        unfamiliar_note = f"{share:.1%} of the documents are unlike the training rows of the scorer"
+        unfamiliar_note += f" ({UNFAMILIAR_SHARE:.0%} of held-out rows are)"
+        if share > MAX_UNFAMILIAR:
+            unfamiliar_note += (
+                "; their scores are unreliable: build an artifact that includes such documents and distil it"
+            )
         notes = [
-            strange,
-            f"on held-out rows of its own corpus its Spearman with relevance is {with_interval(quality.spearman)}, and "
-            f"its  best 20% have {percents(quality.gain)} of the relevance of the best 20%",
+            unfamiliar_note,
+            f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman)}; the "
+            f"top 20% by score have {percents(quality.gain)} of the mean relevance of the true top 20%",
         ]
         if copies and budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
-            kept_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
-            asked = {"chosen by": "grasp apply", "keep": str(keep)}
-            records = kept_records(settings, kept_M)
-            export = write_corpus(out / KEPT, "parquet", "documents", records, 0, asked)
-            notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
-    ranked_M = np.sort(score_M)[::-1]
-    least = [float(ranked_M[math.ceil(share * documents) - 1]) if documents else None for share in CUTS]
-    table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(least, pa.float64())})
+            selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
+            provenance = {"chosen by": "grasp apply", "keep": str(keep)}
+            records = kept_records(settings, selected_M)
+            export = write_corpus(out / SELECTED, "parquet", "documents", records, 0, provenance)
+            notes.insert(0, f"{out / SELECTED}: the {export.records:,} documents with the highest scores, unchanged")
+    descending_M = np.sort(score_M)[::-1]
+    thresholds = [float(descending_M[math.ceil(share * documents) - 1]) if documents else None for share in TOP_SHARES]
+    shares = [f"{share:.0%}" for share in TOP_SHARES]
+    table = pa.table({"best": shares, "score at least": pa.array(thresholds, pa.float64())})
     headline = f"{out}: {documents:,} documents scored for {scorer.card.target}"
     return Applied(table, headline, tuple(notes), path=out, documents=documents)
 
@@ -195,7 +203,7 @@ _SCHEMA = pa.schema(
 
 
 def _batches(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
-    """Texts, some thousands at a time, and what names them: file, position and ids."""
+    """Yield batches of texts with a table of their identifiers: file, position, row_id, doc_id."""
     texts: list[pa.Array] = []
     tables: list[pa.Table] = []
     size = 0
@@ -211,21 +219,21 @@ def _batches(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Larg
 
 
 def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
-    """The same as the source reads them: a table at a time, or so many lines of JSON."""
+    """Yield the same in the chunks of the source: one Arrow table, or at most `BATCH_ROWS` lines of JSON."""
     forms: dict[str, Form] = {}
 
     def select(schema: pa.Schema, name: str) -> list[str]:
         ids = id_columns(settings, schema.names, name)
         form = forms[name] = form_of(schema.names, settings, name)
         if form.columns[0] not in schema.names:
-            raise CorpusError(f"{name}: has token ids and no text, and a scorer reads text; name a corpus of text")
+            raise CorpusError(f"{name}: has token ids and no text; expected a corpus of text")
         return [column for column in schema.names if column in {*form.columns, *ids}]
 
-    def said(form: Form, record: Mapping[str, Any], where: str) -> str:
-        content = form.read(record, where)  # of a conversation the turns, one after the other
-        return (content.text or "") if content.conversation is None else str(content.conversation)
+    def text_of(form: Form, record: Mapping[str, Any], where: str) -> str:
+        content = form.read(record, where)
+        return (content.text or "") if content.conversation is None else str(content.conversation)  # joined turns
 
-    def named(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
+    def identifiers(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
         columns = [pa.array([file] * len(position)), pa.array(position), *ids]
         return pa.table(columns, schema=pa.schema(list(_SCHEMA)[:4]))
 
@@ -234,25 +242,26 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
         if isinstance(chunk, JsonRecord):
             lines.append(chunk)
         if lines and (chunk is None or len(lines) == BATCH_ROWS):
-            told, ids = [], []
+            texts, ids = [], []
             for where, record in chain.from_iterable(map(records_in, lines)):
                 columns = id_columns(settings, list(record), where)
-                told.append(said(form_of(record.keys(), settings, where), record, where))
+                texts.append(text_of(form_of(record.keys(), settings, where), record, where))
                 ids.append([label_text(record.get(name or "")) for name in columns])
             rows, documents = zip(*ids, strict=True)
-            yield as_bytes(told), named(lines[0].name, np.array([line.line for line in lines]), rows, documents)
+            numbers = np.array([line.line for line in lines])
+            yield as_bytes(texts), identifiers(lines[0].name, numbers, rows, documents)
             lines = []
         if isinstance(chunk, ArrowChunk):
             batch, form = chunk.batch, forms[chunk.name]
             column = batch.column(form.columns[0])
             if form.kind == "text" and is_text(column.type):
                 column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-                texts = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
+                encoded = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
             else:
-                texts = as_bytes([said(form, record, where) for where, record in records_in(chunk)])
-            names, nothing = batch.schema.names, [None] * batch.num_rows
-            own = [
-                [label_text(value) for value in plain_values(batch.column(name))] if name in names else nothing
+                encoded = as_bytes([text_of(form, record, where) for where, record in records_in(chunk)])
+            names, no_ids = batch.schema.names, [None] * batch.num_rows
+            id_values = [
+                [label_text(value) for value in plain_values(batch.column(name))] if name in names else no_ids
                 for name in id_columns(settings, names, chunk.name)
             ]
-            yield texts, named(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *own)
+            yield encoded, identifiers(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *id_values)

@@ -1,4 +1,4 @@
-"""Datatrove steps: keep the documents of a selection, or score documents. They need the extra `datatrove`.
+"""Pipeline steps for datatrove: filter documents by a selection or by score. Requires the extra `datatrove`.
 
 from grasp.distil.datatrove_step import ScoredDocuments, SelectedDocuments
 
@@ -24,17 +24,17 @@ except ImportError as err:
     ) from err
 
 CONTENT = "content"
-AT_ONCE = 1_024  # documents that are scored together
+BATCH_DOCUMENTS = 1_024  # documents per call of the scorer
 
 
 class SelectedDocuments(BaseFilter):  # type: ignore[misc]
-    """Keep the documents whose names are in a list that `grasp select --ids-out` wrote.
+    """Keep the documents whose identifiers are in a list written by `grasp select --ids-out`.
 
     Args:
-        ids: the list, one name a line; a path or any fsspec URL. Each worker reads it once.
-        by: `id`: the document's id; `content`: its text, for a corpus whose documents have no names of their own (of
-            copies with the same text all are kept, if one was selected); else a field of its metadata.
-        exclusion_writer: takes the documents that are dropped.
+        ids: file with one identifier per line; a path or any fsspec URL. Each worker reads it once.
+        by: what the identifiers are compared with: `id` (the document's id), `content` (a hash of its text, for a
+            corpus without identifiers; all copies of a selected text are kept), or the name of a metadata field.
+        exclusion_writer: datatrove writer that receives the removed documents.
     """
 
     name = "selected by grasp"
@@ -46,7 +46,7 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
         self._names: frozenset[str] | None = None
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """KEPT or REMOVED, the latter counted as `not_selected`.
+        """Return whether the document is kept; removed documents are counted as `not_selected`.
 
         Raises:
             CorpusError: the list cannot be read, or the document lacks the field.
@@ -55,14 +55,14 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
             try:
                 with fsspec.open(self.ids, "rt", encoding="utf-8-sig") as file:
                     names = (line.rstrip("\n") for line in file)
-                    # a made name is the hash of the text, a dash, and the position in the corpus
+                    # a generated identifier is the hash of the text, a dash, and the position in the corpus
                     self._names = frozenset(n.rpartition("-")[0] if self.by == CONTENT else n for n in names)
             except (OSError, UnicodeDecodeError) as err:
-                why = " ".join(str(err).split())
-                raise CorpusError(f"{self.ids}: cannot be read as a list of names: {why}") from err
+                reason = " ".join(str(err).split())
+                raise CorpusError(f"{self.ids}: cannot be read as a list of identifiers: {reason}") from err
         if self.by not in ("id", CONTENT) and self.by not in doc.metadata:
             raise CorpusError(
-                f"document {doc.id!r}: its metadata have no field {self.by!r}; they have {', '.join(doc.metadata)}"
+                f"document {doc.id!r}: no metadata field {self.by!r}; available: {', '.join(doc.metadata)}"
             )
         if self.by == CONTENT:
             name = content_hash(doc.text.encode())
@@ -71,45 +71,45 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
         return True if name in self._names else (False, "not_selected")
 
     def __getstate__(self) -> dict[str, Any]:
-        # workers read the list themselves: it is not sent along with the pipeline
+        # each worker reads the list itself, so it is not pickled with the pipeline
         return {**self.__dict__, "_names": None}
 
 
 class ScoredDocuments(BaseFilter):  # type: ignore[misc]
-    """Write `score` and `unfamiliar` into the metadata of documents, and keep those that reach a score.
+    """Write `score` and `unfamiliar` into the metadata of documents, and keep those above a score threshold.
 
     Args:
-        scorer: directory that `grasp distil` wrote. Each worker reads it once.
-        at_least: documents below this score are dropped; None: none is. `grasp apply` prints which share reaches which.
-        exclusion_writer: takes the documents that are dropped.
+        scorer: directory written by `grasp distil`. Each worker reads it once.
+        at_least: documents below this score are removed; None keeps all. `grasp apply` prints thresholds.
+        exclusion_writer: datatrove writer that receives the removed documents.
     """
 
     name = "scored by grasp"
 
     def __init__(self, scorer: str, at_least: float | None = None, exclusion_writer: Any = None) -> None:
-        super().__init__(exclusion_writer, batch_size=AT_ONCE)
+        super().__init__(exclusion_writer, batch_size=BATCH_DOCUMENTS)
         self.scorer = str(scorer)
         self.at_least = at_least
-        self._opened: Scorer | None = None
+        self._loaded: Scorer | None = None
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """One document."""
+        """Score a single document."""
         return self.filter_batch([doc])[0]
 
     def filter_batch(self, batch: list[Document]) -> list[bool | tuple[bool, str]]:
-        """KEPT or REMOVED of each document, the latter counted as `low_score`.
+        """Return whether each document is kept; removed documents are counted as `low_score`.
 
         Raises:
-            ArtifactError: there is no scorer, or it is damaged.
+            ArtifactError: the scorer does not exist or is damaged.
         """
-        if self._opened is None:
-            self._opened = Scorer.open(self.scorer)
-        score_N, unfamiliar_N = self._opened.score([doc.text for doc in batch])
+        if self._loaded is None:
+            self._loaded = Scorer.open(self.scorer)
+        score_N, unfamiliar_N = self._loaded.score([doc.text for doc in batch])
         for doc, score, unfamiliar in zip(batch, score_N.tolist(), unfamiliar_N.tolist(), strict=True):
             doc.metadata |= {SCORE: score, UNFAMILIAR: unfamiliar}
-        least = -float("inf") if self.at_least is None else self.at_least
-        return [True if score >= least else (False, "low_score") for score in score_N.tolist()]
+        threshold = -float("inf") if self.at_least is None else self.at_least
+        return [True if score >= threshold else (False, "low_score") for score in score_N.tolist()]
 
     def __getstate__(self) -> dict[str, Any]:
-        # workers read the scorer themselves: it is not sent along with the pipeline
-        return {**self.__dict__, "_opened": None}
+        # each worker reads the scorer itself, so it is not pickled with the pipeline
+        return {**self.__dict__, "_loaded": None}

@@ -1,10 +1,13 @@
-"""Learn from an artifact to guess relevance from text alone, for corpora that never pass through the model.
+"""Distil the relevance of an artifact into a scorer of text that needs no model.
 
-A row's relevance becomes a mean over its sequences of 3 to 6 bytes, each with a value of its own. What makes a thousand
-rows enough: the values are not learned from nothing. A sequence counts for more beforehand if it is in the answers of
-the target's units and rare in the corpus, since that is what the kernels of relevance see. Ridge regression then says
-how much of this holds, and what else does. All of it folds into one table.
-Shape letters: N rows, K lengths, V slots, P = K V, J columns of what is expected beforehand, R resamples.
+Start with `distil`. The scorer predicts the relevance of a row as a mean over its byte n-grams of length 3 to 6, each
+with a value. The values are the coefficients of a ridge regression whose prior makes about a thousand rows sufficient:
+an n-gram has a larger prior variance if it occurs in the answers of the target's units and is rare in the corpus, since
+relevance kernels match such text, and its prior mean is a linear combination of a few frequency ratios. The fitted
+prior mean and coefficients are added into one table.
+
+Shape letters: N rows, K lengths, V hash buckets per length, P = K V, A n-grams that occur in some row, J features of
+the prior mean, R bootstrap resamples.
 """
 
 from dataclasses import dataclass
@@ -33,28 +36,28 @@ from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.seeds import stream
 
-FOLDS = 5
+FOLDS = 5  # of cross-validation, by document
 PENALTIES = (0.1, 0.3, 1.0, 3.0)
-MOST_BYTES = 12_000_000  # of text that is learned from: a matrix of half a GB
-FEWEST_ROWS = 20
-FEWEST_IN_SLICE = 50
-MOST_SLICES = 10
+MAX_BYTES = 12_000_000  # limit on the training text: its n-gram matrix takes half a GB
+MIN_ROWS = 20
+MIN_SLICE_ROWS = 50
+MAX_SLICES = 10
 RESAMPLES = 200
-AT_ONCE = 4_096  # rows that are decoded together
-RARE, RARER = 1e-4, 1e-5  # shares of sequences below which all are equally rare
-EXPECTED_SHARE = 0.1  # of what is expected beforehand in the variance, the sequences' own being 1
-STEPS = 30  # of the solver; twice as many change Spearman in the fifth digit
+BATCH_ROWS = 4_096  # rows decoded per batch
+RARE, RARER = 1e-4, 1e-5  # additive smoothing of n-gram frequencies
+PRIOR_MEAN_VARIANCE = 0.1  # prior variance of the features of the prior mean; that of all n-grams together is 1
+STEPS = 30  # iterations of the solver; with twice as many Spearman changes in the fifth digit
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Distilled(Result):
-    """A scorer that was written, and how well it does, slice by slice."""
+    """Result of `distil`: the scorer and, as a table, its accuracy per slice."""
 
     scorer: Scorer
     path: Path
 
     def __repr__(self) -> str:
-        return f"{self.scorer.card}\n{self.path}: read it with grasp info, use it with grasp apply"
+        return f"{self.scorer.card}\n{self.path}: show it with grasp info, apply it with grasp apply"
 
 
 def distil(
@@ -67,68 +70,69 @@ def distil(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Distilled:
-    """Learn to score text alone, for corpora that no model reads.
+    """Fit a fast text scorer to the relevance of an artifact, for corpora too large for a model.
 
-    The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
+    The scorer predicts relevance from character sequences. Its accuracy is measured on held-out rows.
 
     Args:
-        target: target that is asked about. Default: the only one.
+        target: name of the target. Default: the only one.
         out: new directory for the scorer.
-        rows: learn from so many rows, drawn at random: 10,000 take a minute. Default: all, up to 12 MB of text.
-        protocol: protocol to predict with. Default: the one that ships.
-        seed: of the draw and of the folds.
+        rows: number of training rows, sampled at random; 10,000 take a minute. Default: all, up to 12 MB of text.
+        protocol: scoring rule to predict with. Default: the built-in rule.
+        seed: random seed of the sample and of the cross-validation folds.
+
     Raises:
-        SettingsError: something is at `out`, or too few rows.
-        ProtocolError: no such target.
-        ArtifactError: the artifact keeps no tokens, or its tokenizer is gone.
+        SettingsError: `out` exists, or there are too few rows.
+        ProtocolError: unknown target.
+        ArtifactError: the artifact has no tokens, or its tokenizer cannot be loaded.
     """
     out, progress = Path(out), progress or Silent()
     check_place(out, artifact.reads)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
-    material = MethodInputs(artifact)
-    if rows is not None and rows < FEWEST_ROWS:
-        raise SettingsError(f"rows: got {rows}, expected at least {FEWEST_ROWS}")
-    order = stream(seed, "distil", "rows").permutation(material.n_rows)[:rows]
-    if len(order) < FEWEST_ROWS:
-        raise SettingsError(f"{artifact.where}: has {len(order)} rows, expected at least {FEWEST_ROWS} to learn from")
+    inputs = MethodInputs(artifact)
+    if rows is not None and rows < MIN_ROWS:
+        raise SettingsError(f"rows: got {rows}, expected at least {MIN_ROWS}")
+    order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:rows]
+    if len(order) < MIN_ROWS:
+        raise SettingsError(f"{artifact.where}: has {len(order)} rows, expected at least {MIN_ROWS}")
     progress.stage("text of rows", rows=len(order), tokens=None)
-    read: list[str] = []
+    decoded: list[str] = []
     size = 0
-    for start in range(0, len(order), AT_ONCE):
-        shard = material.rows_at(order[start : start + AT_ONCE])
-        read += material.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
+    for start in range(0, len(order), BATCH_ROWS):
+        shard = inputs.rows_at(order[start : start + BATCH_ROWS])
+        decoded += inputs.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
         progress.advance(len(shard), shard.n_tokens)
-        size += sum(map(len, read[start:]))
-        if size > MOST_BYTES:
-            progress.note(f"learns from {len(read):,} rows, {size / 1e6:.0f} MB of text: more would not fit in memory")
+        size += sum(map(len, decoded[start:]))
+        if size > MAX_BYTES:
+            progress.note(f"fits {len(decoded):,} rows, {size / 1e6:.0f} MB of text: the memory limit is reached")
             break
-    place = np.argsort(order[: len(read)])
-    row_index, texts = order[place], as_bytes([read[i] for i in place])
-    # a build with the artifact's settings reads so much of a document: its first rows, if these are limited
+    by_index = np.argsort(order[: len(decoded)])
+    row_index, texts = order[by_index], as_bytes([decoded[i] for i in by_index])
+    # If the build used only the first rows of each document, the scorer reads a prefix of about the same length.
     most_rows, first_bytes = (artifact.manifest.settings.get("corpus") or {}).get("max_rows_per_document"), None
     if most_rows is not None:
         length_N = np.diff(np.frombuffer(texts.buffers()[1], np.int64))
         first_bytes = int(most_rows) * max(1, int(np.quantile(length_N, 0.99)))
     relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
-    units = [unit for unit in material.units.units if unit.target == target]
+    units = [unit for unit in inputs.units.units if unit.target == target]
     answers = as_bytes([unit.completion for unit in units])
     both = as_bytes([unit.prompt + unit.completion for unit in units])
     problem = _Problem.from_answers(shares(texts), shares(answers), shares(both))
     document_N = row_documents(artifact)[row_index]
     fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
-    held_N, penalty = _held_out(problem, relevance_N, fold_N, progress)
-    progress.stage("learning from all rows", rows=None, tokens=None)
+    held_out_N, penalty = _held_out_scores(problem, relevance_N, fold_N, progress)
+    progress.stage("fitting all rows", rows=None, tokens=None)
     tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
     weight_RN = _resampled(document_N, seed)
-    slices: list[SliceQuality] = []  # the largest of the first label that has any
+    slices: list[SliceQuality] = []  # largest slices of the first suitable label
     for label in suggest_labels(artifact)[:1]:
-        found = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
-        for g, name in enumerate(found.names[:MOST_SLICES]):
-            own = np.flatnonzero(found.codes_N[row_index] == g)
-            if len(own) >= FEWEST_IN_SLICE:
-                spearman = _spearman(held_N[own], relevance_N[own], weight_RN[:, own])
-                slices.append(SliceQuality(label=label, value=str(name), rows=len(own), spearman=spearman))
+        label_values = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
+        for g, name in enumerate(label_values.names[:MAX_SLICES]):
+            rows_S = np.flatnonzero(label_values.codes_N[row_index] == g)
+            if len(rows_S) >= MIN_SLICE_ROWS:
+                spearman = _spearman(held_out_N[rows_S], relevance_N[rows_S], weight_RN[:, rows_S])
+                slices.append(SliceQuality(label=label, value=str(name), rows=len(rows_S), spearman=spearman))
     card = Card(
         target=target,
         scored_by=predictor.protocol.description,
@@ -138,8 +142,8 @@ def distil(
         penalty=penalty,
         intercept=intercept,
         first_bytes=first_bytes,
-        rarest=problem.rarest(fold_N),
-        quality=_quality(held_N, relevance_N, weight_RN),
+        rarest=problem.rarity_threshold(fold_N),
+        quality=_quality(held_out_N, relevance_N, weight_RN),
         slices=tuple(slices),
         weights=FileEntry(bytes=0, checksum=""),
     )
@@ -159,121 +163,127 @@ _SLICES = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Ridge regression of relevance on shares of sequences, in columns of equal variance beforehand.
+    """Ridge regression of relevance on n-gram frequencies; columns are scaled by their prior standard deviation.
 
-    The variance of a sequence's value is 1 / f, f its share in the corpus, and as much again in proportion to q / f,
-    q its share in the answers; the columns of what is expected are the rows' means of q / f and log(u / f), u the share
-    in whole units, by length.
+    With f the frequency of an n-gram in the corpus, q in the answers and u in whole units, half of the prior variance
+    of its value is proportional to 1 / f and half to q / f^2. The features of the prior mean are the means over a row's
+    n-grams of q / f, with two smoothing constants, and of log(u / f), separately for each length.
     """
 
     share_NP: csr_array
-    seen_A: I64  # sequences that some row has: the others keep what is expected beforehand
-    scale_A: F64
-    expected_NJ: F64
-    value_JP: F64  # values of sequences of which the columns of `expected_NJ` are means, each of one length
-    design: csr_array
+    seen_A: I64  # n-grams that occur in some row; the values of all others equal their prior mean
+    scale_A: F64  # prior standard deviations
+    prior_NJ: F64  # features of the prior mean
+    value_JP: F64  # feature of each n-gram; `prior_NJ` are the means of these over the n-grams of a row
+    design: csr_array  # (N, A + J)
 
     @classmethod
     def from_answers(cls, share_NP: csr_array, answer_EP: csr_array, unit_EP: csr_array) -> "_Problem":
-        """From shares of sequences in rows, in answers, and in whole units."""
+        """Set up the regression from n-gram frequencies in rows, in answers, and in whole units."""
         f_P, q_P, u_P = (np.asarray(each.mean(axis=0), dtype=np.float64) for each in (share_NP, answer_EP, unit_EP))
-        plain_P, asked_P = 1.0 / (f_P + RARER), q_P / (f_P + RARER) / (f_P + RARE)
-        variance_P = 0.5 * plain_P / _mean_square(share_NP, plain_P) + 0.5 * asked_P / _mean_square(share_NP, asked_P)
-        kinds = np.stack([q_P / (f_P + RARE), q_P / (f_P + RARER), np.log((u_P + RARER) / (f_P + RARER))])
-        own_JP = np.einsum("kl,jlv->jklv", np.eye(len(LENGTHS)), kinds.reshape(3, len(LENGTHS), SLOTS))
-        value_JP = own_JP.reshape(3 * len(LENGTHS), -1)
+        rarity_P, answer_P = 1.0 / (f_P + RARER), q_P / (f_P + RARER) / (f_P + RARE)
+        # each half is normalised to contribute the same variance to the prediction of a row
+        rarity_scale, answer_scale = _mean_square(share_NP, rarity_P), _mean_square(share_NP, answer_P)
+        variance_P = 0.5 * rarity_P / rarity_scale + 0.5 * answer_P / answer_scale
+        ratios = np.stack([q_P / (f_P + RARE), q_P / (f_P + RARER), np.log((u_P + RARER) / (f_P + RARER))])
+        # one feature per ratio and length: block-diagonal in the length, which `eye` selects
+        block_JKKV = np.einsum("kl,jlv->jklv", np.eye(len(LENGTHS)), ratios.reshape(3, len(LENGTHS), SLOTS))
+        value_JP = block_JKKV.reshape(3 * len(LENGTHS), -1)
         raw_NJ = np.asarray(share_NP @ value_JP.T)
         spread_J = raw_NJ.std(axis=0)
-        value_JP /= np.where(spread_J > 0, spread_J, np.inf)[:, None] / np.sqrt(EXPECTED_SHARE / len(value_JP))
-        expected_NJ = np.asarray(share_NP @ value_JP.T)
+        value_JP /= np.where(spread_J > 0, spread_J, np.inf)[:, None] / np.sqrt(PRIOR_MEAN_VARIANCE / len(value_JP))
+        prior_NJ = np.asarray(share_NP @ value_JP.T)
         seen_A = np.flatnonzero(f_P)
         scale_A = np.sqrt(variance_P[seen_A])
-        place_P = np.cumsum(f_P > 0) - 1
+        column_P = np.cumsum(f_P > 0) - 1  # column of each n-gram that occurs
         shape = (share_NP.shape[0], len(seen_A))
-        own_NA = csr_array((share_NP.data, place_P[share_NP.indices], share_NP.indptr), shape=shape)
-        centred_NJ = expected_NJ - expected_NJ.mean(axis=0)
-        design = csr_array(hstack([own_NA @ diags_array(scale_A), csr_array(centred_NJ)], dtype=np.float32))
+        share_NA = csr_array((share_NP.data, column_P[share_NP.indices], share_NP.indptr), shape=shape)
+        centred_NJ = prior_NJ - prior_NJ.mean(axis=0)
+        design = csr_array(hstack([share_NA @ diags_array(scale_A), csr_array(centred_NJ)], dtype=np.float32))
         design.indices, design.indptr = (each.astype(np.int32) for each in (design.indices, design.indptr))
-        return cls(share_NP, seen_A, scale_A, expected_NJ, value_JP, design)
+        return cls(share_NP, seen_A, scale_A, prior_NJ, value_JP, design)
 
     def solve(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
-        """Coefficients of the design and the intercept, from some rows."""
-        mean, some = float(relevance_N[rows].mean()), self.design[rows]
-        single = LinearOperator(  # numbers of half the size; the solver's own are whole
-            some.shape,
-            matvec=lambda x: (some @ x.ravel().astype(np.float32)).astype(np.float64),
-            rmatvec=lambda y: (some.T @ y.ravel().astype(np.float32)).astype(np.float64),
+        """Fit the coefficients of the design, (A + J,), and the intercept to the given rows."""
+        mean, design = float(relevance_N[rows].mean()), self.design[rows]
+        # Products in float32, for half the memory traffic; the vectors of the solver stay in float64.
+        operator = LinearOperator(
+            design.shape,
+            matvec=lambda x: (design @ x.ravel().astype(np.float32)).astype(np.float64),
+            rmatvec=lambda y: (design.T @ y.ravel().astype(np.float32)).astype(np.float64),
             dtype=np.float64,
         )
-        found = lsmr(single, relevance_N[rows] - mean, damp=np.sqrt(penalty), maxiter=STEPS)[0]
-        return np.asarray(found, dtype=np.float64), mean
+        coefficients = lsmr(operator, relevance_N[rows] - mean, damp=np.sqrt(penalty), maxiter=STEPS)[0]
+        return np.asarray(coefficients, dtype=np.float64), mean
 
     def fit(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
-        """A value for every sequence, (K, V), and the intercept."""
-        found, mean = self.solve(relevance_N, rows, penalty)
-        own_A, expected_J = np.split(found, [len(self.seen_A)])
-        value_P = expected_J @ self.value_JP
-        value_P[self.seen_A] += own_A * self.scale_A
-        return value_P.reshape(len(LENGTHS), SLOTS), mean - float(expected_J @ self.expected_NJ.mean(axis=0))
+        """Return the value of every n-gram, (K, V), and the intercept."""
+        coefficients, mean = self.solve(relevance_N, rows, penalty)
+        deviation_A, prior_J = np.split(coefficients, [len(self.seen_A)])
+        value_P = prior_J @ self.value_JP
+        value_P[self.seen_A] += deviation_A * self.scale_A
+        # the design has centred features, the table has not: the intercept takes up the difference
+        return value_P.reshape(len(LENGTHS), SLOTS), mean - float(prior_J @ self.prior_NJ.mean(axis=0))
 
     @staticmethod
     def rarity_V(share_NP: csr_array) -> F32:  # noqa: N802 - a shape suffix
-        """Minus the logarithm of the share of each sequence of 4 bytes in some rows, (V,)."""
-        here = slice(FAMILIAR * SLOTS, (FAMILIAR + 1) * SLOTS)
-        return -np.log(np.asarray(share_NP.mean(axis=0), dtype=np.float64)[here] + RARER / 10).astype(np.float32)
+        """Return the negative log frequency of each n-gram of 4 bytes in the given rows, (V,)."""
+        columns = slice(FAMILIAR * SLOTS, (FAMILIAR + 1) * SLOTS)
+        return -np.log(np.asarray(share_NP.mean(axis=0), dtype=np.float64)[columns] + RARER / 10).astype(np.float32)
 
-    def rarest(self, fold_N: I64) -> float:
-        """The rarity that one row in a hundred exceeds, as the rows of the other folds see it."""
-        seen = []
+    def rarity_threshold(self, fold_N: I64) -> float:
+        """Return the rarity that 1 % of the rows exceed, with frequencies from the other folds."""
+        rarities = []
         for fold in range(FOLDS):
-            held = np.flatnonzero(fold_N == fold)
+            held_out = np.flatnonzero(fold_N == fold)
             rarity_P = np.zeros(self.share_NP.shape[1], dtype=np.float32)
             rarity_P[FAMILIAR * SLOTS : (FAMILIAR + 1) * SLOTS] = self.rarity_V(self.share_NP[fold_N != fold])
-            seen.append(self.share_NP[held] @ rarity_P)
-        return float(np.quantile(np.concatenate(seen), 1 - UNFAMILIAR_SHARE))
+            rarities.append(self.share_NP[held_out] @ rarity_P)
+        return float(np.quantile(np.concatenate(rarities), 1 - UNFAMILIAR_SHARE))
 
 
 def _mean_square(share_NP: csr_array, variance_P: F64) -> float:
-    """Mean over rows of sum_p share^2 variance; 1 where there is none."""
+    """Return the mean over rows of sum_p share^2 variance, or 1 if it is 0."""
     total = float(np.dot(np.square(share_NP.data, dtype=np.float64), variance_P[share_NP.indices]))
     return total / share_NP.shape[0] if total > 0 else 1.0
 
 
-def _held_out(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progress) -> tuple[F64, float]:
-    """Scores of rows by scorers that saw no row of their documents, and the penalty.
+def _held_out_scores(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progress) -> tuple[F64, float]:
+    """Return cross-validated scores, by scorers that saw no row of the same document, and the best penalty.
 
-    Penalties are tried on the first fold, and the one with the best Spearman there is used for all: of one number
-    among four, a fifth of the rows chooses well enough, and every other fold is judged by what it had no say in.
+    The penalty with the highest Spearman correlation on the first fold is used for all folds, so the other folds are
+    evaluated with a penalty that does not depend on them.
     """
-    tried = (fold_N == 0).sum() * (len(PENALTIES) - 1)
-    progress.stage("trying on other rows", rows=len(relevance_N) + int(tried), tokens=None)
-    score_N, chosen = np.zeros(len(relevance_N)), list(PENALTIES)
+    search_rows = (fold_N == 0).sum() * (len(PENALTIES) - 1)
+    progress.stage("cross validation", rows=len(relevance_N) + int(search_rows), tokens=None)
+    score_N, penalties = np.zeros(len(relevance_N)), list(PENALTIES)
     for fold in range(FOLDS):
-        held, rest = np.flatnonzero(fold_N == fold), np.flatnonzero(fold_N != fold)
-        found = {}
-        for penalty in chosen:
-            value_A, mean = problem.solve(relevance_N, rest, penalty)
-            found[penalty] = problem.design[held] @ value_A + mean
-            progress.advance(len(held), 0)
-        once = np.ones((1, len(held)))
-        best = max(found, key=lambda p: _correlation(rankdata(found[p]), rankdata(relevance_N[held]), once)[0])
-        score_N[held], chosen = found[best], [best]
-    return score_N, best
+        held_out, train = np.flatnonzero(fold_N == fold), np.flatnonzero(fold_N != fold)
+        scores = {}
+        for penalty in penalties:
+            coefficients, mean = problem.solve(relevance_N, train, penalty)
+            scores[penalty] = problem.design[held_out] @ coefficients + mean
+            progress.advance(len(held_out), 0)
+        equal = np.ones((1, len(held_out)))
+        truth = rankdata(relevance_N[held_out])
+        best_penalty = max(scores, key=lambda p: _correlation(rankdata(scores[p]), truth, equal)[0])
+        score_N[held_out], penalties = scores[best_penalty], [best_penalty]
+    return score_N, best_penalty
 
 
-# ---------------------------------------------------------------------------------------------------- how well it ranks
+# ------------------------------------------------------------------------------------------------------------ accuracy
 
 
 def _resampled(document_N: I64, seed: int) -> F32:
-    """How often each row is drawn where documents are drawn with replacement, (1 + R, N); the first: once each."""
-    _, own_N = np.unique(document_N, return_inverse=True)
-    count = int(own_N.max()) + 1
+    """Return bootstrap weights of the rows, (1 + R, N); documents are resampled, and the first resample is the data."""
+    _, code_N = np.unique(document_N, return_inverse=True)
+    count = int(code_N.max()) + 1
     draws = stream(seed, "distil", "resamples").multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return np.concatenate([np.ones((1, len(own_N)), np.float32), draws.astype(np.float32)[:, own_N]])
+    return np.concatenate([np.ones((1, len(code_N)), np.float32), draws.astype(np.float32)[:, code_N]])
 
 
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:
-    """Pearson's correlation under every set of weights, (R,); 0 where one of the two is constant."""
+    """Return the Pearson correlation under each set of weights, (R,); 0 if either variable is constant."""
     share_RN = weight_RN / weight_RN.sum(axis=1, keepdims=True)
     x_R, y_R = share_RN @ x_N, share_RN @ y_N
     variances_R = (share_RN @ x_N**2 - x_R**2) * (share_RN @ y_N**2 - y_R**2)
@@ -282,7 +292,7 @@ def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:
 
 
 def _with_interval(value_R: F64) -> tuple[float, float, float]:
-    """The value of all rows, and what 95 % of the resamples lie between."""
+    """Return the value on the data and its 95 % percentile bootstrap interval."""
     low, high = np.quantile(value_R[1:], [0.025, 0.975])
     return float(value_R[0]), float(low), float(high)
 
@@ -292,15 +302,15 @@ def _spearman(score_N: F64, relevance_N: F64, weight_RN: F32) -> tuple[float, fl
 
 
 def _quality(score_N: F64, relevance_N: F64, weight_RN: F32) -> Quality:
-    best_N, taken_N = (values_N >= np.quantile(values_N, 0.9) for values_N in (relevance_N, score_N))
-    fifth_N, chosen_N = (values_N >= np.quantile(values_N, 0.8) for values_N in (relevance_N, score_N))
-    recall_R = (weight_RN @ (best_N & taken_N)) / np.maximum(weight_RN @ best_N, 1)
-    chosen_R, fifth_R = (
-        weight_RN @ (one * relevance_N) / np.maximum(weight_RN @ one, 1) for one in (chosen_N, fifth_N)
+    true_tenth_N, tenth_N = (values_N >= np.quantile(values_N, 0.9) for values_N in (relevance_N, score_N))
+    true_fifth_N, fifth_N = (values_N >= np.quantile(values_N, 0.8) for values_N in (relevance_N, score_N))
+    recall_R = (weight_RN @ (true_tenth_N & tenth_N)) / np.maximum(weight_RN @ true_tenth_N, 1)
+    mean_R, true_mean_R = (
+        weight_RN @ (mask_N * relevance_N) / np.maximum(weight_RN @ mask_N, 1) for mask_N in (fifth_N, true_fifth_N)
     )
     return Quality(
         rows=len(score_N),
         spearman=_spearman(score_N, relevance_N, weight_RN),
         recall=_with_interval(recall_R),
-        gain=_with_interval(chosen_R / np.where(fifth_R > 0, fifth_R, np.inf)),
+        gain=_with_interval(mean_R / np.where(true_mean_R > 0, true_mean_R, np.inf)),
     )

@@ -1,8 +1,10 @@
-"""Sequences of 3 to 6 bytes of texts, hashed into tables: counted to learn from, looked up to score.
+"""Hashed byte n-grams of length 3 to 6: features to fit a scorer with (`shares`) and to score with (`mean_over`).
 
-Texts come as Arrow holds them, one buffer of bytes and where each begins, and nothing is done text by text. Long texts
-are cut into pieces counted from their beginning, so a text has the same sequences whatever stands beside it.
-Shape letters: N texts, P bytes of a block, C pieces, K = 4 lengths, V = 2^18 slots of a table.
+Texts are read from Arrow arrays, one byte buffer with offsets, and all operations are vectorised over blocks of many
+texts. Long texts are split into pieces at fixed offsets from their start, and n-grams across pieces are ignored, so
+the features of a text do not depend on the other texts of the array.
+
+Shape letters: N texts, P bytes of a block, C pieces, K = 4 lengths, V = 2^18 hash buckets per length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,27 +18,29 @@ from scipy.sparse import csr_array
 from grasp.arrays import F32, F64, I64
 
 LENGTHS = (3, 4, 5, 6)
-BITS = 18  # tables of 1 MB lie in a core's cache; with twice the slots scoring takes 1.3 times as long
+BITS = 18  # a table of 1 MB fits into the cache of a core; with twice as many buckets scoring takes 1.3 times as long
 SLOTS = 1 << BITS
-FAMILIAR = LENGTHS.index(4)  # sequences whose rarity tells whether a text is like those that were learned from
+FAMILIAR = LENGTHS.index(4)  # length whose mean rarity marks texts unlike the training rows
 BLOCK_BYTES = 1 << 15
 PIECE_BYTES = 1 << 14
-_STEP, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)  # odd, so nothing is lost
+# Multipliers of the rolling hash and of its finalisation. Odd numbers are invertible modulo 2^32, so multiplication
+# loses no information.
+_STEP, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)
 
 
 def as_bytes(texts: Sequence[str]) -> pa.LargeBinaryArray:
-    """Texts as UTF-8; halves of surrogate pairs become question marks."""
+    """Encode texts as UTF-8; lone surrogates become question marks."""
     return pa.array([text.encode(errors="replace") for text in texts], pa.large_binary())
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some pieces of texts that follow each other: bytes [0, P) and where pieces begin and end in them."""
+    """Consecutive pieces of texts: their bytes, and the range of each piece in them."""
 
     bytes_P: NDArray[np.uint8]
     start_C: I64
     stop_C: I64
-    text_C: I64  # position of its text
+    text_C: I64  # index of the text of each piece
 
 
 def _offsets(texts: pa.LargeBinaryArray) -> I64:
@@ -49,8 +53,8 @@ def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
     data = np.empty(0, np.uint8) if buffer is None else np.frombuffer(buffer, dtype=np.uint8)
     pieces_N = -(-np.diff(offsets) // PIECE_BYTES)
     text_C = np.repeat(np.arange(len(texts)), pieces_N)
-    nth_C = np.arange(len(text_C)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
-    start_C = offsets[:-1][text_C] + nth_C * PIECE_BYTES
+    piece_number_C = np.arange(len(text_C)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
+    start_C = offsets[:-1][text_C] + piece_number_C * PIECE_BYTES
     stop_C = np.minimum(start_C + PIECE_BYTES, offsets[1:][text_C])
     begin = 0
     while begin < len(text_C):
@@ -61,7 +65,10 @@ def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
 
 
 def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
-    """Block after block, for every length the slot of the sequence at each byte, always in the same memory."""
+    """Yield, per block and n-gram length, the hash bucket of the n-gram that starts at each byte.
+
+    The buckets are a view of a buffer that is reused by the next iteration.
+    """
     byte, rolling, spread = (np.empty(BLOCK_BYTES, dtype=np.uint32) for _ in range(3))
     slot = np.empty(BLOCK_BYTES, dtype=np.int64)
     for block in _blocks(texts):
@@ -79,21 +86,25 @@ def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
 
 
 def _across(block: _Block, length: int, count: int) -> I64:
-    """Positions whose sequence does not end in the piece that it begins in."""
+    """Return the positions whose n-gram extends beyond the piece in which it starts."""
     last = block.stop_C[:, None] - np.arange(1, length)
     across = last[last >= block.start_C[:, None]]
     return across[across < count]
 
 
 def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tuple[F64, F64]:
-    """Of every text the sum over lengths of the mean value of its sequences, and the mean rarity of those of 4 bytes.
+    """Compute the score and the rarity of every text.
 
-    A text without a sequence of some length gets 0 for it.
+    The score is the sum over lengths of the mean value of the n-grams of that length; a length longer than the text
+    contributes 0. The rarity is the mean over n-grams of 4 bytes.
 
     Args:
-        tables_KV: the value of each slot, one table a length.
+        texts: UTF-8 texts.
+        tables_KV: value of each hash bucket, one table per n-gram length.
+        rarity_V: rarity of each hash bucket of n-grams of 4 bytes.
+
     Returns:
-        two of (N,).
+        Score and rarity, (N,) each.
     """
     sum_KN = np.zeros((len(LENGTHS) + 1, len(texts)))
     value = np.empty(BLOCK_BYTES, dtype=np.float32)
@@ -103,16 +114,20 @@ def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tupl
             np.take(table_V, slot_P, out=value[: len(slot_P)], mode="wrap")
             value[len(slot_P) : len(block.bytes_P)] = 0.0
             value[across] = 0.0
+            # sums of float32 values in float64: a text has up to 2^14 n-grams per piece
             sum_C = np.add.reduceat(value[: len(block.bytes_P)], block.start_C, dtype=np.float64)
             np.add.at(sum_KN[row], block.text_C, sum_C)
     whole_N, rest_N = np.divmod(np.diff(_offsets(texts)), PIECE_BYTES)
     count_KN = [whole_N * (PIECE_BYTES - n + 1) + np.maximum(rest_N - n + 1, 0) for n in LENGTHS]
-    most_KN = np.maximum(count_KN, 1)
-    return (sum_KN[:-1] / most_KN).sum(axis=0), sum_KN[-1] / most_KN[FAMILIAR]
+    divisor_KN = np.maximum(count_KN, 1)
+    return (sum_KN[:-1] / divisor_KN).sum(axis=0), sum_KN[-1] / divisor_KN[FAMILIAR]
 
 
 def shares(texts: pa.LargeBinaryArray) -> csr_array:
-    """Share of every sequence among those of its length in a text, (N, K V): what `mean_over` takes the mean with."""
+    """Return the relative frequency of every n-gram among those of its length in a text, (N, K V).
+
+    `shares(texts) @ tables_KV.ravel()` equals the scores of `mean_over(texts, tables_KV, ...)`.
+    """
     columns, rows = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for block, k, slot_P in _slots(texts):
         inside = np.ones(len(slot_P), dtype=np.bool_)
@@ -120,8 +135,9 @@ def shares(texts: pa.LargeBinaryArray) -> csr_array:
         columns.append((slot_P[inside] + k * SLOTS).astype(np.int32))
         text_P = np.repeat(block.text_C, block.stop_C - block.start_C)
         rows.append(text_P[: len(slot_P)][inside].astype(np.int32))
-    at = (np.concatenate(rows), np.concatenate(columns))
-    counts = csr_array((np.ones(len(at[0]), np.float32), at), shape=(len(texts), len(LENGTHS) * SLOTS))
+    coordinates = (np.concatenate(rows), np.concatenate(columns))
+    ones = np.ones(len(coordinates[0]), np.float32)
+    counts = csr_array((ones, coordinates), shape=(len(texts), len(LENGTHS) * SLOTS))
     counts.sum_duplicates()
     group = np.repeat(np.arange(len(texts)), np.diff(counts.indptr)) * len(LENGTHS) + (counts.indices >> BITS)
     counts.data /= np.bincount(group, weights=counts.data)[group].astype(np.float32)

@@ -1,8 +1,10 @@
-"""A scorer: what `grasp distil` learned, as a directory of two files, and how it scores texts.
+"""Text scorers: the output of `grasp distil`, stored as a directory, and how they score texts.
 
-`card.json` says what it is and how well it does, `weights.safetensors` holds its tables. It may come from a stranger:
-sizes are known before anything is read, nothing in it is run, and every number is finite.
-Shape letters: N texts, K lengths, V slots.
+Start with `Scorer.open` and `Scorer.score`. `card.json` describes a scorer and its accuracy, `weights.safetensors` has
+its tables. Scorers are untrusted input: sizes are checked before anything is read, nothing is executed, and all numbers
+must be finite.
+
+Shape letters: N texts, K n-gram lengths, V hash buckets per length.
 """
 
 from collections.abc import Sequence
@@ -30,29 +32,29 @@ WEIGHTS = "weights.safetensors"
 README = "README.md"
 FORMAT = "grasp-scorer"
 FORMAT_VERSION = 1
-LARGEST_CARD = 1 << 20  # bytes
-LARGEST = 1e9  # of a weight, and of what is added to them
-MOST_FIRST_BYTES = 1 << 30  # Arrow slices no further
+MAX_CARD_BYTES = 1 << 20
+MAX_WEIGHT = 1e9  # largest magnitude of a weight or of the intercept
+MAX_FIRST_BYTES = 1 << 30  # limit of `binary_slice` of Arrow
 SCORE, UNFAMILIAR = "score", "unfamiliar"
-UNFAMILIAR_SHARE = 0.01  # of held-out rows
+UNFAMILIAR_SHARE = 0.01  # share of held-out rows that count as unfamiliar
 SHAPES = {"tables": (len(LENGTHS), SLOTS), "rarity": (SLOTS,)}
 
 
 class Quality(JsonModel):
-    """How well held-out rows are ranked, with 95 % intervals over documents."""
+    """Accuracy on held-out rows, with 95 % bootstrap intervals over documents: value, low, high."""
 
     rows: int
-    spearman: tuple[float, float, float] = Field(description="With their relevance: value, low, high.")
+    spearman: tuple[float, float, float] = Field(description="Rank correlation of scores with relevance.")
     recall: tuple[float, float, float] = Field(
-        description="Share of the best tenth that is in the scorer's best tenth."
+        description="Share of the 10 % most relevant rows that are in the top 10 % by score."
     )
     gain: tuple[float, float, float] = Field(
-        description="Mean relevance of the scorer's best fifth, as a share of that of the best fifth."
+        description="Mean relevance of the top 20 % by score, relative to the 20 % most relevant rows."
     )
 
 
 class SliceQuality(JsonModel):
-    """The same for the rows with one value of a label."""
+    """Accuracy on the held-out rows with one value of a label."""
 
     label: str
     value: str
@@ -61,22 +63,22 @@ class SliceQuality(JsonModel):
 
 
 class Card(JsonModel):
-    """What a scorer is, for programs and people."""
+    """Metadata of a scorer."""
 
     format: Literal["grasp-scorer"] = "grasp-scorer"
     format_version: int = FORMAT_VERSION
-    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Checksum of this file with this field set to zeros.")
     target: str
-    scored_by: str = Field(description="What relevance it learned, in words.")
+    scored_by: str = Field(description="Description of the scoring rule it was fitted to.")
     made_by: dict[str, str]
-    fingerprints: dict[str, str] = Field(description="Of the artifact that it learned from.")
-    rows: int = Field(ge=1, description="Rows that it learned from.")
-    penalty: float = Field(description="Of the ridge regression; chosen on held-out rows.")
-    intercept: float = Field(ge=-LARGEST, le=LARGEST)
+    fingerprints: dict[str, str] = Field(description="Fingerprints of the training artifact.")
+    rows: int = Field(ge=1, description="Number of training rows.")
+    penalty: float = Field(description="Ridge penalty, chosen on held-out rows.")
+    intercept: float = Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)
     first_bytes: int | None = Field(
-        None, ge=1, le=MOST_FIRST_BYTES, description="So much of a document is read; none: all of it."
+        None, ge=1, le=MAX_FIRST_BYTES, description="Length of the prefix of a document that is scored. None: no limit."
     )
-    rarest: float = Field(description="Rarity that one held-out row in a hundred exceeds.")
+    rarest: float = Field(description="Rarity threshold of unfamiliar documents; 1 % of held-out rows exceed it.")
     quality: Quality
     slices: tuple[SliceQuality, ...] = ()
     weights: FileEntry
@@ -84,18 +86,20 @@ class Card(JsonModel):
     def __str__(self) -> str:
         quality = self.quality
         lines = [
-            f"scorer for {self.target}, learned from {self.rows:,} rows: {self.scored_by}",
-            f"tried on {quality.rows:,} rows, each by a scorer that had not seen its document (95 % intervals):",
-            f"  Spearman with relevance {with_interval(quality.spearman)}",
-            f"  of the best 10 % it finds {percents(quality.recall)}",
-            f"  its best 20 % have {percents(quality.gain)} of the relevance of the best 20 %",
+            f"scorer for {self.target}, fitted to {self.rows:,} rows: {self.scored_by}",
+            f"accuracy on {quality.rows:,} rows, cross-validated by document (95 % intervals):",
+            f"  Spearman correlation with relevance {with_interval(quality.spearman)}",
+            f"  recall of the top 10 % {percents(quality.recall)}",
+            f"  mean relevance of the top 20 % {percents(quality.gain)} of the maximum",
         ]
         if self.first_bytes is not None:
-            lines.append(f"reads the first {self.first_bytes:,} bytes of a document, as the build read its first rows")
+            lines.append(f"scores the first {self.first_bytes:,} bytes of a document (the build used its first rows)")
         text = "\n".join(plain(line) if not line.startswith(" ") else f"  {plain(line)}" for line in lines)
         if not self.slices:
             return text
-        cells = [(f"{one.label} = {one.value}", f"{one.rows:,}", with_interval(one.spearman)) for one in self.slices]
+        cells = [
+            (f"{part.label} = {part.value}", f"{part.rows:,}", with_interval(part.spearman)) for part in self.slices
+        ]
         return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
 
 
@@ -107,29 +111,32 @@ SIGNED_CARD = Signed(
     FORMAT,
     FORMAT_VERSION,
     "distil again",
-    largest=LARGEST_CARD,
+    largest=MAX_CARD_BYTES,
     files=lambda card: {WEIGHTS: card.weights},
-    none=f"is no scorer (no {CARD}); make one with `grasp distil`",
+    none=f"is not a scorer (no {CARD}); create one with `grasp distil`",
 )
 
 
 def with_interval(value: tuple[float, float, float]) -> str:
-    """A correlation with its interval."""
+    """Format a correlation with its interval."""
     return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
 
 
 def percents(value: tuple[float, float, float]) -> str:
-    """A share with its interval, in percent."""
+    """Format a share with its interval, in percent."""
     return f"{value[0]:.0%} ({value[1]:.0%} to {value[2]:.0%})"
 
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Scores texts by what training on them should do for the card's target: 0 is the average row it learned from.
+    """Scores texts by the predicted benefit of training on them for a target.
+
+    Scores are in standard deviations of relevance; 0 is the mean over the training rows.
 
     Attributes:
-        tables_KV: the value of every sequence of bytes, by its length and slot.
-        rarity_V: minus the logarithm of how often a sequence of 4 bytes was seen.
+        card: metadata and accuracy.
+        tables_KV: value of every n-gram, by its length and hash bucket.
+        rarity_V: negative log frequency of the n-grams of 4 bytes in the training rows.
     """
 
     card: Card
@@ -141,25 +148,27 @@ class Scorer:
         """Open a scorer.
 
         Raises:
-            ArtifactError: there is none, it is damaged, of another version, or holds what no scorer holds.
+            ArtifactError: there is no scorer, it is damaged, or of an unsupported version.
         """
         card, files = open_store(path, SIGNED_CARD)
         if card.weights.bytes > sum(4 * int(np.prod(shape)) for shape in SHAPES.values()) + 4_096:
-            raise ArtifactError(f"{path}: says that {WEIGHTS} has {card.weights.bytes} bytes, more than any has")
+            raise ArtifactError(
+                f"{path}: {CARD}: the size of {WEIGHTS} is {card.weights.bytes} bytes, which is too large"
+            )
         arrays = read_tensors(files.file(WEIGHTS), RECOVERY_HINT)
-        found = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
-        if found != (wanted := {name: (shape, "float32") for name, shape in SHAPES.items()}):
-            raise ArtifactError(f"{path}: {WEIGHTS} holds {found}, expected {wanted}; distil again")
+        actual = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+        if actual != (expected := {name: (shape, "float32") for name, shape in SHAPES.items()}):
+            raise ArtifactError(f"{path}: {WEIGHTS} holds {actual}, expected {expected}; distil again")
         for name, array in arrays.items():
-            if not np.abs(array).max() <= LARGEST:  # nan compares false
-                raise ArtifactError(f"{path}: {WEIGHTS}: {name} has a number that is not finite or over {LARGEST:g}")
+            if not np.abs(array).max() <= MAX_WEIGHT:  # also true for nan, which compares false
+                raise ArtifactError(f"{path}: {WEIGHTS}: {name} has a number that is not finite or over {MAX_WEIGHT:g}")
         return cls(card, arrays["tables"], arrays["rarity"])
 
     def save(self, path: Path | str) -> Path:
-        """Write the directory; it appears only when whole.
+        """Write the scorer to a new directory, atomically.
 
         Raises:
-            SettingsError: something is there already.
+            SettingsError: the path exists.
         """
         path = Path(path)
         files = {
@@ -172,12 +181,12 @@ class Scorer:
         return path
 
     def score(self, texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> tuple[F32, Bool]:
-        """The score of every text in standard deviations of relevance, and whether it is unlike what was learned from.
+        """Score texts, and mark those that are unlike the training rows.
 
-        An empty text, or one of less than 3 bytes, is scored 0 sequences: the intercept.
+        A text of less than 3 bytes has no n-gram; its score is the intercept.
 
         Returns:
-            two of (N,).
+            Scores in standard deviations of relevance, and whether each text is unfamiliar; (N,) each.
         """
         if isinstance(texts, pa.ChunkedArray):
             texts = texts.combine_chunks()
@@ -189,7 +198,7 @@ class Scorer:
         return (value_N + self.card.intercept).astype(np.float32), rarity_N > self.card.rarest
 
     def add_scores(self, table: pa.Table, text_column: str = "text") -> pa.Table:
-        """The table with the columns `score` and `unfamiliar`.
+        """Return the table with two more columns, `score` and `unfamiliar`.
 
         For Ray Data: `dataset.map_batches(scorer.add_scores, batch_format="pyarrow")`.
         """
@@ -198,7 +207,7 @@ class Scorer:
 
 
 def is_scorer(path: Path | str) -> bool:
-    """Whether a directory holds a scorer, whole or not."""
+    """Return whether a directory holds a scorer, complete or not."""
     return kind_of(Path(path) / CARD) == "file"
 
 
@@ -206,11 +215,12 @@ def _readme(card: Card) -> str:
     return (
         f"# A scorer of documents for {plain(card.target)}\n\n"
         "    grasp apply SCORER --corpus CORPUS --out SCORED\n\n"
-        "It guesses from a document's text what GRASP would say after reading it with a model: how much training on\n"
-        "it should help the target. 0 is the average row that it learned from, 1 a standard deviation better.\n\n"
+        "It predicts the relevance of a document from its text alone: how much training on the document should help\n"
+        "the target. A score of 0 is the mean over the training rows, 1 is one standard deviation above it.\n\n"
         "```\n"
         f"{card}\n"
         "```\n\n"
-        "It does not know texts that are unlike these rows: another language, code, markup. `unfamiliar` marks\n"
-        f"documents whose sequences of 4 bytes are rarer than in {1 - UNFAMILIAR_SHARE:.0%} of the held-out rows."
+        "Scores are unreliable for texts unlike the training rows, such as another language, code or markup.\n"
+        f"`unfamiliar` marks documents whose 4-byte n-grams are rarer than in {1 - UNFAMILIAR_SHARE:.0%} of the\n"
+        "held-out rows."
     )

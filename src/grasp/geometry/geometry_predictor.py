@@ -231,13 +231,13 @@ def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
     # A of the corpus is the value of its mean row, times N for `count`. The mean over zero omitted rows is undefined;
     # it is set to that of a random subset of rows, whose expected change is 0.
     sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
-    gain_C, whole_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
+    gain_C, corpus_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
     if protocol.components:
         gain_C = before.std_E
         slopes = {name: weight * level.scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
-        whole_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
+        corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
     shared = {item.name: getattr(level, item.name) for item in fields(Level)}
-    overrides = {"whole_C": whole_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
+    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
     return InteractionLevel(**shared | overrides)

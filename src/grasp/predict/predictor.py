@@ -647,7 +647,7 @@ def additive_predictor(
     Raises:
         ProtocolError: no such unit, or the artifact does not fit the protocol.
     """
-    chosen, units = resolve_protocol(protocol, artifact, choosing=True), None
+    chosen, units = resolve_protocol(protocol, artifact), None
     if match is not None:
         single_kernel = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         chosen = parse_protocol(chosen.model_dump() | single_kernel, f"match {match}")

@@ -209,18 +209,19 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 )
 
 
-# Rows are chosen for a task, not for its known questions (experiments/selection). Subsets keep the mean: predictions
-# are judged on the known questions, where the estimate ranks no better (task rho on cc-topic .41 against .43).
-CHOOSING_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
+# What verbs use that answer for a task: its known questions are a sample (experiments/selection). Runs are measured on
+# the known questions, so comparisons with runs use DEFAULT_PROTOCOL: the estimate ranks subsets no better there (task
+# rho on cc-topic .41 against .43).
+TASK_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
 
 
 def resolve_protocol(
-    protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader, *, choosing: bool = False
+    protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader, *, known_questions: bool = False
 ) -> ScoringProtocol:
     """Return the protocol itself, read it from a file, or (None) return the built-in protocol for the artifact.
 
     The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays. Otherwise it
-    is CHOOSING_PROTOCOL for verbs that choose rows, and DEFAULT_PROTOCOL for those that predict subsets.
+    is TASK_PROTOCOL, or DEFAULT_PROTOCOL with `known_questions`.
     """
     if isinstance(protocol, ScoringProtocol):
         return protocol
@@ -230,7 +231,7 @@ def resolve_protocol(
         paper: ScoringProtocol = geometry().PAPER
         if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    return CHOOSING_PROTOCOL if choosing else DEFAULT_PROTOCOL
+    return DEFAULT_PROTOCOL if known_questions else TASK_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:

@@ -1,7 +1,8 @@
-"""What is known of an artifact, on one page that needs no network; or live, by `serve`.
+"""HTML report of an artifact: one self-contained file, or a live page and MCP tools (`serve`).
 
-In: an artifact, perhaps runs, a selection, a mixture, suspects. Out: one HTML file. Read `verb` first, then `findings`
-(every number and text of the page) and `page` (how they are shown). Texts of the corpus are untrusted: they are escaped
-wherever they stand, and a content-security-policy with the checksums of our own scripts keeps anything else from
-running.
+Input: an artifact; optionally retrained runs, a selection, a mixture and a table of suspicious rows. Start with
+`build_report.report`; `findings` collects every number and text of the page, `page` renders them.
+
+Corpus text is untrusted. All of it is escaped, and a content security policy that lists the hashes of the page's own
+scripts prevents any other script from running.
 """

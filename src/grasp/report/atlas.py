@@ -1,7 +1,8 @@
-"""Rows as points on a map, for Embedding Atlas (PyPI `embedding-atlas`), which opens Parquet and needs nothing of ours.
+"""Export of a two-dimensional map of the rows for Embedding Atlas (PyPI `embedding-atlas`), which reads Parquet.
 
-Two rows lie near each other where their mean sketches are alike: the coordinates are the first two principal axes of
-the hidden and the residual sketch side by side.
+The coordinates are the first two principal components of the concatenated hidden and residual sketches, so rows with
+similar sketches are close to each other. Start with `write_atlas`.
+
 Shape letters: N rows, D sketch width.
 """
 
@@ -30,23 +31,25 @@ def write_atlas(
 ) -> str:
     """Write a directory with one Parquet file: row_id, text, labels, relevance_TARGET, projection_x, projection_y.
 
-    Memory: two coordinates and one effect a target for every row; the row table is read in batches.
+    Memory: two coordinates and one effect per target for every row; the row table is read in batches.
+
     Returns:
-        The command that opens it.
+        The command that opens the map in Embedding Atlas.
+
     Raises:
-        ArtifactError: the artifact keeps no sketches.
-        SettingsError: the directory cannot be written, is somebody else's, or lies in what the artifact reads.
+        ArtifactError: the artifact has no sketches.
+        SettingsError: the directory cannot be written, holds other files, or is an input of the artifact.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
     names = [f"{half}_sketch" for half in SIMILAR if f"{half}_sketch" in artifact.array_names]
     if not names:
         raise ArtifactError(
-            f"{artifact.where}: keeps no sketches, which place rows on a map; build it with features.hidden_width and "
-            "features.residual_width above 0"
+            f"{artifact.where}: the artifact has no sketches, which the map is computed from; build it with "
+            "features.hidden_width and features.residual_width above 0"
         )
     own_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)
     predictor = Predictor.from_artifact(artifact, protocol, targets)
-    place_N2 = _projected(artifact, names)
+    projection_N2 = _principal_coordinates(artifact, names)
     path, start = directory / "rows.parquet", 0
     try:
         with written_aside(path) as part:
@@ -57,8 +60,8 @@ def write_atlas(
                 rows = slice(start, start + batch.num_rows)
                 for target, effect_N in zip(predictor.units.targets, predictor.effect_NT[rows].T, strict=True):
                     table = table.append_column(f"relevance_{target}", pa.array(effect_N, pa.float32()))
-                for axis, along_N in zip("xy", place_N2[rows].T, strict=True):
-                    table = table.append_column(f"projection_{axis}", pa.array(along_N, pa.float32()))
+                for axis, coordinate_N in zip("xy", projection_N2[rows].T, strict=True):
+                    table = table.append_column(f"projection_{axis}", pa.array(coordinate_N, pa.float32()))
                 writer = writer or pq.ParquetWriter(part, table.schema, compression="zstd")
                 writer.write_table(table)
                 start = rows.stop
@@ -69,18 +72,19 @@ def write_atlas(
     return f"embedding-atlas {shlex.quote(str(path))} --text text --x projection_x --y projection_y"
 
 
-def _projected(artifact: ArtifactReader, names: Sequence[str]) -> F64:
-    """(N, 2) principal coordinates; of a sketch of width 1 the second is 0."""
+def _principal_coordinates(artifact: ArtifactReader, names: Sequence[str]) -> F64:
+    """Return the principal coordinates of the rows, (N, 2); the second is 0 for a sketch of width 1."""
 
     def blocks() -> Iterator[F64]:
         for parts in zip(*(artifact.array_blocks(name) for name in names), strict=True):
             yield np.concatenate([block for _, block in parts], axis=1).astype(np.float64)
 
-    parts = [(block.sum(axis=0), block.T @ block) for block in blocks()]
-    mean_D = np.sum([total_D for total_D, _ in parts], axis=0) / artifact.n_rows
-    square_DD = np.sum([square_DD for _, square_DD in parts], axis=0) / artifact.n_rows
-    _, axes_DD = np.linalg.eigh(square_DD - np.outer(mean_D, mean_D))
+    # Covariance from two streaming sums, cov = E[x x^T] - E[x] E[x]^T, in float64; rows are never held all at once.
+    sums = [(block.sum(axis=0), block.T @ block) for block in blocks()]
+    mean_D = np.sum([total_D for total_D, _ in sums], axis=0) / artifact.n_rows
+    second_moment_DD = np.sum([square_DD for _, square_DD in sums], axis=0) / artifact.n_rows
+    _, axes_DD = np.linalg.eigh(second_moment_DD - np.outer(mean_D, mean_D))  # eigenvalues ascend
     axes_D2 = axes_DD[:, ::-1][:, :2]
-    axes_D2 = axes_D2 * np.where(axes_D2.sum(axis=0) < 0, -1.0, 1.0)  # which way an axis points is nobody's choice
-    place_N2 = np.concatenate([(block - mean_D) @ axes_D2 for block in blocks()])
-    return np.pad(place_N2, ((0, 0), (0, 2 - place_N2.shape[1])))
+    axes_D2 = axes_D2 * np.where(axes_D2.sum(axis=0) < 0, -1.0, 1.0)  # eigenvectors have no sign: fix one
+    projection_N2 = np.concatenate([(block - mean_D) @ axes_D2 for block in blocks()])
+    return np.pad(projection_N2, ((0, 0), (0, 2 - projection_N2.shape[1])))

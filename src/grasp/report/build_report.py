@@ -1,4 +1,7 @@
-"""The verb `report`: everything that is known of an artifact on one page that needs no network."""
+"""The `report` command: write everything that is known about an artifact to one self-contained HTML page.
+
+Start with `report`.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -9,14 +12,14 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
-from grasp.report.findings import findings
+from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 
-EXPLAINED = 8  # best rows of each target whose words are shaded, where the model is at hand
+EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
 
 
 def report(
@@ -34,77 +37,85 @@ def report(
     partial: bool = False,
     previous: Sequence[str | Any] = (),
 ) -> Path:
-    """Write one HTML page: what to keep, and what it is worth.
+    """Write a self-contained HTML report: which data to keep, the predicted gain, and the evidence for it.
 
-    It says how far to trust that, shows the rows that teach each target, and predicts while sliders move.
+    The page shows the agreement with retrained models, the rows that help or hurt each target, and sliders that
+    predict the effect of any mixture.
 
     Args:
-        out: HTML file to write; it needs no network.
-        by: labels, separated by commas. Default: those of 2 to 100 values.
+        out: HTML file to write; opens without a network connection.
+        by: labels to slice by, separated by commas. Default: all labels with 2 to 100 values.
         target: targets, separated by commas. Default: all.
-        runs: runs, retrained or imported: the change in their unit, with an interval.
-        selection: JSON that `grasp select` wrote beside its --out.
-        mixture: JSON that `grasp mix` wrote beside its --out.
-        suspects: Parquet that `grasp detect` wrote with --out.
-        protocol: protocol to predict with. Default: the one that ships.
-        explain: best rows of each target whose words are shaded, if the model is at hand; half as many of the worst.
-        partial: use what unfinished runs have.
+        runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
+        selection: JSON summary written by `grasp select` next to its --out.
+        mixture: JSON summary written by `grasp mix` next to its --out.
+        suspects: Parquet table written by `grasp detect --out`.
+        protocol: scoring rule to predict with. Default: the built-in rule.
+        explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
+            requires the model.
+        partial: use the finished part of unfinished runs.
         previous: artifact of an earlier checkpoint on the same corpus, oldest first.
+
     Returns:
-        The file.
+        Path of the HTML file.
+
     Raises:
-        SettingsError: a file that is not of this artifact, or one that cannot be written.
-        ProtocolError: the artifact does not fit the protocol, or has no such target.
-        RunsError: runs and artifact do not belong together.
-        SubsetError: no such label, or one with a single value.
+        SettingsError: a file belongs to another artifact, or the output cannot be written.
+        ProtocolError: the artifact does not fit the scoring rule, or has no such target.
+        EnvironmentDataError: the runs do not belong to the artifact.
+        SubsetError: unknown label, or a label with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)
     by = listed(by or (), artifact.manifest.details.get("labels", ()))
     for name, values in (("target", targets or ()), ("by", by)):
-        if twice := sorted({value for value in values if list(values).count(value) > 1}):
-            raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
-    place, environment = Path(out), None if runs is None else bind_runs(artifact, runs)
+        if repeated := sorted({value for value in values if list(values).count(value) > 1}):
+            raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")
+    out = Path(out)
+    environment = None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
-    earlier: list[ArtifactReader] = [
-        ArtifactReader.open(one) if isinstance(one, Path | str) else getattr(one, "files", one) for one in previous
+    earlier_artifacts: list[ArtifactReader] = [
+        ArtifactReader.open(checkpoint)
+        if isinstance(checkpoint, Path | str)
+        else getattr(checkpoint, "files", checkpoint)
+        for checkpoint in previous
     ]
     reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"holds the runs": None if environment is None else environment.path}
-    reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
-    own = Path(protocol) if isinstance(protocol, Path | str) else None
-    check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": own})
-    flags = {  # of the command line that writes the page, which is printed on it
+    reads |= {"is the artifact of an earlier checkpoint": [checkpoint.path for checkpoint in earlier_artifacts]}
+    protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
+    check_outputs({"out": out}, artifact.reads | reads | {"protocol reads": protocol_path})
+    flags = {  # command line that reproduces the page; the page shows it
         "--by": ",".join(by) or None,
         "--target": None if targets is None else ",".join(targets),
         "--runs": None if environment is None else environment.path,
-        "--protocol": own,
+        "--protocol": protocol_path,
         "--selection": paths["selection"],
         "--mixture": paths["mixture"],
         "--detect": paths["suspects"],
         "--explain": None if explain == EXPLAINED else explain,
     }
-    given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
-    given += ["--partial"] if partial else []
-    given += [part for one in earlier for part in ("--previous", one.where)]
-    command = shlex.join(["grasp", "report", artifact.where, *given, "--out", str(place)])
-    found = findings(
+    options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    options += ["--partial"] if partial else []
+    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.where)]
+    command = shlex.join(["grasp", "report", artifact.where, *options, "--out", str(out)])
+    findings = collect_findings(
         artifact,
-        resolve_protocol(protocol, artifact, choosing=True),
+        resolve_protocol(protocol, artifact),
         target=targets,
         by=by,
-        previous=earlier,
+        previous=earlier_artifacts,
         environment=environment,
         partial=partial,
         **paths,
-        protocol_path=own,
+        protocol_path=protocol_path,
         explain=explain,
         command=command,
     )
-    page = render(found)
+    page = render(findings)
     try:
-        with written_aside(place) as part:
+        with written_aside(out) as part:
             part.write_bytes(page.encode())
     except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
-        raise SettingsError(f"--out: got {place}, which cannot be written ({err.strerror}); name a file") from err
-    return place
+        raise SettingsError(f"--out: cannot write {out} ({err.strerror}); expected the path of a file") from err
+    return out

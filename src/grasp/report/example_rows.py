@@ -1,7 +1,8 @@
-"""Rows that a report holds: the ends of every target, question and slice, and of the parts of two labels crossed. And
-why those at the ends of a target count.
+"""Example rows of a report: the most helpful and most harmful rows of every target, question, slice and label pair.
 
-Shape letters: N rows, L rows that are long enough, K rows that are held, G slices, T targets, Q questions.
+Start with `collect_example_rows`; `explain_rows` adds the words or images that account for a row's effect.
+
+Shape letters: N rows, L rows long enough to be ranked, K example rows, G slices, T targets, Q questions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,28 +28,30 @@ from grasp.predict.weights import grouped
 from grasp.text import LONGEST_CELL, plain, printable, visible
 
 MOST_ROWS = 1_500
-ENDS = 25  # rows on either side of a target
-QUESTIONS = 8  # a target
-QUESTION_NUMBERS = 8_000_000  # effects of questions that are held at once; large corpora show fewer questions
+ENDS = 25  # most helpful rows per target, and as many of the most harmful
+QUESTIONS = 8  # per target
+QUESTION_NUMBERS = 8_000_000  # limit on question effects in memory; large corpora show fewer questions
 QUESTION_TOP, QUESTION_BOTTOM = 6, 3
 SLICE_TOP, SLICE_BOTTOM = 4, 2
-CELLS = 600  # parts of two labels crossed
-COLUMNS, COPIED = 8, 4_096  # columns, and rows of them, that are copied at once
+CELLS = 600  # label pairs shown in the treemap
+COLUMNS, COPIED = 8, 4_096  # tile of the blocked transpose in `iterate_columns`: columns, rows
 
-LONGEST = 2_000  # characters of a row whose words are shaded
-DIGITS = 3
-TRUSTED = 4  # images beside a row
-PICTURE_BYTES = 2_000_000  # of a page; beyond, images are named
+LONGEST = 2_000  # characters of a row with shaded words
+DIGITS = 3  # significant digits of a word's contribution
+TRUSTED = 4  # trusted images shown with a row
+PICTURE_BYTES = 2_000_000  # limit on the embedded images of a page; further images are listed by caption only
 
-Shades = dict[int, dict[str, list[tuple[str, float | None]]]]  # place among the held rows -> target -> words
-Pictures = dict[int, dict[str, list[tuple[str, str | None]]]]  # the same -> what stands below a picture, and its URL
+# Index of an example row -> "t" and the number of a target -> its words, each with its contribution.
+Shades = dict[int, dict[str, list[tuple[str, float | None]]]]
+# The same -> its images, each with a caption and a data URL.
+Pictures = dict[int, dict[str, list[tuple[str, str | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One unit of a target: what is asked, and the rows that help it most and least, with their effects."""
+    """One unit of a target: its text, and the rows that help or hurt it most, with their effects."""
 
-    target: int
+    target: int  # index of the target
     unit_id: str
     prompt: str
     completion: str
@@ -57,73 +60,85 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRows:
-    """Rows with their text, and where each stands among all that are long enough."""
+class ExampleRows:
+    """Rows with their text, effects and ranks."""
 
-    rows: tuple[dict[str, Any], ...]  # of the row table
-    index: I64
+    rows: tuple[dict[str, Any], ...]  # records of the row table
+    index: I64  # (K,) row indices in the artifact
     effect_KT: F32
-    rank_KT: I64  # 1 is the most helpful; 0: too short to be ranked
+    rank_KT: I64  # 1 is the most helpful row; 0: too short to be ranked
     questions: tuple[Question, ...]
-    n_ranked: int
+    n_ranked: int  # rows of the corpus that are long enough to be ranked
 
-    def best_first(self, t: int) -> list[int]:
-        """Places of the rows that are ranked for a target."""
+    def most_helpful_first(self, t: int) -> list[int]:
+        """Return the example rows that are ranked for target `t`, ordered by rank."""
         return [k for k in np.argsort(self.rank_KT[:, t], kind="stable").tolist() if self.rank_KT[k, t]]
 
 
-def held_rows(
+def collect_example_rows(
     artifact: ArtifactReader,
     predictor: Predictor,
     slices: Sequence[LabelSlices],
     parts: LabelSlices | None,
     long_N: Bool,
-) -> HeldRows:
-    """The rows of a report, `MOST_ROWS` at most.
+) -> ExampleRows:
+    """Collect at most `MOST_ROWS` example rows for a report.
+
+    Rows of targets and questions come first, so these are the last to be cut off.
 
     Args:
-        slices: whose ends are wanted besides those of targets and questions.
-        parts: whose best rows are wanted.
-        long_N: rows that are long enough to be ranked.
+        slices: labels whose most helpful and most harmful rows per slice are included.
+        parts: crossed labels; the most helpful row of every pair is included.
+        long_N: mask of the rows that are long enough to be ranked.
     """
     effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
     questions = _questions(artifact, predictor, rows_L)
     mean_L = effect_NT.mean(axis=1)[rows_L]
-    wanted = [_ends(effect_L, rows_L, ENDS, ENDS) for effect_L in by_column(effect_NT, rows_L)]
+    wanted = [_ends(effect_L, rows_L, ENDS, ENDS) for effect_L in iterate_columns(effect_NT, rows_L)]
     wanted += [question.rows for question in questions]
-    for one in slices:
-        wanted += [_first_of_each(one, mean_L, rows_L, SLICE_TOP), _first_of_each(one, -mean_L, rows_L, SLICE_BOTTOM)]
+    for label in slices:
+        wanted.append(_top_of_each_slice(label, mean_L, rows_L, SLICE_TOP))
+        wanted.append(_top_of_each_slice(label, -mean_L, rows_L, SLICE_BOTTOM))
     if parts is not None:
-        wanted.append(_first_of_each(parts, mean_L, rows_L, 1))
+        wanted.append(_top_of_each_slice(parts, mean_L, rows_L, 1))
     index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
     ranks = [
-        1 + len(effect_L) - np.searchsorted(np.sort(effect_L), effect_K, side="right")  # 1, and how many are higher
-        for effect_L, effect_K in zip(by_column(effect_NT, rows_L), effect_NT[index].T, strict=True)
+        1 + len(effect_L) - np.searchsorted(np.sort(effect_L), effect_K, side="right")  # 1 + number of higher effects
+        for effect_L, effect_K in zip(iterate_columns(effect_NT, rows_L), effect_NT[index].T, strict=True)
     ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
-    return HeldRows(tuple(artifact.rows(index).to_pylist()), index, effect_NT[index], rank_KT, questions, len(rows_L))
+    return ExampleRows(
+        tuple(artifact.rows(index).to_pylist()), index, effect_NT[index], rank_KT, questions, len(rows_L)
+    )
 
 
 def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> tuple[Question, ...]:
-    """The first units of every target, each with the rows at its ends. Their effects are let go when it returns."""
+    """Return the first units of every target, each with its most helpful and most harmful rows.
+
+    The effects of single units, (N, Q), are local to this function, so that their memory is freed when it returns.
+    """
     targets = predictor.units.targets
-    each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (predictor.n_rows * len(targets))))
-    columns = [artifact.unit_columns(target)[:each] for target in targets]
+    per_target = max(1, min(QUESTIONS, QUESTION_NUMBERS // (predictor.n_rows * len(targets))))
+    columns = [artifact.unit_columns(target)[:per_target] for target in targets]
     target_Q = np.repeat(np.arange(len(targets)), [len(part) for part in columns])
     column_Q = np.concatenate(columns)
     units = artifact.units.select(["unit_id", "prompt", "completion"]).take(column_Q).to_pylist()
     single = UnitSelection(tuple(str(e) for e in column_Q), column_Q, np.ones(len(column_Q), dtype=np.int64))
     effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
     questions = []
-    for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
+    for q, (unit, effect_L) in enumerate(zip(units, iterate_columns(effect_NQ, rows_L), strict=True)):
         ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
         rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
         questions.append(Question(int(target_Q[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
     return tuple(questions)
 
 
-def by_column(values_NT: F32, rows_L: I64) -> Iterator[F32]:
-    """One column after the other, of some rows, each in one piece: a few at a time, so that lines are read once."""
+def iterate_columns(values_NT: F32, rows_L: I64) -> Iterator[F32]:
+    """Yield each column, restricted to the given rows, as a contiguous array.
+
+    Columns are transposed in tiles of `COLUMNS` x `COPIED`: the array is row-major, and copying a single column would
+    read every cache line once per column.
+    """
     n_rows, n_columns = values_NT.shape
     for first in range(0, n_columns, COLUMNS):
         part_TN = np.empty((min(COLUMNS, n_columns - first), n_rows), dtype=np.float32)
@@ -133,84 +148,87 @@ def by_column(values_NT: F32, rows_L: I64) -> Iterator[F32]:
 
 
 def _ends(values_L: F32, rows_L: I64, top: int, bottom: int) -> I64:
-    """The rows with the highest values, best first, and those with the lowest, worst last."""
+    """Return the rows with the highest values, in descending order, then those with the lowest, also descending."""
     ends = [ranked(values_L, count=top), ranked(-values_L, count=bottom)[::-1]]
     return np.asarray(rows_L[np.concatenate(ends)])
 
 
-def _first_of_each(slices: LabelSlices, values_L: F32, rows_L: I64, count: int) -> I64:
-    """Of every slice the rows with the highest values, best first."""
+def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: int) -> I64:
+    """Return the `count` rows with the highest values of every slice, in descending order."""
     order_L, rows_G = grouped(slices.codes_N[rows_L], len(slices.slices))
     groups = np.split(order_L, np.cumsum(rows_G)[:-1])
-    firsts = [group[ranked(values_L[group], count=count)] for group in groups]
-    return np.asarray(rows_L[np.concatenate(firsts)])
+    top = [group[ranked(values_L[group], count=count)] for group in groups]
+    return np.asarray(rows_L[np.concatenate(top)])
 
 
-def crossed(first: LabelSlices, second: LabelSlices) -> LabelSlices:
-    """Two labels crossed: their largest parts, and last, if there is any, a slice of all others."""
+def cross_labels(first: LabelSlices, second: LabelSlices) -> LabelSlices:
+    """Return the cross product of two labels: the largest `CELLS` pairs, then one slice with the remaining rows."""
     codes_N = first.codes_N.astype(np.int64) * len(second.slices) + second.codes_N
     cells, inverse_N, counts = np.unique(codes_N, return_inverse=True, return_counts=True)
-    kept = np.argsort(-counts, kind="stable")[:CELLS]
-    place = np.full(len(cells), len(kept), dtype=np.int32)
-    place[kept] = np.arange(len(kept))
+    largest = np.argsort(-counts, kind="stable")[:CELLS]
+    slice_of_cell = np.full(len(cells), len(largest), dtype=np.int32)
+    slice_of_cell[largest] = np.arange(len(largest))
     slices = []
-    for cell in kept:
+    for cell in largest:
         i, j = divmod(int(cells[cell]), len(second.slices))
         a, b = first.slices[i], second.slices[j]
         slices.append(Slice(f"{a.name} / {b.name}", f"({a.expression}) AND ({b.expression})", int(counts[cell]), 0))
-    n_smaller = len(cells) - len(kept)
+    n_smaller = len(cells) - len(largest)
     if n_smaller:
-        rest = int(counts.sum() - counts[kept].sum())
+        rest = int(counts.sum() - counts[largest].sum())
         slices.append(Slice(f"{n_smaller:,} smaller parts", "", rest, 0))
-    return LabelSlices(f"{first.label} x {second.label}", tuple(slices), place[inverse_N], n_smaller)
+    return LabelSlices(f"{first.label} x {second.label}", tuple(slices), slice_of_cell[inverse_N], n_smaller)
 
 
-def explained(
-    artifact: ArtifactReader, protocol: ScoringProtocol, targets: tuple[str, ...], held: HeldRows, count: int
+def explain_rows(
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: tuple[str, ...], examples: ExampleRows, count: int
 ) -> tuple[Shades, Pictures, str]:
-    """Why the best rows of each target count, and half as many of the worst.
+    """Explain the `count` most helpful rows of each target, and half as many of the most harmful.
 
-    Of texts the words with what each adds, if the model is where it was, else why not. Of images the trusted images
-    that they bear on most.
+    Text rows are explained by the contribution of each word, which needs the model. Image rows are explained by the
+    trusted images that they affect most.
 
-    Args:
-        count: how many of the best.
+    Returns:
+        Words, images, and the reason why words are missing, or "".
     """
     shades: Shades = {}
     pictures: Pictures = {}
     ends = []
     for t in range(len(targets)):
-        order = held.best_first(t)
+        order = examples.most_helpful_first(t)
         ends.append(list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]])))
     if BuildSource(artifact).has_images:
-        room = PICTURE_BYTES
+        remaining_bytes = PICTURE_BYTES
         for t, target in enumerate(targets):
-            every = vision().explain(artifact, target, [held.rows[k]["row_id"] for k in ends[t]], protocol=protocol)
-            for k, image in zip(ends[t], every, strict=True):
+            row_ids = [examples.rows[k]["row_id"] for k in ends[t]]
+            explanations = vision().explain(artifact, target, row_ids, protocol=protocol)
+            for k, image in zip(ends[t], explanations, strict=True):
                 shown = [(plain(caption, LONGEST_CELL), url) for caption, url in image.nearest[: 1 + TRUSTED]]
-                room -= sum(len(url or "") for _, url in shown)
-                pictures.setdefault(k, {})[f"t{t}"] = shown if room > 0 else [(caption, None) for caption, _ in shown]
+                remaining_bytes -= sum(len(url or "") for _, url in shown)
+                if remaining_bytes <= 0:
+                    shown = [(caption, None) for caption, _ in shown]
+                pictures.setdefault(k, {})[f"t{t}"] = shown
         return {}, pictures, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
-        return {}, {}, f"The words of the rows are not shaded: the model {model or 'of the build'} is not where it was."
-    explainer = import_module("grasp.inspect.explain").Explainer(artifact)  # loads torch: not without a model
+        return {}, {}, f"Words are not shaded: the model {model or 'of the build'} was not found."
+    explainer = import_module("grasp.inspect.explain").Explainer(artifact)  # imports torch, so only if it is needed
     try:
         for t, target in enumerate(targets):
             for k in ends[t]:
-                row = explainer.explain(target, held.rows[k]["row_id"], protocol=protocol)
+                row = explainer.explain(target, examples.rows[k]["row_id"], protocol=protocol)
                 shades.setdefault(k, {})[f"t{t}"] = list(_shaded_words(row.tokens, row.contributions))
     except GraspError as err:
-        return {}, {}, f"The words of the rows are not shaded: {err}"
+        return {}, {}, f"Words are not shaded: {err}"
     return shades, {}, ""
 
 
-def _shaded_words(tokens: Sequence[str], adds_L: F64) -> Iterator[tuple[str, float | None]]:
-    """Words with what each adds; white space that adds much is made visible."""
+def _shaded_words(tokens: Sequence[str], contribution_L: F64) -> Iterator[tuple[str, float | None]]:
+    """Yield each word with its contribution; white space with a large contribution is made visible."""
     length = 0
-    for word, add, share in zip(*by_word(tokens, adds_L), strict=True):
+    for word, contribution, share in zip(*by_word(tokens, contribution_L), strict=True):
         shown = printable(visible(word) if abs(share) >= STRONG else word)
-        yield shown, None if isnan(add) else float(f"{add:.{DIGITS}g}")
+        yield shown, None if isnan(contribution) else float(f"{contribution:.{DIGITS}g}")
         length += len(word)
         if length > LONGEST:
             yield " ...", None

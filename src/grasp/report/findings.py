@@ -1,7 +1,9 @@
-"""Everything that a report shows, as numbers and texts: what was built, what its slices and rows are worth, how far
-predictions agree with retraining, and what was decided. A part that is missing says why, and how to get it.
+"""Contents of a report as numbers and texts: the build, effects of slices and rows, agreement with retraining, and the
+selection, mixture and suspicious rows of other commands.
 
-Texts are as the corpus has them: whoever shows them must treat them as data.
+Start with `collect_findings`. A missing part is a `Missing` with the reason and the remedy. Corpus text is unescaped
+here: code that displays it must treat it as data.
+
 Shape letters: G slices, T targets, B subsets.
 """
 
@@ -33,7 +35,15 @@ from grasp.predict.slices import (
     suggest_labels,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.report.example_rows import HeldRows, Pictures, Shades, by_column, crossed, explained, held_rows
+from grasp.report.example_rows import (
+    ExampleRows,
+    Pictures,
+    Shades,
+    collect_example_rows,
+    cross_labels,
+    explain_rows,
+    iterate_columns,
+)
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
 from grasp.runs.retrained import TrainingRuns
@@ -41,13 +51,13 @@ from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summar
 from grasp.text import LONGEST_CELL, different
 from grasp.yaml_files import read_yaml, yaml_text
 
-BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
-NATS = {"nats": "nats a token"}  # what the unit of runs is called on the page, if not by itself
+TOP_SHARE = 0.3  # share of the rows whose predicted gain is reported if no selection is given
+NATS = {"nats": "nats per token"}  # unit of the runs -> its name on the page, if different
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A part that is not there."""
+    """A part of the report that is not available."""
 
     reason: str
     remedy: str
@@ -55,7 +65,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The predicted change of every target, with an interval; nan where there is none. (G, T) each."""
+    """The predicted change of every target with its confidence interval, (G, T) each; nan if there is none."""
 
     value_GT: F64
     low_GT: F64
@@ -63,27 +73,27 @@ class Change:
 
     @property
     def sign_GT(self) -> NDArray[np.int8]:  # noqa: N802 - a shape suffix
-        """1 a gain, -1 a loss, 0: the interval holds zero, or there is none."""
+        """Return 1 for a gain, -1 for a loss, and 0 if the interval contains zero or does not exist."""
         return (self.low_GT > 0).astype(np.int8) - (self.high_GT < 0).astype(np.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelFindings:
-    """One label: its slices, how each target changes without them, and all that is needed to play with them."""
+    """One label: its slices, the effect of dropping each, and the function that predicts any mixture of them."""
 
     slices: LabelSlices
-    names: list[str]  # of the slices, as a page shows them
-    dropped: Change  # in the unit of the findings; a slice that helps is a loss
+    names: list[str]  # display names of the slices
+    dropped: Change  # change if the slice is dropped, in `Findings.unit`; negative if the slice helps
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
-    mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
-    cosine_GG: F64 | None  # of the slices' sketches; None: the artifact keeps none
-    price: SliceFormula | Predictor  # of weights of the slices: a formula, or who prices them one by one
+    mean_GT: F64  # mean effect of the slice's rows; 0 is the average row of the corpus
+    cosine_GG: F64 | None  # cosine similarity of the slices' mean sketches; None: no sketches
+    weights_model: SliceFormula | Predictor  # change under weights of the slices: closed form, or full prediction
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
-        """What helps (1) and what hurts (-1) some targets, (G, T), and whether only relevance says so.
+        """Return which slices help (1) or hurt (-1) the given targets, (G, T), and whether by relevance only.
 
-        By runs where they are sure of any slice. A single slice often moves a model less than the noise of the runs:
-        then by relevance, whose intervals tell whether other questions would say the same.
+        Uses the runs if they find any significant slice. Dropping a single slice often changes a model by less than
+        the noise of the runs; then relevance is used, with intervals over the questions of the target.
         """
         sign_GT = -self.dropped.sign_GT[:, targets]
         if sign_GT.any():
@@ -93,54 +103,54 @@ class LabelFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """What a choice of rows is worth to a target."""
+class PredictedGain:
+    """Predicted gain of a target from training on a subset of the rows."""
 
     value: float
     unit: str
     low: float = nan
     high: float = nan
-    outside: str = ""  # in which way it lies beyond the runs
+    outside: str = ""  # how the subset extrapolates beyond the runs; empty if it does not
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All of it."""
+    """The complete contents of a report."""
 
     environment: TrainingRuns | None = field(repr=False)
-    flags: Mapping[str, Any]  # that make the command line say what the page says
-    command: str  # that makes the report again
+    flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
+    command: str  # command line that reproduces the report
     artifact_path: str
     name: str
     n_rows: int
     n_tokens: int
     targets: tuple[str, ...]
-    units: Mapping[str, int]  # of each target, how many
-    facts: tuple[tuple[str, str], ...]  # what was built, and from what
+    units: Mapping[str, int]  # number of units per target
+    facts: tuple[tuple[str, str], ...]  # provenance of the artifact: name and value
     skipped: Mapping[str, int]
-    settings: str  # YAML that `grasp build --config` replays
-    unit: str  # of the changes: nats where all targets have runs
-    plain_unit: str  # of what the formulas of the slices give
-    scored_by: str  # in one line
+    settings: str  # YAML for `grasp build --config`
+    unit: str  # unit of the changes: that of the runs if all targets have runs
+    effect_unit: str  # unit of predictions without runs
+    scored_by: str  # one-line description of the scoring rule
     labels: tuple[LabelFindings, ...]
-    parts: LabelFindings | None  # of the first two labels crossed
-    best_share: float  # of the rows of each target, the best ones
-    best: tuple[Worth, ...]  # what each target gains by keeping those
-    rows: HeldRows
+    crossed: LabelFindings | None  # pairs of values of the first two labels
+    top_share: float  # share of rows in `top_gains`
+    top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
+    rows: ExampleRows
     shades: Shades
     pictures: Pictures
-    nats: OutcomePredictor | Missing
+    outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     trends: tuple[LabelTrend, ...] | Missing
     agreement: Agreement | Missing  # of predictions with retraining
-    runs_settings: str  # YAML that `grasp retrain --config` replays; empty where there is none
+    runs_settings: str  # YAML for `grasp retrain --config`; empty if there is none
     curve: LearningCurve | None
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
     suspects: ShownSuspects | Missing
-    lacking: tuple[Missing, ...]
+    missing: tuple[Missing, ...]
 
 
-def findings(
+def collect_findings(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
     *,
@@ -156,73 +166,77 @@ def findings(
     explain: int = 0,
     command: str = "",
 ) -> Findings:
-    """Gather what a report shows.
+    """Collect the contents of a report.
 
-    Memory: as `predict`; nothing grows with the corpus but a few numbers a row.
+    Memory: as for `predict`; only a few numbers per row grow with the corpus.
 
     Args:
-        by: labels; none: those with a sensible number of values.
-        protocol_path: as it was given; None: the one that ships.
-        explain: best rows of each target whose words are shaded.
-        command: that makes the report again.
+        by: labels to slice by. Default: all labels with a suitable number of values.
+        protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
+        explain: number of most helpful rows per target whose words are shaded.
+        command: command line that reproduces the report.
     """
     targets = checked_targets(artifact, target)
-    selected = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
-    mixed = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
+    selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
+    mixture_summary = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
     tokens_N = row_tokens(artifact)
-    # nobody having asked by name, that of the mixture comes first, for the page opens on the first
-    first = () if isinstance(mixed, Missing) else (mixed.label,)
+    # The page opens on the first label; by default that is the label of the mixture.
+    first = () if isinstance(mixture_summary, Missing) else (mixture_summary.label,)
     names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
-    # how far predictions agree with retraining, and what runs say of changes: finished development ones, enough of them
-    agreed: Agreement | Missing = NO_RUNS
+    # agreement with retraining, and predictions in the unit of the runs (needs finished development runs)
+    run_agreement: Agreement | Missing = NO_RUNS
     if environment is not None:
-        agreed = agreement(artifact, environment, protocol, targets=targets, partial=partial)
+        run_agreement = agreement(artifact, environment, protocol, targets=targets, partial=partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILAR)
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    nats: OutcomePredictor | Missing = NO_RUNS
+    outcomes: OutcomePredictor | Missing = NO_RUNS
     if environment is not None and partial and environment.pending():
-        nats = Missing("No intervals in nats: the runs are unfinished.", "They come with the last of them.")
+        outcomes = Missing("No intervals in nats: the runs are unfinished.", "Finish them with grasp retrain.")
     elif environment is not None:
         try:
-            nats = learn(predictor, artifact, environment)
+            outcomes = learn(predictor, artifact, environment)
         except (ProtocolLeakError, RunsError) as err:
-            nats = Missing(f"No intervals in nats: {err}.", "Finished development runs give them.")
-    covering = nats if isinstance(nats, OutcomePredictor) and set(nats.columns) == set(targets) else None
+            outcomes = Missing(f"No intervals in nats: {err}.", "Finished development runs are required.")
+    # None unless the runs have outcomes of every target
+    complete = outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.columns) == set(targets) else None
 
     # slices, rows
-    labels = [_label(artifact, predictor, one, covering) for one in columns]
-    parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
+    labels = [_label_findings(artifact, predictor, slices, complete) for slices in columns]
+    crossed = None
+    if len(columns) > 1:
+        crossed = _label_findings(artifact, predictor, cross_labels(*columns[:2]), None)
     long_N = row_tokens(artifact, length_column(artifact)) >= SHORT
     if not long_N.any():
         long_N[:] = True
-    rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
-    shades, pictures, unshaded = explained(artifact, protocol, targets, rows, explain) if explain else ({}, {}, "")
+    rows = collect_example_rows(artifact, predictor, columns, None if crossed is None else crossed.slices, long_N)
+    shades, pictures, unshaded = explain_rows(artifact, protocol, targets, rows, explain) if explain else ({}, {}, "")
     trends = label_trends([*previous, artifact], columns, targets) if previous else NO_TRENDS
     detected = NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names)
 
-    n_best = max(1, round(BEST_SHARE * artifact.n_rows))
+    n_top = max(1, round(TOP_SHARE * artifact.n_rows))
 
-    # what is not there, and how to get it
-    lacking = [Missing(unshaded, "")] if unshaded else []
+    # missing parts, each with its remedy
+    missing = [Missing(unshaded, "")] if unshaded else []
     if not labels:
-        lacking.append(NO_LABELS)
+        missing.append(NO_LABELS)
     if not any(row["snippet"] for row in rows.rows):
-        lacking.append(NO_TEXT)
+        missing.append(NO_TEXT)
     if labels and labels[0].cosine_GG is None:
-        lacking.append(NO_SKETCHES)
-    lacking += [part for part in (trends, agreed, selected, mixed, detected) if isinstance(part, Missing)]
+        missing.append(NO_SKETCHES)
+    optional = (trends, run_agreement, selection_summary, mixture_summary, detected)
+    missing += [part for part in optional if isinstance(part, Missing)]
 
-    manifest, there = artifact.manifest, info(artifact.where)
+    manifest, artifact_info = artifact.manifest, info(artifact.where)
     facts = (
         ("corpus", str(manifest.settings.get("corpus", {}).get("path", "unknown"))),
         ("reference model", str(manifest.settings.get("model", {}).get("path", "unknown"))),
         *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
         ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
-        ("arrays", ", ".join(f"{one.name} {one.shape[0]:,} x {one.shape[1]}" for one in there.arrays)),
+        ("arrays", ", ".join(f"{array.name} {array.shape[0]:,} x {array.shape[1]}" for array in artifact_info.arrays)),
         *(("leaks", note) for note in leak_notes(artifact, targets)),
         *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
-        ("bytes on disk", f"{there.bytes_total:,} ({there.bytes_per_row:,.0f} a row)"),
+        ("bytes on disk", f"{artifact_info.bytes_total:,} ({artifact_info.bytes_per_row:,.0f} per row)"),
     )
     run = None if environment is None else environment.path / "run.yaml"
     return Findings(
@@ -230,7 +244,7 @@ def findings(
         flags={
             "--target": None if target is None else ",".join(targets),
             "--protocol": protocol_path,
-            "--runs": environment.path if isinstance(nats, OutcomePredictor) and environment is not None else None,
+            "--runs": environment.path if isinstance(outcomes, OutcomePredictor) and environment is not None else None,
         },
         command=command,
         artifact_path=artifact.where,
@@ -242,97 +256,100 @@ def findings(
         facts=facts,
         skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
         settings=yaml_text(manifest.settings),
-        unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
-        plain_unit=predictor.unit,
+        unit=predictor.unit if complete is None else NATS.get(complete.unit, complete.unit),
+        effect_unit=predictor.unit,
         scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
-        parts=parts,
-        best_share=n_best / artifact.n_rows,
-        best=best_worth(predictor, targets, n_best, nats),
+        crossed=crossed,
+        top_share=n_top / artifact.n_rows,
+        top_gains=top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
         shades=shades,
         pictures=pictures,
-        nats=nats,
+        outcomes=outcomes,
         trends=trends,
-        agreement=agreed,
+        agreement=run_agreement,
         runs_settings=yaml_text(read_yaml(run)) if run is not None and run.exists() else "",
-        curve=learning_curve(nats) if isinstance(nats, OutcomePredictor) else None,
-        selection=selected,
-        mixture=mixed,
+        curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
+        selection=selection_summary,
+        mixture=mixture_summary,
         suspects=detected,
-        lacking=tuple(lacking),
+        missing=tuple(missing),
     )
 
 
-def best_worth(
-    predictor: Predictor, targets: Sequence[str], n_best: int, nats: OutcomePredictor | Missing
-) -> tuple[Worth, ...]:
-    """What each target gains if the rows with the highest effects on it are kept, and no others."""
+def top_rows_gain(
+    predictor: Predictor, targets: Sequence[str], n_top: int, outcomes: OutcomePredictor | Missing
+) -> tuple[PredictedGain, ...]:
+    """Predict the gain of each target if only the `n_top` rows with the highest effects on it are kept.
+
+    The gains are in the unit of the runs for targets that have runs, and in that of the predictor otherwise.
+    """
     n_rows = len(predictor.effect_NT)
-    effects = by_column(predictor.effect_NT, np.arange(n_rows))
+    effects = iterate_columns(predictor.effect_NT, np.arange(n_rows))
     subsets = (
-        WeightedRows(target, np.sort(ranked(effect_N, count=n_best)))
+        WeightedRows(target, np.sort(ranked(effect_N, count=n_top)))
         for target, effect_N in zip(targets, effects, strict=True)
     )
     blocks = list(in_blocks(subsets, n_rows, len(targets)))
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
-    plain_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
-    best = [Worth(float(value), plain_unit) for value in value_T]
-    if isinstance(nats, OutcomePredictor):
-        tables = [nats.predict(block.weights) for block in blocks]
+    effect_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
+    gains = [PredictedGain(float(value), effect_unit) for value in value_T]
+    if isinstance(outcomes, OutcomePredictor):
+        tables = [outcomes.predict(block.weights) for block in blocks]
         bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
         outside = [text for table in tables for text in table.outside]
         for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
-            learned = isfinite(value)
-            unit = NATS.get(nats.unit, nats.unit) if learned else plain_unit
-            best[t] = Worth(value if learned else best[t].value, unit, low, high, outside[t])
-    return tuple(best)
+            has_runs = isfinite(value)
+            unit = NATS.get(outcomes.unit, outcomes.unit) if has_runs else effect_unit
+            gains[t] = PredictedGain(value if has_runs else gains[t].value, unit, low, high, outside[t])
+    return tuple(gains)
 
 
 NO_LABELS = Missing(
     "The corpus has no label column with 2 to 100 values.",
-    "Name one with --by LABEL (the tail of a label with more values is grouped), or add a column such as topic or "
-    "source to the corpus and build again.",
+    "Pass --by LABEL (rare values of a label with more values are grouped), or add a column such as topic or source "
+    "to the corpus and rebuild.",
 )
 NO_TEXT = Missing(
-    "The artifact keeps no text of its rows (corpus.snippet_chars is 0).",
-    "Build it with --set corpus.snippet_chars=240 to read the rows here.",
+    "The artifact has no text of its rows (corpus.snippet_chars is 0).",
+    "Rebuild it with --set corpus.snippet_chars=240 to read the rows here.",
 )
 NO_TRENDS = Missing(
-    "One checkpoint was built.",
-    "Build earlier checkpoints of the model on the same corpus, and name the artifacts, oldest first, with --previous.",
+    "Only one checkpoint was built.",
+    "Build earlier checkpoints of the model on the same corpus and pass the artifacts, oldest first, with --previous.",
 )
 NO_RUNS = Missing(
-    "No runs were given, so nothing here says how far predictions agree with retraining.",
-    "Retrain on some subsets with grasp retrain, and name the directory with --runs.",
+    "No retrained runs, so the agreement of predictions with retraining is unknown.",
+    "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
 )
 NO_SELECTION = Missing(
-    "No selection was given.", "Choose rows with grasp select, and name the .json beside its --out with --selection."
+    "No selection.", "Select rows with grasp select and pass the .json file next to its --out with --selection."
 )
 NO_MIXTURE = Missing(
-    "No mixture was given.", "Choose weights with grasp mix, and name the .json beside its --out with --mixture."
+    "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
 )
 NO_SUSPECTS = Missing(
-    "No detection was given.", "Look for suspicious rows with grasp detect, and name its --out with --detect."
+    "No table of suspicious rows.", "Detect suspicious rows with grasp detect and pass its --out with --detect."
 )
 NO_SKETCHES = Missing(
-    "The artifact keeps no sketches, which interactions are measured by.",
-    "Build it with features.hidden_width and features.residual_width above 0.",
+    "The artifact has no sketches, which the similarity of slices is computed from.",
+    "Rebuild it with features.hidden_width and features.residual_width above 0.",
 )
 
 
-def _label(
-    artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: OutcomePredictor | None
+def _label_findings(
+    artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, outcomes: OutcomePredictor | None
 ) -> LabelFindings:
-    """Slices of a label; in nats where runs say how much a change is."""
+    """Compute the findings of one label; changes are in the unit of the runs if `outcomes` is given."""
     effects = slice_effects(predictor, slices)
     low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
     dropped = by_relevance = Change(effects.dropped_GT, low_GT, high_GT)
-    if nats is not None:
-        learned = nats.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
-        dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
-    price: SliceFormula | Predictor = predictor
-    if predictor.protocol.interaction is Interaction.NONE:  # what rows do to one another is no sum over slices
-        price = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
+    if outcomes is not None:
+        predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
+        dropped = Change(predicted.nats_BT, predicted.low_BT, predicted.high_BT)
+    weights_model: SliceFormula | Predictor = predictor
+    if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
+        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
     names = different(slices.names, LONGEST_CELL)
-    return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
+    return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

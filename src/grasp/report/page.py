@@ -1,4 +1,7 @@
-"""The page: findings in words and tables, put into the template; nothing from the corpus leaves it unescaped."""
+"""HTML rendering of the findings of a report; all corpus text is escaped.
+
+Start with `render`.
+"""
 
 import base64
 import functools
@@ -23,7 +26,7 @@ from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
 
-PLAIN_ROWS = 5  # on either side of a target, where scripts are off
+PLAIN_ROWS = 5  # most helpful and most harmful rows per target on a page without JavaScript
 SCRIPTS = ("page.js", "whatif.js", "slices.js", "rows.js")
 SECTIONS = {
     "answer": "Answer",
@@ -36,54 +39,56 @@ SECTIONS = {
 }
 
 
-def render(found: Findings, live: str = "") -> str:
-    """The whole page as text.
+def render(findings: Findings, live: str = "") -> str:
+    """Return the page as HTML text.
 
     Args:
-        live: where a server answers what the page does not hold, e.g. /api; empty: nowhere, and nothing is asked.
+        live: path of the server's API, e.g. /api, from which the page loads explanations. Empty: the page makes no
+            requests.
     """
     templates = files("grasp.report") / "templates"
     script = "\n".join(["'use strict';", *((templates / file).read_text(encoding="utf-8") for file in SCRIPTS)])
     checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    data = json_text(payload(found), None)  # made such that it cannot end the element it stands in
+    data = json_text(payload(findings), None)  # &, < and > are escaped, so text cannot close the script element
     for sign in "&<>":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    targets = different(found.targets, LONGEST_CELL)
-    trends = [None] * len(found.labels) if isinstance(found.trends, Missing) else found.trends
-    fidelity = views.fidelity(found)
-    suspects = None if isinstance(found.suspects, Missing) else views.suspects(found.suspects)
+    targets = different(findings.targets, LONGEST_CELL)
+    trends = [None] * len(findings.labels) if isinstance(findings.trends, Missing) else findings.trends
+    fidelity = views.fidelity(findings)
+    suspects = None if isinstance(findings.suspects, Missing) else views.suspects(findings.suspects)
     absent = {
-        "whatif": not found.labels,
-        "slices": not found.labels,
+        "whatif": not findings.labels,
+        "slices": not findings.labels,
         "trust": not fidelity,
         "suspects": not suspects,
     }
 
-    # what must be said before anything else, and of intervals
-    trust: list[str] = [note for fact, note in found.facts if fact == "leaks"]
-    if not isinstance(found.nats, Missing):
-        trust += found.nats.notes
-    elif found.environment is not None and found.labels:
-        trust.append(found.nats.reason)
-    interval_note = f"{COVERAGE:.0%} intervals, learned from retrained models."
-    if found.unit == found.plain_unit or isinstance(found.nats, Missing):
-        few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(found.units))
+    # warnings, and how the intervals are computed
+    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
+    if not isinstance(findings.outcomes, Missing):
+        warnings += findings.outcomes.notes
+    elif findings.environment is not None and findings.labels:
+        warnings.append(findings.outcomes.reason)
+    interval_note = f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
+    if findings.unit == findings.effect_unit or isinstance(findings.outcomes, Missing):
+        few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))
         interval_note = (
-            "95 % intervals over resamples of the target's questions: what other questions of the same kind would "
-            f"say, not how well predictions agree with retraining.{few}"
+            "95 % bootstrap intervals over the target's questions: they cover the choice of questions, not the "
+            f"agreement of predictions with retraining.{few}"
         )
-    crossed = None
-    if found.parts is not None:
-        first, second = (plain(one.slices.label, 40) for one in found.labels[:2])
-        rest = found.parts.slices.slices[-1]
-        left_out = f"{rest.name} with {rest.rows:,} rows in all are left out" if found.parts.slices.n_grouped else ""
-        crossed = {"first": first, "second": second, "rest": left_out}
+    crossing = None
+    if findings.crossed is not None:
+        first, second = (plain(label.slices.label, 40) for label in findings.labels[:2])
+        rest = findings.crossed.slices.slices[-1]
+        has_rest = findings.crossed.slices.n_grouped
+        omitted = f"{rest.name} with {rest.rows:,} rows in total are not shown" if has_rest else ""
+        crossing = {"first": first, "second": second, "omitted": omitted}
     page: str = template().render(
-        found=found,
-        title=f"{name(found.name)}: what the data is worth",
+        findings=findings,
+        title=f"{name(findings.name)}: data attribution report",
         version=grasp.__version__,
         live=live,
-        policy=(  # no network but a server's own, and no script but ours
+        policy=(  # no network except the server of the page, and no script except the one with this hash
             f"default-src 'none'; script-src 'sha256-{checksum}'; style-src 'unsafe-inline'; img-src data:; "
             f"{'connect-src ' + repr('self') + '; ' if live else ''}base-uri 'none'; form-action 'none'"
         ),
@@ -93,29 +98,29 @@ def render(found: Findings, live: str = "") -> str:
         sections=[section for section in SECTIONS.items() if not absent.get(section[0])],
         targets=targets,
         target_options=[[str(t), target] for t, target in enumerate(targets)],
-        label_options=[[str(place), plain(one.slices.label, 40)] for place, one in enumerate(found.labels)],
-        labels=[views.slices(label, trend, targets) for label, trend in zip(found.labels, trends, strict=True)],
-        headline=views.headline(found, targets),
-        answers=views.answers(found, targets),
+        label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
+        labels=[views.slices(label, trend, targets) for label, trend in zip(findings.labels, trends, strict=True)],
+        headline=views.headline(findings, targets),
+        answers=views.answers(findings, targets),
         interval_note=interval_note,
-        trust_notes=[plain(note) for note in dict.fromkeys(trust)],
-        map=crossed,
-        rows=_rows(found, targets),
+        warnings=[plain(note) for note in dict.fromkeys(warnings)],
+        map=crossing,
+        rows=_rows(findings, targets),
         fidelity=fidelity,
-        selection=None if isinstance(found.selection, Missing) else views.selection(found.selection),
-        mixture=None if isinstance(found.mixture, Missing) else views.mixture(found.mixture),
+        selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
+        mixture=None if isinstance(findings.mixture, Missing) else views.mixture(findings.mixture),
         suspects=suspects,
-        skipped=skipped_text(found.skipped),
-        lacking=[{"reason": plain(part.reason), "remedy": part.remedy} for part in found.lacking],
-        **_commands(found),
+        skipped=skipped_text(findings.skipped),
+        missing=[{"reason": plain(part.reason), "remedy": part.remedy} for part in findings.missing],
+        **_commands(findings),
     )
     return page
 
 
 @functools.cache
 def template() -> Any:
-    """The page, everything that it is given escaped."""
-    world = jinja2.RetrainedRuns(
+    """Load the page template with escaping of all values."""
+    environment = jinja2.RetrainedRuns(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -124,66 +129,68 @@ def template() -> Any:
     )
 
     def breakable(text: str) -> Any:
-        """Escaped, with a place to break after every underscore or slash."""
+        """Escape a text and add a line-break opportunity after every underscore and slash."""
         escaped = str(markupsafe.escape(text))
         return markupsafe.Markup(escaped.replace("_", "_<wbr>").replace("/", "/<wbr>"))
 
     def lines(text: str) -> str:
         return "\n".join(plain(line, 2_000) if line.strip() else "" for line in text.splitlines())
 
-    world.filters |= {"plain": plain, "name": name, "ending": ending, "lines": lines, "breakable": breakable}
-    return world.get_template("page.html")
+    environment.filters |= {"plain": plain, "name": name, "ending": ending, "lines": lines, "breakable": breakable}
+    return environment.get_template("page.html")
 
 
-def _rows(found: Findings, targets: Sequence[str]) -> View:
-    """What is said of the rows, and those at the ends of each target for who has scripts off."""
-    held = found.rows
+def _rows(findings: Findings, targets: Sequence[str]) -> View:
+    """Return the counts of the rows section, and the rows that are shown if JavaScript is off."""
+    examples = findings.rows
     ends = []
     for t, target in enumerate(targets):
-        order = held.best_first(t)
+        order = examples.most_helpful_first(t)
         shown = [(k, "helps") for k in order[:PLAIN_ROWS]] + [(k, "hurts") for k in order[::-1][:PLAIN_ROWS]]
         lines = [
             {
-                "id": name(held.rows[k]["row_id"]),
-                "effect": views.signed(float(held.effect_KT[k, t]), 2),
-                "text": plain(held.rows[k]["snippet"] or "", 600),
+                "id": name(examples.rows[k]["row_id"]),
+                "effect": views.signed(float(examples.effect_KT[k, t]), 2),
+                "text": plain(examples.rows[k]["snippet"] or "", 600),
                 "kind": kind,
             }
             for k, kind in shown
         ]
         ends.append({"target": target, "rows": lines})
-    length = LOSS_TOKENS if all(LOSS_TOKENS in row for row in held.rows) else "n_tokens"
+    length = LOSS_TOKENS if all(LOSS_TOKENS in row for row in examples.rows) else "n_tokens"
     return {
-        "has_text": any(row["snippet"] for row in held.rows),
-        "n_rows": f"{held.n_ranked:,}",
-        "held": f"{len(held.rows):,}",
-        "shortest": f"{SHORT} {short_of(length)}" if any(row[length] >= SHORT for row in held.rows) else "",
+        "has_text": any(row["snippet"] for row in examples.rows),
+        "n_rows": f"{examples.n_ranked:,}",
+        "n_examples": f"{len(examples.rows):,}",
+        "shortest": f"{SHORT} {short_of(length)}" if any(row[length] >= SHORT for row in examples.rows) else "",
         "plain": ends,
     }
 
 
-def _commands(found: Findings) -> View:
-    """Commands that make all of this again, from the run.yaml files on the page; and what to do next, with its own."""
-    art, target = shlex.quote(found.artifact_path), shlex.quote(",".join(found.targets))
-    environment = found.environment
-    again, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
-    if environment is not None:
-        where = shlex.quote(str(environment.path))
+def _commands(findings: Findings) -> View:
+    """Return the commands that reproduce the page from its run.yaml files, and commands for next steps."""
+    art, target = shlex.quote(findings.artifact_path), shlex.quote(",".join(findings.targets))
+    runs_record = findings.environment
+    reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
+    if runs_record is not None:
+        where = shlex.quote(str(runs_record.path))
         runs = f" --runs {where}"
-        again += [f"grasp retrain --config environment-run.yaml --out {where}", f"grasp evaluate {art}{runs}"]
-    again += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in found.labels]
-    again += [found.command] if found.command else []
-    if isinstance(found.selection, Missing):
+        reproduce += [f"grasp retrain --config environment-run.yaml --out {where}", f"grasp evaluate {art}{runs}"]
+    reproduce += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in findings.labels]
+    reproduce += [findings.command] if findings.command else []
+    if isinstance(findings.selection, Missing):
         line = f"grasp select {art} --target {target} --budget 30%{runs} --export kept --out kept.parquet"
-        actions.append(("Keep the best 30 % of rows, ready to train on", line))
-    if isinstance(found.mixture, Missing) and found.labels:
-        by = shlex.quote(found.labels[0].slices.label)
-        actions.append(("Weigh the slices", f"grasp mix {art} --target {target} --by {by}{runs} --out mixture.parquet"))
+        actions.append(("Keep the most helpful 30 % of rows as training data", line))
+    if isinstance(findings.mixture, Missing) and findings.labels:
+        by = shlex.quote(findings.labels[0].slices.label)
+        actions.append(
+            ("Compute mixture weights", f"grasp mix {art} --target {target} --by {by}{runs} --out mixture.parquet")
+        )
     if not runs:
-        actions.append(("Retrain on subsets, to see how far to trust this", "grasp retrain --help"))
-    first = shlex.quote(found.targets[0])
+        actions.append(("Retrain on subsets to validate the predictions", "grasp retrain --help"))
+    first = shlex.quote(findings.targets[0])
     actions.append(("Rank every row", f"grasp score {art} --target {first} --out rows.parquet"))
     return {
-        "commands": [plain(line, 4_000) for line in again],
-        "actions": [(what, plain(line, 4_000)) for what, line in actions],
+        "commands": [plain(line, 4_000) for line in reproduce],
+        "actions": [(description, plain(line, 4_000)) for description, line in actions],
     }

@@ -1,4 +1,7 @@
-"""What the scripts of the page compute with: the formula of every label, its slices, and the rows that are held."""
+"""Data for the scripts of the page, as JSON: slices and prediction formula of every label, and the example rows.
+
+Start with `payload`. Shape letters: B mixtures, G slices, T targets, K example rows.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -11,129 +14,131 @@ from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 
-DIGITS = 4  # of what is shown, not of what is computed with
+DIGITS = 4  # significant digits of displayed numbers; formulas keep full precision
 LONGEST_TEXT = 600
-MOST_TIMES = 4.0  # as often as now: the end of a slider
-PLACES = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))  # percent; between them lines are drawn
+MAX_WEIGHT = 4.0  # end of a slider: four times as often as in the corpus
+# Percentages of a slice at which runs are evaluated; the page interpolates linearly between them.
+GRID = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))
 
 
-def payload(found: Findings) -> dict[str, Any]:
-    """Plain JSON."""
-    nats, held = found.nats, found.rows
-    codes = [label.slices.codes_N[held.index] for label in found.labels]
+def payload(findings: Findings) -> dict[str, Any]:
+    """Return the data of the page as plain JSON values."""
+    outcomes, examples = findings.outcomes, findings.rows
+    codes = [label.slices.codes_N[examples.index] for label in findings.labels]
     rows = [
         {
             "id": name(row["row_id"]),
             "tokens": row["n_tokens"],
             "text": plain(row["snippet"] or "", LONGEST_TEXT),
             "at": [int(code_K[k]) for code_K in codes],
-            "effect": _short(held.effect_KT[k]),
-            "rank": held.rank_KT[k].tolist(),
+            "effect": _rounded(examples.effect_KT[k]),
+            "rank": examples.rank_KT[k].tolist(),
         }
-        | ({"shades": found.shades[k]} if k in found.shades else {})
-        | ({"pictures": found.pictures[k]} if k in found.pictures else {})
-        for k, row in enumerate(held.rows)
+        | ({"shades": findings.shades[k]} if k in findings.shades else {})
+        | ({"pictures": findings.pictures[k]} if k in findings.pictures else {})
+        for k, row in enumerate(examples.rows)
     ]
-    place = {int(index): k for k, index in enumerate(held.index)}
+    position = {int(index): k for k, index in enumerate(examples.index)}
     questions = [
         {
-            "target": one.target,
-            "id": name(one.unit_id),
-            "prompt": ending(one.prompt),
-            "answer": plain(one.completion, 100),
+            "target": question.target,
+            "id": name(question.unit_id),
+            "prompt": ending(question.prompt),
+            "answer": plain(question.completion, 100),
             "rows": [
-                [place[row], value]
-                for row, value in zip(one.rows.tolist(), _short(one.effects), strict=True)
-                if row in place
+                [position[row], value]
+                for row, value in zip(question.rows.tolist(), _rounded(question.effects), strict=True)
+                if row in position
             ],
         }
-        for one in held.questions
+        for question in examples.questions
     ]
-    # the parts of the treemap: their two slices, rows, mean effect on each target, and what is sure of it
+    # cells of the treemap: the two slices, rows, mean effect on each target, and its sign if it is significant
     cells = None
-    if found.parts is not None:
-        parts, of_label = found.parts.slices, [label.slices.codes_N for label in found.labels[:2]]
-        first_N = np.unique(parts.codes_N, return_index=True)[1]  # of each part some row
+    if findings.crossed is not None:
+        pairs, label_codes = findings.crossed.slices, [label.slices.codes_N for label in findings.labels[:2]]
+        first_row_G = np.unique(pairs.codes_N, return_index=True)[1]  # any row of the cell has its two label values
         cells = [
             {
-                "at": [int(code_N[first_N[cell]]) for code_N in of_label],
-                "rows": parts.slices[cell].rows,
-                "effect": _short(found.parts.mean_GT[cell]),
-                "sign": (-found.parts.dropped.sign_GT[cell]).tolist(),
+                "at": [int(code_N[first_row_G[cell]]) for code_N in label_codes],
+                "rows": pairs.slices[cell].rows,
+                "effect": _rounded(findings.crossed.mean_GT[cell]),
+                "sign": (-findings.crossed.dropped.sign_GT[cell]).tolist(),
             }
-            for cell in range(len(parts.slices) - bool(parts.n_grouped))
+            for cell in range(len(pairs.slices) - bool(pairs.n_grouped))
         ]
     return {
-        "targets": different(found.targets, LONGEST_CELL),
-        "plainUnit": found.plain_unit,
-        "runsUnit": "" if isinstance(nats, Missing) else nats.unit,
-        "title": "" if isinstance(nats, Missing) else plain(nats.title, 400).partition(": ")[2],
-        "labels": [_label(found, label) for label in found.labels],
+        "targets": different(findings.targets, LONGEST_CELL),
+        "effectUnit": findings.effect_unit,
+        "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
+        "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
+        "labels": [_label(findings, label) for label in findings.labels],
         "map": cells,
-        "rows": {"rows": rows, "n": held.n_ranked, "questions": questions},
+        "rows": {"rows": rows, "n": examples.n_ranked, "questions": questions},
     }
 
 
-def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
-    """The slices of a label, settings of their sliders, and what those, and any others, are worth."""
+def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
+    """Return the slices of a label, the presets of their sliders, and the data that predictions are computed from."""
     slices, n_slices = label.slices, len(label.slices.slices)
 
-    # settings: the mixture that was given, and the corpus without what costs more targets than not
+    # presets: the given mixture, and the corpus without the slices that hurt more targets than they help
     presets: list[dict[str, Any]] = []
-    mixture = found.mixture
+    mixture = findings.mixture
     if not isinstance(mixture, Missing) and mixture.label == slices.label:
-        times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
-        given = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in slices.names]
-        cut = f", cut at {MOST_TIMES:.0%}" if max(times.values()) > MOST_TIMES else ""
-        presets.append({"name": f"The mixture of grasp mix{cut}", "percent": given, "given": True})
-    votes_G = label.signs(range(len(found.targets)))[0].sum(axis=1)
+        weight = {share.value: share.proposed / share.now if share.now else 1.0 for share in mixture.slices}
+        percent_by_slice = [round(100 * min(weight.get(value, 1.0), MAX_WEIGHT)) for value in slices.names]
+        clipped = f", clipped at {MAX_WEIGHT:.0%}" if max(weight.values()) > MAX_WEIGHT else ""
+        presets.append({"name": f"Mixture of grasp mix{clipped}", "percent": percent_by_slice, "fromMixture": True})
+    votes_G = label.signs(range(len(findings.targets)))[0].sum(axis=1)
     if (votes_G < 0).any() and (votes_G >= 0).any():
         percent = np.where(votes_G < 0, 0, 100).tolist()
-        presets.append({"name": "Without what costs", "percent": percent, "given": False})
+        presets.append({"name": "Drop harmful slices", "percent": percent, "fromMixture": False})
 
-    # all of them, behind those with one slider moved, at PLACES
-    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
-    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
+    # evaluated mixtures: one slider at a time over GRID, slice by slice, then the presets
+    moved_BG = np.full((n_slices * len(GRID), n_slices), 100.0)
+    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(GRID))] = GRID * n_slices
     weights = slices.weights(np.concatenate([moved_BG, *([preset["percent"]] for preset in presets)]) / 100)
 
-    def placed(values: Sequence[Any]) -> dict[str, Any]:
-        alone = [values[at : at + len(PLACES)] for at in range(0, len(moved_BG), len(PLACES))]
-        return {"places": PLACES, "alone": alone, "presets": values[len(moved_BG) :]}
+    def tabulated(values: Sequence[Any]) -> dict[str, Any]:
+        single = [values[start : start + len(GRID)] for start in range(0, len(moved_BG), len(GRID))]
+        return {"grid": GRID, "single": single, "presets": values[len(moved_BG) :]}
 
-    # what a change is computed with; where rows bear on one another, the changes themselves
-    price = label.price
-    if isinstance(price, SliceFormula):
-        law = {"repeatWorth": REPEAT_WORTH, "anyText": NEW_ROW_VALUE}
-        priced: dict[str, Any] = {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
+    # parameters of the closed form, or tabulated changes if rows interact
+    model = label.weights_model
+    if isinstance(model, SliceFormula):
+        law = {"repeatWorth": REPEAT_WORTH, "newRowValue": NEW_ROW_VALUE}
+        formula: dict[str, Any] = {"effect": model.effect_GT.tolist(), "exposure": law, "tabulated": None}
     else:
-        priced = {"priced": placed([{"change": _short(change_T)} for change_T in price.change(weights)])}
+        formula = {"tabulated": tabulated([{"change": _rounded(change_T)} for change_T in model.change(weights)])}
 
-    # what runs expect: the change by target, half of its interval, and in which way it lies beyond the runs
+    # predictions from runs: change per target, half width of its interval, and how the mixture extrapolates
     expected = None
-    if not isinstance(found.nats, Missing):
-        table = found.nats.predict(weights)
+    if not isinstance(findings.outcomes, Missing):
+        table = findings.outcomes.predict(weights)
         half_BT = table.high_BT - table.nats_BT
         values = [
-            {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
+            {"change": _rounded(value_T), "half": _rounded(half_T), "beyond": beyond}
             for value_T, half_T, beyond in zip(table.nats_BT, half_BT, table.outside, strict=True)
         ]
-        expected = placed(values)
+        expected = tabulated(values)
 
     return {
         "label": slices.label,
         "title": plain(slices.label, 40),
         "slices": [
-            {"name": shown, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
-            for shown, one in zip(label.names, slices.slices, strict=True)
+            {"name": shown, "expression": part.expression, "rows": part.rows, "tokens": part.tokens}
+            for shown, part in zip(label.names, slices.slices, strict=True)
         ],
         "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
         "presets": presets,
         "expected": expected,
-        **priced,
-        "before": f"grasp predict {shlex.quote(found.artifact_path)}",
-        "after": shlex.join(part for flag, value in found.flags.items() if value for part in (flag, str(value))),
+        **formula,
+        "before": f"grasp predict {shlex.quote(findings.artifact_path)}",
+        "after": shlex.join(part for flag, value in findings.flags.items() if value for part in (flag, str(value))),
     }
 
 
-def _short(values: Any) -> list[float | None]:
+def _rounded(values: Any) -> list[float | None]:
+    """Round to `DIGITS` significant digits; nan becomes None, which JSON can hold."""
     return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]

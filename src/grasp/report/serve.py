@@ -1,9 +1,11 @@
-"""An artifact that answers: the report's page live in a browser, or its verbs as tools of an agent (MCP).
+"""Server of an artifact: the live report in a browser, or the commands as tools of the Model Context Protocol (MCP).
 
-The verbs are those of Python and of the command line, without what writes a file or reads one by its name: who asks may
-be a page or an agent, and reaches nothing but the artifact. The web server listens on this machine alone and only
-reads: every request is a GET that names a verb and its arguments, no path of a request becomes the path of a file, and
-a page of another site can ask nothing (its Host, or the browser's word on where a request comes from, gives it away).
+Start with `serve` or `serve_mcp`. The commands are those of Python and the command line, without the arguments that
+write a file or read one by name, so that a client has access to the artifact only.
+
+The web server listens on the loopback interface and is read-only. Every request is a GET with a command and its
+arguments; no request path is used as a file path. Requests of other sites are rejected by their Host header (DNS
+rebinding) or their Sec-Fetch-Site header (cross-site requests).
 """
 
 import functools
@@ -25,7 +27,7 @@ from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
 from grasp.predict.scoring_rule import resolve_protocol
-from grasp.report.findings import findings
+from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
@@ -45,11 +47,11 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 
-MOST_LINES = 1000  # of an answer
-Count = Annotated[int, Field(ge=0, le=MOST_LINES)]
-LISTS = ("weight", "floor", "cap")  # arguments that may be given several times
-TOP = 10  # rows of `score`, if nothing is said
-QUESTIONS = {  # verbs, where they are declared, and what may be given: nothing that names a file
+MAX_ROWS = 1000  # rows of an answer
+Count = Annotated[int, Field(ge=0, le=MAX_ROWS)]
+REPEATABLE = ("weight", "floor", "cap")  # arguments that may be repeated in a query string
+TOP = 10  # default number of rows of `score`
+SERVED_VERBS = {  # command -> its module and the arguments that are exposed; none of them names a file
     "predict": ("grasp.api.predict", ("drop", "keep", "by", "weight", "target")),
     "score": ("grasp.api.score", ("target", "unit", "where", "top", "bottom")),
     "explain": ("grasp.inspect.explain", ("row", "target", "unit")),
@@ -60,8 +62,8 @@ QUESTIONS = {  # verbs, where they are declared, and what may be given: nothing 
 }
 
 
-class Ask:
-    """An artifact, and its runs if there are any, that answers questions."""
+class QueryService:
+    """Answers commands about an artifact and, if there are any, its runs; safe to use from several threads."""
 
     def __init__(
         self, artifact: ArtifactReader, runs: TrainingRuns | RunTable | None = None, model: Path | str | None = None
@@ -69,57 +71,58 @@ class Ask:
         self.artifact = artifact
         self._runs = runs
         self._explainer = Explainer(artifact, None if model is None else {"model": {"path": str(model)}})
-        self._lock = threading.RLock()  # a model and its caches are for one thread
+        self._lock = threading.RLock()  # a model and its caches are not thread-safe
 
-    def answer(self, verb: str, **asked: Any) -> Answer:
-        """What a verb says: headline, notes, columns and lines, and how many `more` lines are left off.
+    def answer(self, verb: str, **arguments: Any) -> Answer:
+        """Run a command and return its headline, notes, columns and rows, and the number of `more` rows omitted.
 
-        Of `explain` also the words of the row as shades, or its pictures.
+        The answer of `explain` also has the words of the row with their contributions, or its images.
         """
-        given = {name: one for name, one in asked.items() if one is not None}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
         result: Result
-        beside: Answer = {}
+        details: Answer = {}
         with self._lock:
             if verb == "explain":
-                found = self._explainer.explain(given.pop("target", None), given.pop("row"), **given)
-                if isinstance(found, Pictured):
-                    result, beside = found, {"pictures": found.nearest}
+                explanation = self._explainer.explain(arguments.pop("target", None), arguments.pop("row"), **arguments)
+                if isinstance(explanation, Pictured):
+                    result, details = explanation, {"pictures": explanation.nearest}
                 else:
-                    lines = found.questions if found.pairs is None else found.pairs
-                    result, beside = Result(lines, found.headline, found.notes), {"shades": found.shades}
-                    beside |= {} if found.answer is None else {"answer": found.answer_shades}
+                    table = explanation.questions if explanation.pairs is None else explanation.pairs
+                    result = Result(table, explanation.headline, explanation.notes)
+                    details = {"shades": explanation.shades}
+                    details |= {} if explanation.answer is None else {"answer": explanation.answer_shades}
             elif verb == "score":
-                result = score(self.artifact, **{"top": TOP, **given})
+                result = score(self.artifact, **{"top": TOP, **arguments})
             else:
-                result = (predict if verb == "predict" else select)(self.artifact, runs=self._runs, **given)
+                result = (predict if verb == "predict" else select)(self.artifact, runs=self._runs, **arguments)
         names = result.table.column_names
-        rows = result.table.slice(0, MOST_LINES).to_pylist()
-        answer: Answer = _clean(
+        rows = result.table.slice(0, MAX_ROWS).to_pylist()
+        answer: Answer = _json_values(
             {
                 "headline": result.headline,
                 "notes": list(result.notes),
                 "columns": names,
                 "rows": [[row[name] for name in names] for row in rows],
-                "more": max(0, result.table.num_rows - MOST_LINES),
+                "more": max(0, result.table.num_rows - MAX_ROWS),
             }
-            | beside
+            | details
         )
         return answer
 
 
-def _clean(value: Any) -> Any:
-    """As JSON has it, texts made harmless to a terminal."""
+def _json_values(value: Any) -> Any:
+    """Convert a value to JSON types; control characters, which a terminal would interpret, are removed from texts."""
     if isinstance(value, dict):
-        return {key: _clean(part) for key, part in value.items()}
+        return {key: _json_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(part) for part in value]
+        return [_json_values(part) for part in value]
     if isinstance(value, str):
         return printable(" ".join(value.splitlines()) or " " * bool(value))
     return json.loads(json_text(value, default=str))
 
 
 HOST = "127.0.0.1"
-NAMES = [HOST, "localhost"]  # by which a browser may ask for it
+ALLOWED_HOSTS = [HOST, "localhost"]  # accepted Host headers
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -127,11 +130,12 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-OWN_SITE = ("same-origin", "none")  # what a browser says of a request of our own page, and of a typed address
+ALLOWED_FETCH_SITES = ("same-origin", "none")  # Sec-Fetch-Site of requests by the page itself, and of a typed URL
 EXTRA = "serve"
 INSTRUCTIONS = (
-    "Ask what rows and slices of a training corpus are worth to a model on a target, before training. Start with "
-    "predict(by=LABEL) or score; explain says why a row counts; select chooses rows. Conditions are SQL over labels."
+    "Predict how rows and slices of a training corpus change a model's results on a target, before training. Start "
+    "with predict(by=LABEL) or score; explain shows why a row helps or hurts; select selects rows. Conditions are SQL "
+    "expressions over labels."
 )
 
 
@@ -141,33 +145,35 @@ def serve(
     port: int = 8765,
     runs: TrainingRuns | Path | str | None = None,
     model: Path | str | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_start: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the page of an artifact on this machine until it is interrupted.
+    """Serve the report of an artifact on this machine until interrupted.
 
     Args:
-        port: 0: any that is free.
-        runs: runs, retrained or imported: the change in their unit, with an interval.
-        model: where the model is now, to explain rows. Default: where it was.
-        tell: is given the address.
+        port: port to listen on; 0 selects a free port.
+        runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
+        model: path of the model, which explains rows. Default: the path recorded by the build.
+        on_start: callback that receives the URL as soon as the server accepts connections.
+
     Raises:
         MissingExtraError: the extra `serve` is not installed.
-        SettingsError: the port is taken.
+        SettingsError: the port is in use.
     """
     uvicorn = require("uvicorn", extra=EXTRA, feature="grasp serve")
     app = web(artifact, runs=runs, model=model)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as place:  # bound before anything is promised
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:  # bound before the URL is announced
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            place.bind((HOST, port))
-            place.listen()  # who asks early waits
+            listener.bind((HOST, port))
+            listener.listen()  # requests before uvicorn runs wait in the backlog
         except OSError as err:
             raise SettingsError(
-                f"--port: {port} on {HOST}: {err.strerror}; choose another, or 0 for any that is free"
+                f"--port: {port} on {HOST}: {err.strerror}; choose another, or 0 for a free port"
             ) from err
-        if tell is not None:
-            tell(f"http://{HOST}:{place.getsockname()[1]}/")
-        # A question over h11's own 64 KB would be refused by us or by h11, depending on how it arrives: ours says why.
+        if on_start is not None:
+            on_start(f"http://{HOST}:{listener.getsockname()[1]}/")
+        # h11 rejects requests over 64 KB by default, but only if they arrive in pieces. A higher limit leaves the
+        # rejection to our own check, whose message states the reason.
         config = uvicorn.Config(
             app,
             http="h11",
@@ -176,37 +182,39 @@ def serve(
             access_log=False,
             server_header=False,
         )
-        uvicorn.Server(config).run(sockets=[place])
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def serve_mcp(
     artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> None:
-    """Serve the verbs as tools of the Model Context Protocol over standard input and output, until these end.
+    """Serve the commands as tools of the Model Context Protocol over standard input and output.
+
+    Returns when standard input ends.
 
     Raises:
         MissingExtraError: the extra `serve` is not installed.
     """
     mcpserver = require("mcp.server.mcpserver", extra=EXTRA, feature="grasp serve --mcp")
     exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
-    ask = Ask(artifact, None if runs is None else bind_runs(artifact, runs), model)
+    service = QueryService(artifact, None if runs is None else bind_runs(artifact, runs), model)
     targets = ", ".join(f"{name} ({units} units)" for name, units in artifact.manifest.targets.items())
     labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
     server = mcpserver.MCPServer("grasp", instructions=plain(about), version=grasp.__version__, log_level="WARNING")
-    for verb in QUESTIONS:
-        # its mistakes are told to the agent; what else goes wrong is not
-        server.add_tool(_question(ask, verb, exceptions.ToolError), annotations={"readOnlyHint": True})
+    for verb in SERVED_VERBS:
+        # The agent sees the text of a ToolError; details of any other exception are withheld.
+        server.add_tool(_query_function(service, verb, exceptions.ToolError), annotations={"readOnlyHint": True})
     server.run("stdio")
 
 
-def _question(ask: Ask, verb: str, error: type[Exception] = GraspError) -> Callable[..., Answer]:
-    """A verb as a function of what may be given, which says of itself what the verb declares.
+def _query_function(service: QueryService, verb: str, error: type[Exception] = GraspError) -> Callable[..., Answer]:
+    """Return a command as a function of its exposed arguments, with the signature and documentation of the command.
 
     Args:
-        error: what a mistake raises.
+        error: exception class raised for invalid arguments.
     """
-    module, names = QUESTIONS[verb]
+    module, names = SERVED_VERBS[verb]
     declaration = declared(module, verb)
     parameters, texts = {}, []
     for name in names:
@@ -216,21 +224,21 @@ def _question(ask: Ask, verb: str, error: type[Exception] = GraspError) -> Calla
         parameters[name] = (kind | None if default is None else kind), default
         texts.append(f"    {name}: {argument.about}")
 
-    def asked(**arguments: Any) -> Answer:
+    def query(**arguments: Any) -> Answer:
         try:
-            return ask.answer(verb, **arguments)
+            return service.answer(verb, **arguments)
         except GraspError as err:
             raise error(plain(err)) from None
 
-    signed(asked, parameters, "\n".join([declaration.about, "", "Args:", *texts]), Answer)
-    asked.__name__ = verb
-    return asked
+    signed(query, parameters, "\n".join([declaration.about, "", "Args:", *texts]), Answer)
+    query.__name__ = verb
+    return query
 
 
 def web(
     artifact: ArtifactReader, *, runs: TrainingRuns | Path | str | None = None, model: Path | str | None = None
 ) -> "Starlette":
-    """The application that `serve` runs: `/` the report, `/api/VERB` answers as JSON.
+    """Return the ASGI application of `serve`: the report at `/`, answers as JSON at `/api/VERB`.
 
     Raises:
         MissingExtraError: the extra `serve` is not installed.
@@ -243,25 +251,23 @@ def web(
     from starlette.routing import Route  # noqa: PLC0415
 
     environment = None if runs is None else bind_runs(artifact, runs)
-    ask = Ask(artifact, environment, model)
+    service = QueryService(artifact, environment, model)
 
-    def own_site(endpoint: "Endpoint") -> "Endpoint":
-        """Refuse what a page of another site asks for."""
+    def same_site(endpoint: "Endpoint") -> "Endpoint":
+        """Reject requests that a page of another site makes."""
 
-        def checked(request: "Request") -> "Response":
-            if request.headers.get("sec-fetch-site", "none") not in OWN_SITE:
-                return PlainTextResponse("error: asked by another site", 403, headers=HEADERS)
+        def guarded(request: "Request") -> "Response":
+            if request.headers.get("sec-fetch-site", "none") not in ALLOWED_FETCH_SITES:
+                return PlainTextResponse("error: cross-site request", 403, headers=HEADERS)
             return endpoint(request)
 
-        return checked
+        return guarded
 
     @functools.cache
     def page() -> str:
         command = f"grasp serve {artifact.where}"
         return render(
-            findings(
-                artifact, resolve_protocol(None, artifact, choosing=True), environment=environment, command=command
-            ),
+            collect_findings(artifact, resolve_protocol(None, artifact), environment=environment, command=command),
             live="/api",
         )
 
@@ -272,32 +278,36 @@ def web(
             return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
 
     def api(request: "Request") -> "Response":
-        query = request.query_params  # one that is empty says nothing
-        given = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
-        arguments = {name: values if name in LISTS else values[-1] for name, values in given.items() if values}
-        answer, status = answered(ask, request.path_params["verb"], arguments)
+        query = request.query_params
+        values_by_name = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
+        arguments = {
+            name: values if name in REPEATABLE else values[-1]
+            for name, values in values_by_name.items()
+            if values  # an empty argument counts as absent
+        }
+        answer, status = respond(service, request.path_params["verb"], arguments)
         return Response(json_text(answer, None), status, headers=HEADERS, media_type="application/json")
 
     return Starlette(
         routes=[
-            Route("/", own_site(report), methods=["GET"]),
-            Route("/api/{verb}", own_site(api), methods=["GET"]),
+            Route("/", same_site(report), methods=["GET"]),
+            Route("/api/{verb}", same_site(api), methods=["GET"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=ALLOWED_HOSTS, www_redirect=False)],
     )
 
 
-def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer, int]:
-    """The answer to a request and its HTTP status; a mistake is one line under `error`."""
-    if verb not in QUESTIONS:
-        return {"error": f"{plain(verb, 60)}: no such verb; expected {', '.join(QUESTIONS)}"}, 404
-    _, known = QUESTIONS[verb]
+def respond(service: QueryService, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer, int]:
+    """Return the answer to a request and its HTTP status; an error is one line under the key `error`."""
+    if verb not in SERVED_VERBS:
+        return {"error": f"{plain(verb, 60)}: unknown command; expected {', '.join(SERVED_VERBS)}"}, 404
+    _, known = SERVED_VERBS[verb]
     if unknown := [name for name in arguments if name not in known]:
         return {"error": f"{verb}: got {plain(', '.join(unknown), 60)}, expected {', '.join(known)}"}, 400
     try:
-        return validate_call(_question(ask, verb))(**arguments), 200
+        return validate_call(_query_function(service, verb))(**arguments), 200
     except ValidationError as err:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
-        return {"error": plain(f"{verb}: {wrong}")}, 400
+        messages = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors())
+        return {"error": plain(f"{verb}: {messages}")}, 400
     except GraspError as err:
         return {"error": plain(err)}, 400

@@ -1,6 +1,6 @@
-"""Relevance by label over checkpoints of one model: several artifacts of one corpus, oldest first.
+"""Relevance by label over the checkpoints of a model: several artifacts of the same corpus, oldest first.
 
-Shape letters: C checkpoints, G slices, T targets.
+Start with `label_trends`. Shape letters: C checkpoints, G slices, T targets.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from grasp.predict.slices import LabelSlices
 
 @dataclass(frozen=True, slots=True)
 class LabelTrend:
-    """What the slices of one label contribute, checkpoint by checkpoint.
+    """Contributions of the slices of one label at every checkpoint.
 
-    Within each checkpoint and target the positive means add up to 1, and so do the negative ones (to -1): relative
-    preferences, whatever the size of the signal. Source: fig:weborganizer-contribution.
+    For each checkpoint and target the positive shares sum to 1 and the negative ones to -1, so that checkpoints can be
+    compared although the scale of relevance changes. Source: fig:weborganizer-contribution.
     """
 
     label: str
@@ -34,47 +34,55 @@ class LabelTrend:
 def label_trends(
     artifacts: Sequence[ArtifactReader], labels: Sequence[LabelSlices], targets: Sequence[str]
 ) -> tuple[LabelTrend, ...]:
-    """Mean relevance of every slice at every checkpoint, and its share.
+    """Compute the mean relevance of every slice at every checkpoint, and its share.
 
     Args:
-        artifacts: oldest first, the last one being that of `labels`.
+        artifacts: artifacts of the checkpoints, oldest first; `labels` belong to the last.
+        labels: labels of the last artifact.
+        targets: names of targets that all artifacts have.
+
+    Raises:
+        ArtifactError: an artifact is of another corpus, lacks a target, or has no kernel in common with the others.
     """
     last = artifacts[-1]
     for artifact in artifacts[:-1]:
-        own, expected = (one.manifest.fingerprints.get("corpus", "none") for one in (artifact, last))
-        if own != expected:
+        fingerprint, expected = (each.manifest.fingerprints.get("corpus", "none") for each in (artifact, last))
+        if fingerprint != expected:
             raise ArtifactError(
-                f"--previous {artifact.path}: was built on another corpus ({own}) than {last.path} ({expected}); "
-                "expected an earlier checkpoint on the same rows"
+                f"--previous {artifact.path}: was built on another corpus ({fingerprint}) than {last.path} "
+                f"({expected}); expected an earlier checkpoint on the same rows"
             )
         if missing := [name for name in targets if name not in artifact.targets]:
             raise ArtifactError(
                 f"--previous {artifact.path}: has no target {', '.join(missing)}; add it with grasp build "
-                "--add-target, or name the common ones with --targets"
+                "--add-target, or pass the common targets with --target"
             )
-    in_common = set.intersection(*(set(one.array_names) for one in artifacts))
-    kernel = next((kernel for kernel in ("output_layer", "pooled") if f"relevance_{kernel}" in in_common), None)
+    common = set.intersection(*(set(artifact.array_names) for artifact in artifacts))
+    kernel = next((kernel for kernel in ("output_layer", "pooled") if f"relevance_{kernel}" in common), None)
     if kernel is None:
-        built = {str(one.path): [n for n in one.array_names if n.startswith("relevance_")] for one in artifacts}
+        built = {
+            str(artifact.path): [name for name in artifact.array_names if name.startswith("relevance_")]
+            for artifact in artifacts
+        }
         raise ArtifactError(
             f"--previous: the artifacts have no kernel in common: {built}; build them with the same match"
         )
-    # names that tell the artifacts apart: those of their models' directories, else their own paths
-    models = [Path(str(one.manifest.settings.get("model", {}).get("path", ""))).name for one in artifacts]
-    paths = [one.path for one in artifacts]
-    numbered = [f"{path} ({place})" for place, path in enumerate(paths, start=1)]
-    choices = models, [path.name for path in paths], [str(path) for path in paths], numbered
-    names = next(choice for choice in choices if len(set(choice)) == len(choice))
+    # the shortest distinct names: model directories, artifact directories, full paths, or numbered paths
+    models = [Path(str(artifact.manifest.settings.get("model", {}).get("path", ""))).name for artifact in artifacts]
+    paths = [artifact.path for artifact in artifacts]
+    numbered = [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+    candidates = models, [path.name for path in paths], [str(path) for path in paths], numbered
+    names = next(candidate for candidate in candidates if len(set(candidate)) == len(candidate))
     relevance = [
-        KernelRelevance.for_tasks(one, kernel, UnitSelection.from_targets(one, targets), 1.0, 1.0).held
-        for one in artifacts
+        KernelRelevance.for_tasks(artifact, kernel, UnitSelection.from_targets(artifact, targets), 1.0, 1.0).held
+        for artifact in artifacts
     ]
     trends = []
     for label in labels:
         mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]
         positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
-        up, down = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
-        share_CGT = ratio(positive, up)
-        share_CGT += ratio(negative, down)
+        positive_total, negative_total = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
+        share_CGT = ratio(positive, positive_total)
+        share_CGT += ratio(negative, negative_total)
         trends.append(LabelTrend(label.label, kernel, tuple(names), mean_CGT, share_CGT))
     return tuple(trends)

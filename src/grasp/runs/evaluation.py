@@ -1,4 +1,4 @@
-"""Predictions against an environment: metrics of every target, side by side, as text, JSON and CSV."""
+"""Metrics of predictions on runs, for every method and target, as text, JSON and CSV. Start with `evaluation_of`."""
 
 import csv
 import io
@@ -26,8 +26,8 @@ from grasp.seeds import bootstrap_weights
 from grasp.text import json_text, number, plain, text_table
 
 APART: dict[MethodRole, str] = {
-    "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
-    "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
+    "oracle-selected": "oracle-selected: configured on the evaluated utilities; not comparable with the others",
+    "supervised oracle": "supervised oracles: fitted on other subsets of these runs; a ceiling, not a prediction",
 }
 COSTS = ("floats a row", "build s")
 HEADINGS = {
@@ -38,21 +38,21 @@ HEADINGS = {
     "lds_ceiling": "ceiling",
     "pairwise": "pairwise",
 }
-MARKS = {  # behind the name of a target, and what each means
-    "in sample": "the method was chosen by these very figures; on other runs expect less",
-    "same runs": "the method was chosen on these retrained models, by other targets; on other models expect less",
-    "held-out": "kept back: no protocol may be chosen on it",
+MARKS = {  # marks after the name of a target, and their explanations
+    "in sample": "the method was selected on these results; expect lower values on other runs",
+    "same runs": "the method was selected on other targets of these models; expect lower values on other models",
+    "held-out": "reserved for evaluation; protocols are not selected on it",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """One method on every target."""
+    """Metrics of one method on every target."""
 
     predictions: Predictions
     targets: tuple[TargetMetrics, ...]
-    mean: TargetMetrics  # over the targets
-    chosen_on: Collection[str] = ()  # targets of these very runs that the method was chosen by
+    mean: TargetMetrics  # mean over the targets
+    chosen_on: Collection[str] = ()  # targets of these runs that the method was selected on
 
     @property
     def method(self) -> str:
@@ -61,9 +61,9 @@ class MethodResult:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Evaluation(Result):
-    """How well predictions agree with retraining: a line a method and target, and one for the mean over targets.
+    """Agreement of predictions with retrained models: one line per method and target, and their mean.
 
-    An undefined value is null in the table and has a reason beside it.
+    An undefined value is null in the table, with a reason in another column.
     """
 
     environment: str
@@ -71,7 +71,7 @@ class Evaluation(Result):
     family: str
     utilities: Utilities
     resamples: int
-    roles: Mapping[str, Role]  # of each target
+    roles: Mapping[str, Role]  # by target
     methods: tuple[MethodResult, ...]
 
     @property
@@ -83,17 +83,17 @@ class Evaluation(Result):
         return self.utilities.seeds
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of the table."""
+        """Return the lines of the table."""
         records: list[dict[str, Any]] = self.table.to_pylist()
         return records
 
     def to_json(self) -> str:
-        """Everything but the resamples."""
+        """Return all results except for the resamples as JSON."""
         fields = ("environment", "recipe", "family", "n_subsets", "seeds", "resamples", "roles", "notes")
         return json_text({name: getattr(self, name) for name in fields} | {"results": self.records()}) + "\n"
 
     def to_csv(self) -> str:
-        """The records, one a line; an undefined value is an empty cell."""
+        """Return the records as CSV; an undefined value is an empty cell."""
         out = io.StringIO()
         writer = csv.DictWriter(out, self.table.column_names, lineterminator="\n")
         writer.writeheader()
@@ -101,13 +101,13 @@ class Evaluation(Result):
         return out.getvalue()
 
     def __repr__(self) -> str:
-        """A line a method and target, oracles apart; what is undefined or marked is explained below."""
+        """Return one line per method and target, oracles separately, with explanations below."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
         order: list[MethodRole] = ["predictor", *APART]
         lines: list[tuple[MethodRole, list[str]]] = []
         for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
             known, cost = result.predictions.cost, ["-", "-"] if with_cost else []
-            if known is not None:  # floats a row, features + scores, and wall seconds
+            if known is not None:  # floats per row, features + scores, and wall-clock seconds
                 floats = f"{known.features} + {known.scores}" if known.features else str(known.scores)
                 cost = [floats, "-" if known.wall_seconds is None else f"{known.wall_seconds:.1f}"]
             rows = {self.marked(row.target, result): row for row in result.targets}
@@ -126,40 +126,42 @@ class Evaluation(Result):
         return "\n".join([*text, *map(plain, self._below())])
 
     def marked(self, target: str, result: MethodResult) -> str:
-        """The target, with what is to be known of the method's figures on it; the words are those of `MARKS`."""
+        """Return the name of a target with the marks that apply to the method; see `MARKS`."""
         if target in result.chosen_on:
             return f"{target} (in sample)"
         marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.chosen_on)
         return f"{target} ({', '.join(marks)})" if marks else target
 
     def marks(self) -> list[str]:
-        """What the marks behind targets mean, those that occur."""
+        """Return explanations of the marks that occur."""
         marked = " ".join(self.marked(row.target, result) for result in self.methods for row in result.targets)
-        return [f"{mark}: {says}" for mark, says in MARKS.items() if mark in marked]
+        return [f"{mark}: {text}" for mark, text in MARKS.items() if mark in marked]
 
     def _below(self) -> list[str]:
-        """What the ceilings are and how sure, whatever the method; marks; notes; what is undefined and why."""
+        """Return the lines below the table: intervals of ceilings, marks, notes, and reasons of undefined values."""
         ceilings = {row.target: row["task_ceiling"] for result in self.methods[:1] for row in result.targets}
         intervals = [
-            f"{target} {number(one.low, 2)} to {number(one.high, 2)}"
-            for target, one in ceilings.items()
-            if one.low is not None
+            f"{target} {number(ceiling.low, 2)} to {number(ceiling.high, 2)}"
+            for target, ceiling in ceilings.items()
+            if ceiling.low is not None
         ]
-        said = "ceiling: an estimate by how well seeds agree; of task rho, with 95 % intervals: "
-        lines = dict.fromkeys([*([said + ", ".join(intervals)] if intervals else []), *self.marks(), *self.notes])
+        title = "ceiling: noise ceiling, estimated from the agreement of seeds; for task rho, 95 % intervals: "
+        lines = dict.fromkeys([*([title + ", ".join(intervals)] if intervals else []), *self.marks(), *self.notes])
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
-                    whose = "" if metric in CEILINGS else f" of {result.method}"  # a ceiling is the environment's
+                    method = (
+                        "" if metric in CEILINGS else f" of {result.method}"
+                    )  # ceilings do not depend on the method
                     if reason := row[metric].reason:
-                        lines[f"undefined: {metric}{whose} on {row.target}: {reason}"] = None
+                        lines[f"undefined: {metric}{method} on {row.target}: {reason}"] = None
                 for why, n in row.undefined_units.items():
-                    lines[f"left out: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
+                    lines[f"excluded: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
         return list(lines)
 
 
 def _cell(metric: str, estimate: Estimate) -> str:
-    """A ceiling without its interval, which is told below."""
+    """Format an estimate; ceilings without their interval, which is below the table."""
     return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
 
 
@@ -174,15 +176,16 @@ def evaluation_of(
     notes: Sequence[str] = (),
     chosen_on: Mapping[str, Collection[str]] | None = None,
 ) -> Evaluation:
-    """Compare predictions with the utilities of an environment.
+    """Compare predictions with the utilities of runs.
 
     Args:
-        predictions: each must predict every subset of the environment, and every unit of `targets` or its task.
-        targets: None: all targets of the environment that every method predicts.
-        seeds: retraining seeds to use; None: all.
-        partial: of an unfinished environment use the subsets that are there.
-        notes: how the methods came about, kept in the report.
-        chosen_on: by method, the targets of these very runs that it was chosen by.
+        predictions: predictions of every subset of the runs, and of every unit of `targets` or of the whole task.
+        targets: default: all targets of the runs that every method predicts.
+        seeds: training seeds to use; default: all.
+        partial: use the finished subsets of unfinished runs.
+        resamples: bootstrap resamples of the subsets.
+        notes: notes to include in the result.
+        chosen_on: by method, the targets of these runs that it was selected on.
     Raises:
         RunsError: utilities or predictions are incomplete or not finite; the message names which.
     """
@@ -197,24 +200,24 @@ def evaluation_of(
     names = tuple(common if targets is None else targets)
     utilities = environment.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
-        raise RunsError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
+        raise RunsError(f"{environment.path}: no subset has a result for every seed; wait for more results")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     realized = {name: utilities.select(name) for name in names}
-    ceilings = {name: noise_ceilings(own.values_BSE, weights_RB) for name, own in realized.items()}
+    ceilings = {name: noise_ceilings(of_target.values_BSE, weights_RB) for name, of_target in realized.items()}
 
     def metrics(prediction: Predictions, target: str) -> TargetMetrics:
-        own = realized[target]
-        values_BE, task_B = prediction.aligned(own.subset_ids, target, own.unit_ids)
+        of_target = realized[target]
+        values_BE, task_B = prediction.aligned(of_target.subset_ids, target, of_target.unit_ids)
         return target_metrics(
-            target, values_BE, own.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
+            target, values_BE, of_target.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
         )
 
     roles = {name: environment.role_of(name) for name in names}
-    seen = chosen_on or {}
-    of_targets = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
+    selected_on = chosen_on or {}
+    metrics_of_method = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
     methods = tuple(
-        MethodResult(prediction, rows, average(rows), seen.get(prediction.method, ()))
-        for prediction, rows in zip(predictions, of_targets, strict=True)
+        MethodResult(prediction, rows, average(rows), selected_on.get(prediction.method, ()))
+        for prediction, rows in zip(predictions, metrics_of_method, strict=True)
     )
     info = environment.info
     family = info.family.spec if info.family else "given subsets"
@@ -235,7 +238,7 @@ def evaluation_of(
 
 
 def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Table:
-    """A line a method and target, then one for the mean over targets; what a line does not have is null."""
+    """Return one line per method and target, and one for the mean over targets; missing values are null."""
     records: list[dict[str, Any]] = []
     for result in methods:
         cost = result.predictions.cost or Cost(None, None)

@@ -11,6 +11,7 @@ g is a Gaussian process, a sum of independent parts, and each says in which way 
     kernels    linear in each relevance kernel by itself: another kernel counts for this model
     tasks      linear in the predictions for all tasks: what helps one task helps this one
     sketch     linear in the mean sketch: similar rows err alike
+    straight   linear in the shares of the slices of every label: the only part that keeps its direction far away
     linear     linear in f(share) = log(share + c), of the slices of every label
     additive   a smooth curve in each f(share): value saturates
     joint      a smooth function of all f(share) together: slices stand in for each other
@@ -19,10 +20,11 @@ How much each part counts (its variance), the lengths of the curves, c and the n
 tasks. They maximise the marginal likelihood times wide log-normal priors, s and the level being eliminated exactly.
 Each part is divided by its own mean variance over the runs, so that a prior means a share of what varies. Given these
 numbers everything is in closed form. With no relevance r = 0, and it is a regression on shares; far from the runs what
-they taught fades, and the interval widens.
+they taught about curves fades, their straight trend goes on, and the interval widens.
 
-Where one value takes most, curves are known least: beyond the root mean square distance of the runs' shares from their
-mean, the variance of a prediction is multiplied by the distance over it.
+Extrapolation errs by what no part models, and the farther the more. Beyond the root mean square distance of the runs'
+shares from their mean, the standard deviation of a prediction is multiplied by the distance over it: then intervals of
+90 % hold about 90 % of the most extreme mixtures, which were left out (experiments/extrapolation).
 
 Noise has two variances: of a subset (what no part explains), and of a training run, which runs of one subset with
 several seeds tell apart: their squares within a subset enter the likelihood, and a mean over n seeds has 1 / n of it.
@@ -48,17 +50,20 @@ JITTER = 1e-6
 TINY = 1e-12
 TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
 BLOCK = 4_096  # subsets predicted at once
-FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go; K stays well conditioned
+FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go
+LARGEST = 3.0  # logarithm of the variance of a curve; K stays well conditioned
+TESTED = 4.0  # root mean square distances of the runs, up to which intervals were tested: experiments/extrapolation
 STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
 WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure
 SHAPES = ("c", "additive length", "joint length")
-CURVES = ("linear", "additive", "joint")
+CURVES = ("straight", "linear", "additive", "joint")
 # Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
 # f(share) over the runs; c against an even share.
 PRIORS = {
     "c": (np.log(0.05), 1.5),
     "additive length": (np.log(1.2), 0.7),
     "joint length": (0.0, 0.7),
+    "straight": (-8.0, 4.0),  # absent, or most of what varies
     "linear": (-3.0, 1.5),
     "additive": (-3.0, 1.5),
     "joint": (-3.0, 1.5),
@@ -69,6 +74,9 @@ PRIORS = {
     "noise": (0.0, 2.0),
     "seed noise": (0.0, 2.0),
 }
+# The likelihood often has two local maxima, where the trend is straight and where it is logarithmic. The first search
+# starts at the mean of the prior, the second where the trend is straight: so many standard deviations from there.
+STRAIGHT_START = {"straight": 2.0, "linear": -1.5, "additive": -1.5, "joint": -1.5, "noise": -1.5}
 
 
 # ------------------------------------------------------------------------------------------- what is known of a subset
@@ -146,10 +154,7 @@ class FeatureScales:
         relevance, kernels = (
             (one.mean(axis=0), ratio(1.0, one.std(axis=0), least=TINY)) for one in (runs.relevance_BT, runs.kernel_BTM)
         )
-        sketch, share = (
-            (one.mean(axis=0), ratio(1.0, np.sqrt(one.var(axis=0).sum()), least=TINY))
-            for one in (runs.sketch_BD, runs.share_BG)
-        )
+        sketch, share = _mean_and_scale(runs.sketch_BD), _mean_and_scale(runs.share_BG)
         farthest_T, within_T = (np.abs(one).max(axis=0, initial=0.0) for one in (runs.relevance_BT, runs.within_BT))
         return cls(relevance, kernels, sketch, share, farthest_T, within_T)
 
@@ -183,6 +188,11 @@ class FeatureScales:
         )
 
 
+def _mean_and_scale(values_nP: F64) -> tuple[F64, F64]:
+    """Mean of vectors, (P,), and one over their root mean square distance from it."""
+    return values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), least=TINY)
+
+
 # ------------------------------------------------------------------------------- covariances of g, before any run
 
 
@@ -191,6 +201,7 @@ class Curves:
     """The parts of g that see shares, for one c and one pair of lengths, each with mean variance 1 over the runs."""
 
     c: float
+    mean_G: F64  # shares, over the runs
     centre_G: F64  # mean of log(share + c) over the runs: where c is large, it is large against their differences
     spread: float  # its standard deviation
     lengths: tuple[float, float]  # additive, joint
@@ -208,17 +219,18 @@ class Curves:
         seen_nG = np.log(share_nG + c)
         spread = float(np.sqrt(seen_nG.var(axis=0).mean())) if share_nG.size else 0.0
         lengths = (float(np.exp(shape[1])), float(np.exp(shape[2])))
-        bare = cls(c, seen_nG.mean(axis=0), spread if spread > TINY else 1.0, lengths, dict.fromkeys(CURVES, 1.0))
-        seen_nG = bare.seen(share_nG)
-        variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(seen_nG, seen_nG).items()}
+        spread = spread if spread > TINY else 1.0
+        bare = cls(c, share_nG.mean(axis=0), seen_nG.mean(axis=0), spread, lengths, dict.fromkeys(CURVES, 1.0))
+        variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(share_nG, share_nG).items()}
         return replace(bare, units={k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
 
     def seen(self, share_BG: F64) -> F64:
         """log(share + c), less its mean over the runs, over its spread."""
         return np.asarray((np.log(share_BG + self.c) - self.centre_G) / self.spread)
 
-    def between(self, seen_BG: F64, other_nG: F64) -> dict[str, F64]:
+    def between(self, share_BG: F64, other_share_nG: F64) -> dict[str, F64]:
         """(B, n) covariance of two sets of subsets, by part."""
+        seen_BG, other_nG = self.seen(share_BG), self.seen(other_share_nG)
         n_slices = max(seen_BG.shape[1], 1)
         additive_Bn = np.zeros((len(seen_BG), len(other_nG)))
         square_Bn = np.zeros_like(additive_Bn)
@@ -229,17 +241,20 @@ class Curves:
             additive_Bn += np.exp(part_Bn, out=part_Bn)
         square_Bn *= -0.5 / (n_slices * self.lengths[1] ** 2)
         found = {
+            "straight": (share_BG - self.mean_G) @ (other_share_nG - self.mean_G).T,
             "linear": seen_BG @ other_nG.T / n_slices,
             "additive": additive_Bn / n_slices,
             "joint": np.exp(square_Bn, out=square_Bn),
         }
         return {name: part * self.units[name] for name, part in found.items()}
 
-    def own(self, seen_BG: F64) -> dict[str, F64]:
+    def own(self, share_BG: F64) -> dict[str, F64]:
         """(B,) variance of each part at subsets."""
+        seen_BG = self.seen(share_BG)
         one_B = np.ones(len(seen_BG))
         linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
-        found = {"linear": linear_B, "additive": one_B, "joint": one_B}
+        straight_B = ((share_BG - self.mean_G) ** 2).sum(axis=1)
+        found = {"straight": straight_B, "linear": linear_B, "additive": one_B, "joint": one_B}
         return {name: part * self.units[name] for name, part in found.items()}
 
 
@@ -268,7 +283,7 @@ def _own_linear(own: SubsetFeatures) -> dict[str, F64]:
 
 def _covariance(numbers: Mapping[str, float], curves: Curves, own: SubsetFeatures, other: SubsetFeatures) -> F64:
     """(1 or T, B, n) covariance of g between two sets of measured subsets."""
-    curved = curves.between(curves.seen(own.share_BG), curves.seen(other.share_BG))
+    curved = curves.between(own.share_BG, other.share_BG)
     return _add_parts(numbers, _linear_parts(own, other) | {name: part[None] for name, part in curved.items()})
 
 
@@ -289,11 +304,13 @@ class Learned:
         numbers: the hyperparameters, by the names of PRIORS; the variance of a part that sees nothing is 0.
         runs: the different subsets that were learned from, measured by the ruler.
         scale_T: s, in the unit of the utilities.
+        range_T: largest minus smallest utility of the runs.
     """
 
     numbers: dict[str, float]
     runs: SubsetFeatures
     scale_T: F64
+    range_T: F64
     freedom: float
     _ruler: FeatureScales
     _curves: Curves
@@ -343,6 +360,7 @@ class Learned:
             numbers,
             data.runs,
             1.0 / solved.u_T,
+            np.ptp(utility_nT, axis=0),
             n_runs - 1 + data.freedom,
             ruler,
             curves,
@@ -358,14 +376,39 @@ class Learned:
         for own in self._measured(features):
             cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
             mean_bT = self._level_T + own.relevance_BT + _apply(cross_Gbn, self._rest_nT)
-            variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn)
-            variance_bG += (1 - 2 * np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn) * self._solved.mass_G) / (
-                self._solved.mass_G
-            )
             means.append(self._mean_T + self.scale_T * mean_bT)
-            variance_bG = (np.maximum(variance_bG, 0.0) + self.numbers["noise"]) * self._ruler.edge(own.share_BG)
+            variance_bG = self._unexplained(own, cross_Gbn) + self.numbers["noise"]
+            variance_bG *= self._ruler.edge(own.share_BG) ** 2
             spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
+
+    def ignorance(self, features: SubsetFeatures, coverage: float) -> F64:
+        """How little runs say of subsets, (B, T); above 1 nothing that was tested.
+
+        Half of the interval of the expected utility, without noise, over the range of all runs: above 1 they leave more
+        open than they differ by. Or the distance from the runs over TESTED, if that is larger.
+        """
+        parts = []
+        for own in self._measured(features):
+            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
+            edge_b1 = self._ruler.edge(own.share_BG)
+            spread_bT = np.sqrt(self._unexplained(own, cross_Gbn) + own.within_BT**2) * edge_b1
+            open_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
+            parts.append(np.maximum(open_bT, edge_b1 / TESTED))
+        return np.concatenate(parts)
+
+    def ignorance_after(self, subset: SubsetFeatures, runs: SubsetFeatures, task: int, coverage: float) -> F64:
+        """What `ignorance` of a mixture becomes for one task after one more run, (B,): of each of B mixtures.
+
+        Hyperparameters and the range of the results stay as they are.
+        """
+        _, cover_bb, noise = self.joint(SubsetFeatures.joined([subset, runs]), task)
+        left_B = cover_bb[0, 0] - cover_bb[0, 1:] ** 2 / (np.maximum(np.diag(cover_bb)[1:], 0.0) + noise)
+        with_one = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
+        rulers = (replace(self._ruler, share_G=_mean_and_scale(share_nG)) for share_nG in with_one)
+        edge_B = np.array([float(ruler.edge(subset.share_BG)[0, 0]) for ruler in rulers])
+        open_B = self.quantile(coverage) * edge_B * np.sqrt(np.maximum(left_B, 0.0)) / self.range_T[task]
+        return np.asarray(np.maximum(open_B, edge_B / TESTED))
 
     def joint(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
@@ -401,7 +444,7 @@ class Learned:
             variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
             mean_bT = own.relevance_BT - whole.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             means.append(self.scale_T * mean_bT)
-            variance_bG *= self._ruler.edge(own.share_BG)
+            variance_bG *= self._ruler.edge(own.share_BG) ** 2
             spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
@@ -426,9 +469,16 @@ class Learned:
         for start in range(0, len(features), BLOCK):
             yield self._ruler.measure(features.take(slice(start, start + BLOCK)))
 
+    def _unexplained(self, own: SubsetFeatures, cross_Gbn: F64) -> F64:
+        """(B, 1 or T) variance of level and g after the runs, by the covariances of measured subsets with them."""
+        mass_G = self._solved.mass_G
+        level_bG = np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn)
+        variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn) + 1 / mass_G - 2 * level_bG
+        return np.asarray(np.maximum(variance_bG, 0.0))
+
     def _own(self, own: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of g before any run."""
-        parts = _own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
+        parts = _own_linear(own) | {k: v[None] for k, v in self._curves.own(own.share_BG).items()}
         return np.asarray(_add_parts(self.numbers, parts).T)
 
     def _apart(self, own: SubsetFeatures, whole: SubsetFeatures) -> F64:
@@ -529,8 +579,16 @@ class _Evidence:
 
     def maximise(self) -> dict[str, float]:
         start, spread = self.prior.T
-        bounds = list(zip(start - FARTHEST * spread, start + FARTHEST * spread, strict=True))
-        found = minimize(self.loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
+        most = np.where([name in CURVES for name in self.names], LARGEST, np.inf)
+        bounds = list(zip(start - FARTHEST * spread, np.minimum(start + FARTHEST * spread, most), strict=True))
+        starts: list[F64] = [start]
+        if self.has_curves:
+            starts.append(start + spread * np.array([STRAIGHT_START.get(name, 0.0) for name in self.names]))
+        fits = [
+            minimize(self.loss, at, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
+            for at in starts
+        ]
+        found = min(fits, key=lambda fit: float(fit.fun))
         fitted = dict(zip(self.names, np.exp(found.x).tolist(), strict=True))
         return {name: fitted.get(name, 1.0 if name in SHAPES else 0.0) for name in PRIORS}
 
@@ -566,9 +624,8 @@ class _Evidence:
     def _curves(self, shape: F64) -> dict[str, F64]:
         if not self.has_curves:
             return {}
-        curves = Curves.from_shares(self.data.runs.share_BG, shape)
-        seen_nG = curves.seen(self.data.runs.share_BG)
-        return curves.between(seen_nG, seen_nG)
+        share_nG = self.data.runs.share_BG
+        return Curves.from_shares(share_nG, shape).between(share_nG, share_nG)
 
 
 def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:

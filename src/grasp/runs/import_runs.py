@@ -1,12 +1,14 @@
-"""Runs from the files that people have: CSV or Parquet tables, results of evaluation harnesses, wandb exports.
+"""Import runs from CSV or Parquet tables, results of evaluation harnesses, and wandb exports.
+
+Start with `import_runs`. The training mixtures and the results are tables such as
 
     mixtures.csv                       metrics.csv
     run,wikipedia,github,books         run,val_loss/arxiv,accuracy
     a,0.5,0.3,0.2                      a,3.21,0.41
 
-Both may be one file, whose columns are then told apart by patterns. What a run was trained on may also be long:
-`run, row_id[, weight]`, or `run, expression[, weight]`. Results may be a directory with a folder a run, each with the
-files of a harness (see `results_files`), or the CSV that wandb writes of a table of runs or of a panel.
+Both may be columns of one file, which are then selected by patterns. Mixtures may also be in long form: `run,
+row_id[, weight]`, or `run, expression[, weight]`. Results may be a directory with one folder per run that contains
+files of a harness (see `results_files`), or a CSV that wandb exported from a table of runs or from a panel.
 """
 
 import fnmatch
@@ -21,17 +23,18 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_place
+from grasp.runs.mixture_files import mixture_files, read_mixtures_of_runs
 from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
-NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
+NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
 STATES = ("state", "status")
 FINISHED = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
-MIXTURES = ("proposed", "best_run", "mean_of_runs", "now")  # columns of what `mix` writes
+MIXTURES = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
 SHOWN = 5
 MOST_WHOLE = (1 << 63) - 1
 
@@ -50,40 +53,45 @@ def import_runs(
     skip_failed: bool = False,
     out: Path | str | None = None,
 ) -> RunTable:
-    """Read runs that you have made: what each was trained on, and what came out.
+    """Import your own training runs: the training mixture and the results of each run.
 
-    RegMix-like CSVs, one wide table, results of lm-evaluation-harness or olmes, or an export of wandb. What takes
-    retrained runs takes them as well.
+    Supports RegMix-like CSVs, a single wide table, results of lm-evaluation-harness or olmes, and wandb exports. The
+    result can be used wherever retrained runs can.
 
     Args:
-        trained: what each run was trained on: a line a run, a column a value of the label; or long, as said above.
-        results: what came out: a table, or a directory of lm-evaluation-harness or olmes, a folder a run. Default: the
-            same table has both.
-        label: column of the corpus whose values the weights are of, e.g. source.
-        weights: shares: of the training tokens, adding up to 1; times: how often each value is seen.
-        columns: columns that are weights, e.g. 'train_*'. Default: all numbers that are no result.
-        metrics: columns that are results, e.g. 'eval/*'. Default: all numbers that are no weight.
-        higher: results of which more is better, where the name does not tell.
-        lower: results of which less is better.
-        size: runs of this model size alone.
-        skip_failed: leave out runs with a result that is no number; they are counted.
-        out: new directory to keep them in, for `open_runs`.
+        trained: mixtures: one line per run and one column per value of the label; or a table in long form with columns
+            run, row_id or expression, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
+            them, one file per run.
+        results: table, or directory of lm-evaluation-harness or olmes with one folder per run. Default: the table
+            `trained` contains both.
+        label: label column of the corpus that the columns are values of, e.g. source.
+        weights: shares: shares of the training tokens, which add up to 1; times: number of times each value is seen.
+        columns: columns with weights, e.g. 'train_*'. Default: all numeric columns that are not results.
+        metrics: columns with results, e.g. 'eval/*'. Default: all numeric columns that are not weights.
+        higher: results for which higher is better, if the name is ambiguous.
+        lower: results for which lower is better, if the name is ambiguous.
+        size: only import runs of this model size.
+        skip_failed: skip runs with results that are not numbers, and report their number.
+        out: new directory to save the runs in, for `open_runs`.
     Raises:
-        RunsError: a file that cannot be read, no column with names of runs, a metric whose direction is not
-            known, and all that `RunTable.from_results` refuses.
-        SettingsError: something is at `out`.
+        RunsError: a file cannot be read, there is no column with run names, the direction of a metric is unknown, or
+            `RunTable.from_results` rejects the runs.
+        SettingsError: `out` exists.
     """
     if out is not None:
-        check_place(Path(out), {"is read": [one for one in (trained, results) if isinstance(one, Path | str)]})
-    places = [str(one) for one in (trained, results) if isinstance(one, Path | str)]
-    called = Path(places[-1]).stem if places else "runs"
+        check_place(Path(out), {"is read": [source for source in (trained, results) if isinstance(source, Path | str)]})
+    places = [str(source) for source in (trained, results) if isinstance(source, Path | str)]
+    name = Path(places[-1]).stem if places else "runs"
     if weights not in ("shares", "times"):
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
-    table, where = _table(trained)
+    files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
+    table, where = (pa.table({}), str(trained)) if files else _table(trained)
     harness: HarnessResults | None = None
+    if files and results is None:
+        raise RunsError(f"{where}: holds mixtures alone; name the results of the runs as well")
     if results is None:
         if not metrics:
-            raise RunsError(f"{where}: holds weights and results; say which columns are results, --metrics")
+            raise RunsError(f"{where}: contains weights and results; pass the columns with results: --metrics")
         outcome, outcome_where = table, where
         columns = columns or [f"!{pattern}" for pattern in metrics]
     elif isinstance(results, Path | str) and Path(results).is_dir():
@@ -91,22 +99,28 @@ def import_runs(
         outcome, outcome_where = harness.table, str(results)
     else:
         outcome, outcome_where = _table(results)
-    kind, long = _trained(table, where, label, weights, columns)
+    notes: list[str] = []
+    if files:
+        kind, long, said = _of_files(files, label)
+        notes.append(said)
+    else:
+        kind, long = _trained(table, where, label, weights, columns)
     wide = _Wide(outcome, outcome_where)
     lines, failed = wide.results(metrics, skip_failed)
-    found = tuple(dict.fromkeys(lines["metric"].to_pylist()))
-    directions = _directions(found, harness.directions if harness else {}, higher, lower, outcome_where)
-    notes = [f"left out as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}"] if failed else []
+    metric_names = tuple(dict.fromkeys(lines["metric"].to_pylist()))
+    directions = _directions(metric_names, harness.directions if harness else {}, higher, lower, outcome_where)
+    if failed:
+        notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}")
     if wide.ignored:
-        notes.append(f"columns that are no numbers were left out: {', '.join(wide.ignored[:SHOWN])}")
+        notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:SHOWN])}")
     if harness is not None:
-        harness.check_comparable(found)
-        notes += harness.notes_about(found)
+        harness.check_comparable(metric_names)
+        notes += harness.notes_about(metric_names)
     if failed:
         keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
         long = long.filter(keep)
     info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(places))
-    runs = RunTable.from_results(called, info, long, lines, notes)
+    runs = RunTable.from_results(name, info, long, lines, notes)
     runs = runs if size is None else runs.select_size(size)
     if out is not None:
         runs.save(out)
@@ -114,27 +128,27 @@ def import_runs(
 
 
 def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], F64]:
-    """Names of mixtures, and their shares (B, G) of `values`.
+    """Read mixtures: their names, and their shares (B, G) of `values`.
 
-    A line a mixture and a column a value, of which those that get nothing may be absent; or a line a value and a column
-    a mixture, as `mix` writes them.
+    The table has one line per mixture and one column per value, where columns of zeros may be missing; or one line per
+    value and one column per mixture, as written by `mix`.
 
     Raises:
-        RunsError: no table; an unknown value; shares that are no numbers, or do not add up to 1.
+        RunsError: not a table, an unknown value, or shares that are not numbers or do not add up to 1.
     """
     table, where = _table(source)
     if "value" in table.column_names and "value" not in values:
         mixtures = [name for name in MIXTURES if name in table.column_names]
         if not mixtures:
-            raise RunsError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
+            raise RunsError(f"{where}: has a column `value` but no shares; expected {', '.join(MIXTURES)}")
         lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
         table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
-        raise RunsError(f"{where}: has no mixture; expected a line for each")
+        raise RunsError(f"{where}: has no mixtures; expected one per line")
     named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
     if unknown := [name for name in table.column_names if name not in (*values, *named, "settles")]:
-        meant = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
-        raise RunsError(f"{where}: {unknown[0]!r} is no value that the runs were trained on{meant}")
+        hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
+        raise RunsError(f"{where}: {unknown[0]!r} is not a value that the runs were trained on{hint}")
     absent = [name for name in values if name not in table.column_names]
     for name in absent:
         table = table.append_column(name, pa.array(np.zeros(len(table))))
@@ -144,57 +158,67 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
         else tuple(f"mixture-{b + 1}" for b in range(len(table)))
     )
     columns = [_numbers(table[name]) for name in values]
-    share_BG = np.stack([np.full(len(table), np.nan) if one is None else one for one in columns], axis=1)
+    share_BG = np.stack([np.full(len(table), np.nan) if values_B is None else values_B for values_B in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
-            without = f" (no column, so nothing of: {', '.join(absent[:SHOWN])})" if absent else ""
+            without = f" (no columns, so share 0: {', '.join(absent[:SHOWN])})" if absent else ""
             raise RunsError(
-                f"{where}: mixture {name!r}: its shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 "
-                "or more that add up to 1"
+                f"{where}: mixture {name!r}: shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 or "
+                "more that add up to 1"
             )
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-# --------------------------------------------------------------------------------------------- what was trained on
+# ------------------------------------------------------------------------------------------------------- mixtures
 
 
 def _trained(
     table: pa.Table, where: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
-    """The kind, and run, name, weight."""
+    """Return the kind of the weights, and a table of run, name and weight."""
     names = {name.lower(): name for name in table.column_names}
     for kind, options in (("rows", ROW_COLUMNS), ("expressions", ("expression",))):
-        column = next((names[one] for one in options if one in names), None)
+        column = next((names[option] for option in options if option in names), None)
         if column is not None:
             weight = table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table)))
             arrays = [_text(table, _name_column(table, where), where), _text(table, column, where), weight]
             return kind, pa.table(arrays, TRAINED_SCHEMA.names)  # type: ignore[return-value]
     if label is None:
-        raise RunsError(f"{where}: say which label its columns are values of, e.g. --label source")
+        raise RunsError(f"{where}: pass the label that its columns are values of, e.g. --label source")
     wide = _Wide(table, where)
     chosen = wide.chosen(columns)
     if len(chosen) < 2:
         raise RunsError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
     weight_RG = np.stack([wide.numbers[name] for name in chosen], axis=1)
     first: dict[str, int] = {}
-    for at, run in enumerate(wide.runs):  # a name may come again for another seed, but not with other weights
+    for at, run in enumerate(wide.runs):  # a run may occur again with another seed, but only with the same weights
         was = first.setdefault(run, at)
         if was != at and not np.allclose(weight_RG[was], weight_RG[at], equal_nan=True):
-            raise RunsError(f"{where}: run {run!r} is there twice, with different weights; rename one of them")
+            raise RunsError(f"{where}: run {run!r} occurs twice with different weights; rename one of them")
         if was != at and wide.meta("seed", was) == wide.meta("seed", at):
-            raise RunsError(f"{where}: run {run!r} is there twice; rename one, or add a column seed")
+            raise RunsError(f"{where}: run {run!r} occurs twice; rename one, or add a column seed")
     r, g = (index.ravel() for index in np.indices((len(first), len(chosen))))
     names_R, names_G = np.array([*first], object), np.array(chosen, object)
     arrays = [names_R[r], names_G[g], weight_RG[[*first.values()]].ravel()]
-    long = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
+
+
+def _of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
+    """The kind; run, name, weight; and a sentence on what the weights are."""
+    if label is None:
+        raise RunsError(f"{files[0]}: say which label it mixes the values of, e.g. --label source")
+    kind, weights, said = read_mixtures_of_runs(files)
+    lines = [(run, value, weight) for run, of_run in weights.items() for value, weight in of_run.items()]
+    columns = [pa.array(column) for column in zip(*lines, strict=True)]
+    return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), said  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------- what came out
 
 
 class _Wide:
-    """A table with a line a run: its name, what is known of it, and columns of numbers."""
+    """A table with one line per run: its name, metadata columns, and numeric columns."""
 
     def __init__(self, table: pa.Table, where: str) -> None:
         table = _panel(table)
@@ -202,32 +226,37 @@ class _Wide:
         by_name = _name_column(table, where)
         self.runs = _text(table, by_name, where).to_pylist()
         lower = {name.lower(): name for name in table.column_names if name != by_name}
-        told = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATES}
-        column_of = {what: [lower[one] for one in options if one in lower] for what, options in told.items()}
+        metadata = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATES}
+        column_of = {
+            what: [lower[option] for option in options if option in lower] for what, options in metadata.items()
+        }
         self._meta = {what: table[names[0]].to_pylist() for what, names in column_of.items() if names}
         used = {by_name, *(name for names in column_of.values() for name in names)}
-        rest = [name for name in table.column_names if name not in used]
-        self.numbers = {name: values for name in rest if (values := _numbers(table[name])) is not None}
-        self.ignored = [name for name in rest if name not in self.numbers]
+        others = [name for name in table.column_names if name not in used]
+        self.numbers = {name: values for name in others if (values := _numbers(table[name])) is not None}
+        self.ignored = [name for name in others if name not in self.numbers]
 
     def meta(self, what: str, at: int) -> Any:
         return self._meta[what][at] if what in self._meta else None
 
     def chosen(self, patterns: Sequence[str]) -> list[str]:
-        """Columns by patterns; `!pattern` leaves out; none: all."""
-        keep, drop = [one for one in patterns if one[:1] != "!"], [one[1:] for one in patterns if one[:1] == "!"]
-        found = [name for name in self.numbers if (not keep or _matches(name, keep)) and not _matches(name, drop)]
-        idle = [one for one in keep if not any(fnmatch.fnmatchcase(name, one) for name in self.numbers)]
-        if idle:
-            there = ", ".join(list(self.numbers)[:SHOWN])
-            raise RunsError(f"{self.where}: no column of numbers is like {idle[0]!r}; there are {there}")
-        return found
+        """Select columns by patterns; `!pattern` excludes columns; without patterns, all are selected."""
+        keep = [pattern for pattern in patterns if pattern[:1] != "!"]
+        drop = [pattern[1:] for pattern in patterns if pattern[:1] == "!"]
+        selected = [name for name in self.numbers if (not keep or _matches(name, keep)) and not _matches(name, drop)]
+        unmatched = [
+            pattern for pattern in keep if not any(fnmatch.fnmatchcase(name, pattern) for name in self.numbers)
+        ]
+        if unmatched:
+            available = ", ".join(list(self.numbers)[:SHOWN])
+            raise RunsError(f"{self.where}: no numeric column matches {unmatched[0]!r}; available: {available}")
+        return selected
 
     def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
-        """RESULTS_SCHEMA, and the runs that were left out."""
+        """Return results with RESULTS_SCHEMA, and the names of skipped runs."""
         chosen = self.chosen(patterns)
         if not chosen:
-            raise RunsError(f"{self.where}: has no columns of numbers that are results")
+            raise RunsError(f"{self.where}: has no numeric columns with results")
         failed: list[str] = []
         lines: list[tuple[Any, ...]] = []
         for at, run in enumerate(self.runs):
@@ -245,7 +274,7 @@ class _Wide:
         return pa.table(arrays, schema=RESULTS_SCHEMA), failed
 
     def _whole(self, what: str, at: int) -> int | None:
-        """A seed, or a count of tokens."""
+        """Return a seed or a number of tokens as an integer, or None."""
         value = self.meta(what, at)
         try:
             number = None if value is None else int(float(value)) if isinstance(value, str) else int(value)
@@ -257,7 +286,7 @@ class _Wide:
 
 
 def _panel(table: pa.Table) -> pa.Table:
-    """What wandb exports of a panel, `Step, <run> - <metric>, ...`: the last value of every column, a line a run."""
+    """Convert a wandb panel, `Step, <run> - <metric>, ...`, to one line per run with the last value of each column."""
     if not table.column_names or table.column_names[0].lower() not in ("step", "_step"):
         return table
     last: dict[str, dict[str, float]] = {}
@@ -268,31 +297,33 @@ def _panel(table: pa.Table) -> pa.Table:
         values = _numbers(table[name])
         seen = values[np.isfinite(values)] if values is not None else np.empty(0)
         last.setdefault(run, {})[metric] = float(seen[-1]) if seen.size else float("nan")
-    metrics = list(dict.fromkeys(metric for one in last.values() for metric in one))
-    columns = {metric: pa.array([one.get(metric, float("nan")) for one in last.values()]) for metric in metrics}
+    metrics = list(dict.fromkeys(metric for of_run in last.values() for metric in of_run))
+    columns = {metric: pa.array([of_run.get(metric, float("nan")) for of_run in last.values()]) for metric in metrics}
     return pa.table({"run": pa.array(list(last)), **columns})
 
 
-# --------------------------------------------------------------------------------------------------------- inside
+# ------------------------------------------------------------------------------------------------------ internals
 
 
 def _directions(
     metrics: Sequence[str], known: Mapping[str, Direction], higher: Sequence[str], lower: Sequence[str], where: str
 ) -> dict[str, Direction]:
-    """Of each metric whether more is better: as its file says, as it was said, or as its name tells."""
+    """Return the direction of each metric: as in its file, as passed by the user, or by its name."""
     directions: dict[str, Direction] = {}
     unknown = []
     for metric in metrics:
-        said: Direction | None = "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
-        if direction := known.get(metric) or said or direction_by_name(metric):
+        requested: Direction | None = (
+            "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
+        )
+        if direction := known.get(metric) or requested or direction_by_name(metric):
             directions[metric] = direction
         else:
             unknown.append(metric)
     if unknown:
-        others = f" (the same of {', '.join(unknown[1:])})" if unknown[1:] else ""
+        others = f" (likewise {', '.join(unknown[1:])})" if unknown[1:] else ""
         raise RunsError(
-            f"{where}: metric {unknown[0]!r}: is more of it better or worse? say --higher '{unknown[0]}' or --lower "
-            f"'{unknown[0]}', or name the results with --metrics{others}"
+            f"{where}: metric {unknown[0]!r}: unknown direction; pass --higher '{unknown[0]}' or --lower "
+            f"'{unknown[0]}', or select the results with --metrics{others}"
         )
     return directions
 
@@ -311,7 +342,7 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
     except FileNotFoundError as err:
         raise RunsError(f"{path}: no such file") from err
     except UnicodeDecodeError as err:
-        raise RunsError(f"{path}: names of columns are no text in UTF-8; save the table as UTF-8") from err
+        raise RunsError(f"{path}: column names are not UTF-8; save the table as UTF-8") from err
     except (pa.ArrowException, OSError, ValueError) as err:
         raise RunsError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -321,33 +352,33 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
 
 def _name_column(table: pa.Table, where: str) -> str:
     lower = {name.lower(): name for name in reversed(table.column_names)}
-    found = next((lower[one] for one in NAMES if one in lower), None)
-    if found is None:
+    column = next((lower[name] for name in NAMES if name in lower), None)
+    if column is None:
         raise RunsError(
-            f"{where}: has no column with the names of runs (one of {', '.join(NAMES[:-1])}); its columns are "
+            f"{where}: has no column with run names (one of {', '.join(NAMES[:-1])}); its columns are "
             f"{', '.join(table.column_names[:SHOWN])}"
         )
-    return str(found)
+    return str(column)
 
 
 def _text(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
-    """A column as names."""
+    """Return a column as strings."""
     try:
-        found = table[name].cast(pa.string())
+        column = table[name].cast(pa.string())
     except pa.ArrowException as err:
         raise RunsError(
-            f"{where}: column {name!r} holds {table[name].type} that is no text in UTF-8, expected names"
+            f"{where}: column {name!r} contains {table[name].type} that is not UTF-8 text, expected names"
         ) from err
-    if found.null_count:
-        raise RunsError(f"{where}: {found.null_count} cells of {name!r} are empty, expected names")
-    return found
+    if column.null_count:
+        raise RunsError(f"{where}: {column.null_count} cells of {name!r} are empty, expected names")
+    return column
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray | None:
-    """float64, nan where a cell is empty; None: no numbers. A column of texts such as `nan` counts as numbers."""
+    """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
     if pa.types.is_string(column.type):
         try:
-            return np.array([float(one) if one not in (None, "") else np.nan for one in column.to_pylist()])
+            return np.array([float(cell) if cell not in (None, "") else np.nan for cell in column.to_pylist()])
         except ValueError:
             return None
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):

@@ -1,25 +1,24 @@
-"""How well predicted utilities rank interventions, with intervals, and how well they could at best.
+"""Rank metrics of predicted utilities with bootstrap intervals, and noise ceilings. Start with `target_metrics`.
 
 Shape letters: B subsets, E units of one target, S retraining seeds, R bootstrap resamples, T targets.
 
-Intervals. Subsets are what was sampled, so subsets are resampled, the same ones for every unit, target and
-metric of an environment. The 95 % interval is the estimate plus the 2.5 % and 97.5 % points of the resamples'
-deviations from *their own* mean, cut to the metric's range: a resample carries noise of its own, which
-pulls a positive fraction towards one half, so only the spread of the resamples is used, not their centre.
+Intervals. Subsets are the sampling unit, so subsets are resampled, with the same draws for every unit, target and
+metric. The 95 % interval is the estimate plus the 2.5 % and 97.5 % quantiles of the deviations of the resamples from
+*their own* mean, clipped to the range of the metric. Resampling adds noise, which biases e.g. a positive fraction
+towards one half; therefore only the spread of the resamples is used, not their centre.
 
-Undefined. Spearman's rho of a constant column does not exist. It is never replaced by a number: an `Estimate`
-then has value None and says why, and units without a rho are counted and left out of means and fractions.
+Undefined values. Spearman's rho of a constant column does not exist and is never replaced by a number: the `Estimate`
+has value None and a reason, and units without a rho are counted and excluded from means and fractions.
 
 Noise ceiling. Let U = truth + noise with noise independent between seeds. With r1 the mean over all pairs of
 seeds of the rank correlation between two seeds' utilities, the S-seed mean has reliability (Spearman-Brown)
 
     reliability = S r1 / (1 + (S - 1) r1),        ceiling = sqrt(reliability),
 
-which is the correlation that a predictor equal to the truth has with the S-seed mean. It is exact for
-Pearson's correlation; with rank correlations of normal variables it is less than 0.01 too high. For mean LDS,
-r1 is averaged over the units first; sqrt and Spearman-Brown are concave, so where units differ in reliability
-that is an upper bound.
-One seed, or seeds that do not agree (r1 <= 0), leave the ceiling undefined.
+which is the correlation of a predictor equal to the truth with the S-seed mean. It is exact for Pearson's correlation;
+for rank correlations of normal variables it is too high by less than 0.01. For mean LDS, r1 is averaged over the units
+first; since sqrt and Spearman-Brown are concave, the result is an upper bound if units differ in reliability.
+The ceiling is undefined for a single seed, or if seeds do not agree (r1 <= 0).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,26 +31,26 @@ from grasp.arrays import F64, Bool, Floats, ratio
 from grasp.errors import ShapeError
 from grasp.text import different, number
 
-# The lowest value of each metric; the highest is 1.
+# Lowest value of each metric; the highest is 1.
 METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
 CEILINGS = ("task_ceiling", "lds_ceiling")
 RESAMPLES = 1_000
 AVERAGE = "average"
 LEVEL = 0.95
-_BLOCK_NUMBERS = 500_000  # numbers in one block of comparisons or ranks: it stays in the cache
+_BLOCK_NUMBERS = 500_000  # numbers per block of comparisons or ranks, which fit the CPU cache
 
 CONSTANT_PREDICTION = "predictions are constant"
 CONSTANT_UTILITY = "utilities are constant"
 MIN_SUBSETS = 3
 TOO_FEW_SUBSETS = f"fewer than {MIN_SUBSETS} subsets"
-ONE_SEED = "one seed: the noise between seeds is unknown"
+SINGLE_SEED = "one seed: the noise between seeds is unknown"
 NO_UNIT_PREDICTIONS = "no predictions for units"
 NO_DEFINED_UNIT = "no unit has a defined rho"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A metric and its 95 % bootstrap interval; value None means undefined, and `reason` says why."""
+    """A metric and its 95 % bootstrap interval; value None means undefined, for the given reason."""
 
     value: float | None
     low: float | None = None
@@ -68,15 +67,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:
-    """What one prediction reaches on one target, or on the mean: `row["task_rho"]`, so all METRICS and CEILINGS."""
+    """Metrics of one prediction on one target, or their mean: `row["task_rho"]`, for all METRICS and CEILINGS."""
 
     target: str
     n_subsets: int
     n_units: int
     estimates: Mapping[str, Estimate]
-    over_seeds: Mapping[str, tuple[float | None, float | None]]  # mean and standard deviation against each seed alone
+    over_seeds: Mapping[str, tuple[float | None, float | None]]  # mean and standard deviation over single seeds
     undefined_units: Mapping[str, int]
-    resamples: Mapping[str, F64] = field(repr=False)  # they stay so that targets can be averaged
+    resamples: Mapping[str, F64] = field(repr=False)  # required to average targets
 
     def __getitem__(self, name: str) -> Estimate:
         return self.estimates[name]
@@ -86,18 +85,18 @@ class TargetMetrics:
 
 
 def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Floats) -> F64:
-    """Spearman's rho between pairs of column sets, for every unit and every resample.
+    """Compute Spearman's rho between pairs of column sets, for every unit and every resample.
 
-    A resample is a row of integer weights: how often each subset was drawn. The mid-rank of a subset, less
-    the mean rank, is (weight below it - weight above it) / 2; so all ranks of all resamples are one matrix
-    product of the weights with the comparisons, which are made once. Ranks are multiples of 1/2: exact.
+    A resample is a row of integer weights: the number of times each subset was drawn. The mid-rank of a subset minus
+    the mean rank is (weight below it - weight above it) / 2, so the ranks of all resamples are one matrix product of
+    weights and pairwise comparisons, which are computed once. Ranks are multiples of 1/2 and thereby exact.
 
     Args:
-        columns: arrays (B, E) of one shape: predictions, utilities, utilities of one seed; any unit.
-        pairs: which of them to correlate, by position.
-        weights_RB: a row of ones is the plain rho. Its dtype is the precision: float32 leaves errors of 1e-6.
+        columns: arrays (B, E) of one shape: predictions, utilities, or utilities of one seed, in any unit.
+        pairs: indices of the columns to correlate.
+        weights_RB: resamples; a row of ones gives the estimate. The dtype sets the precision: 1e-6 for float32.
     Returns:
-        (P, E, R); nan exactly where one of the two is constant on the subsets drawn; ties as in scipy.
+        (P, E, R); nan if one of the two columns is constant on the drawn subsets; ties as in scipy.
     Raises:
         ShapeError: shapes differ; the message carries both.
     Source: eq:lds-spearman. Deviation: none. Cost: O(E B^2 R) multiply-adds per column set.
@@ -116,7 +115,7 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     for start in range(0, n_units, units_at_once):
         part = slice(start, start + units_at_once)
         parts_EB = [column[:, part].T for column in columns]
-        # (E, B, B): 1/2 where the first subset lies below the second, 0 where they tie, -1/2 where above
+        # (E, B, B): 1/2 if the first subset is below the second, 0 for ties, -1/2 if above
         compared = [np.sign(p[:, None, :] - p[:, :, None]).astype(weights_RB.dtype) / 2 for p in parts_EB]
         step = max(1, _BLOCK_NUMBERS // (compared[0].shape[0] * n_subsets * len(columns)))
         for first in range(0, n_resamples, step):
@@ -124,11 +123,11 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
             root_rB = root_RB[draws]
             ranks = [np.matmul(weights_RB[draws], below_EBB) for below_EBB in compared]
             ranks = [np.multiply(rank_ErB, root_rB, out=rank_ErB) for rank_ErB in ranks]
-            # a constant column has centred ranks of exactly 0, so its norm is exactly 0
+            # centred ranks of a constant column are exactly 0, and so is their norm
             norms = [np.sqrt(np.einsum("erb,erb->er", rank, rank)) for rank in ranks]
-            for p, (one, other) in enumerate(pairs):
-                scale_Er = norms[one] * norms[other]
-                covariance_Er = np.einsum("erb,erb->er", ranks[one], ranks[other])
+            for p, (first_column, second_column) in enumerate(pairs):
+                scale_Er = norms[first_column] * norms[second_column]
+                covariance_Er = np.einsum("erb,erb->er", ranks[first_column], ranks[second_column])
                 np.divide(covariance_Er, scale_Er, out=out[p, part, draws], where=scale_Er > 0)
     return np.asarray(np.clip(out, -1.0, 1.0))
 
@@ -147,17 +146,17 @@ def spearman(x_BE: F64, y_BE: F64) -> F64:
 
 
 def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> F64:
-    """Share of pairs of subsets ordered as retraining orders them, (R,).
+    """Return the share of pairs of subsets that are ordered as by their realized utilities, (R,).
 
-    A pair whose utilities tie is left out; a pair whose predictions tie counts one half. In a resample a pair
-    counts as often as the product of its weights. nan where no pair is left.
+    Pairs with tied utilities are excluded; pairs with tied predictions count one half. In a resample, a pair has the
+    product of the weights of its subsets. nan if there are no pairs.
     """
     weights_RB = np.asarray(weights_RB, dtype=np.float64)
     sign_p = np.sign(predicted_B[:, None] - predicted_B[None, :])
     sign_u = np.sign(realized_B[:, None] - realized_B[None, :])
-    counted = (sign_u != 0).astype(np.float64)
-    right = counted * (0.5 + 0.5 * sign_p * sign_u)
-    total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ counted)
+    untied = (sign_u != 0).astype(np.float64)
+    right = untied * (0.5 + 0.5 * sign_p * sign_u)
+    total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ untied)
     right_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ right)
     return ratio(right_R, total_R, undefined=np.nan)
 
@@ -166,7 +165,7 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> 
 
 
 def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
-    """Estimate with the centred bootstrap interval of the module's head; undefined resamples are left out."""
+    """Return the centred bootstrap interval of the module docstring; undefined resamples are ignored."""
     if not np.isfinite(value):
         return Estimate(None, reason=reason)
     drawn = resampled_R[np.isfinite(resampled_R)]
@@ -178,7 +177,7 @@ def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest
 
 
 def mean_defined(values: F64, axis: int) -> F64:
-    """Mean without the nan; nan where nothing is defined (numpy's nanmean would warn)."""
+    """Return the mean of the finite values; nan if there are none (numpy's nanmean would warn)."""
     defined = np.isfinite(values)
     total = np.where(defined, values, 0.0).sum(axis=axis)
     count = defined.sum(axis=axis)
@@ -189,7 +188,7 @@ def mean_defined(values: F64, axis: int) -> F64:
 
 
 def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
-    """sqrt of the reliability of the mean of `n_seeds` seeds; nan where the seeds do not agree (<= 0)."""
+    """Return the square root of the reliability of the mean of `n_seeds` seeds; nan for correlations <= 0."""
     correlation = np.asarray(correlation, dtype=np.float64)
     agrees = np.isfinite(correlation) & (correlation > 0)
     r1 = correlation[agrees]
@@ -199,7 +198,7 @@ def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
 
 
 def seed_agreement(realized_BSE: F64, weights_RB: Floats) -> F64:
-    """Mean over all pairs of seeds of the rank correlation between two seeds, (E, R); nan if S < 2."""
+    """Return the mean rank correlation between two seeds over all pairs of seeds, (E, R); nan if S < 2."""
     _, n_seeds, n_units = realized_BSE.shape
     pairs = [(a, b) for a in range(n_seeds) for b in range(a + 1, n_seeds)]
     if not pairs:
@@ -209,12 +208,12 @@ def seed_agreement(realized_BSE: F64, weights_RB: Floats) -> F64:
 
 
 def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]:
-    """CEILINGS of one target; they depend on the utilities alone, so one call serves every method.
+    """Return the CEILINGS of one target; they depend only on the utilities, so all methods share them.
 
     Args:
         realized_BSE: realized utilities of each seed.
         weights_RB: from `bootstrap_weights`.
-    Source: design section 4, point 11; the formula stands at the module's head.
+    Source: design section 4, point 11; see the module docstring for the formula.
     """
     task_BS1 = realized_BSE.mean(axis=2, keepdims=True)
     return {"task_ceiling": _ceiling(task_BS1, weights_RB), "lds_ceiling": _ceiling(realized_BSE, weights_RB)}
@@ -223,7 +222,7 @@ def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]
 def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
     n_subsets, n_seeds, _ = realized_BSE.shape
     if n_seeds < 2:
-        return Estimate(None, reason=ONE_SEED)
+        return Estimate(None, reason=SINGLE_SEED)
     if n_subsets < MIN_SUBSETS:
         return Estimate(None, reason=TOO_FEW_SUBSETS)
     plain = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
@@ -243,9 +242,9 @@ def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
 
 
 def standardised_mean(values_BE: F64) -> F64:
-    """Mean over units of each unit's z-score over the subsets, (B,); constant units carry nothing.
+    """Return the mean over units of their z-scores over the subsets, (B,); constant units contribute nothing.
 
-    A diagnostic: the raw mean is led by the few units with a large spread, this one hears all alike.
+    A diagnostic: the raw mean is dominated by units with a large variance, this one weights all units equally.
     """
     centred_BE = values_BE - values_BE.mean(axis=0)
     z_BE = np.zeros_like(centred_BE)
@@ -269,18 +268,18 @@ def target_metrics(
     task_predicted_B: F64 | None = None,
     ceilings: Mapping[str, Estimate] | None = None,
 ) -> TargetMetrics:
-    """All metrics of one prediction on one target.
+    """Compute all metrics of one prediction on one target.
 
     Args:
-        target: its name, for messages.
-        predicted_BE: predicted utilities; any increasing scale. None: only the task was predicted, and what is
-            made of units is undefined.
+        target: name of the target, for messages.
+        predicted_BE: predicted utilities on any increasing scale. None: only the task was predicted, so metrics of
+            units are undefined.
         realized_BSE: realized utilities of each seed; the metrics use the mean over seeds.
-        weights_RB: from `bootstrap_weights`; shared by the targets of an environment.
-        task_predicted_B: the prediction for the task's mean, where it is not the mean of the units' own.
-        ceilings: from `noise_ceilings`, where it is known already.
+        weights_RB: from `bootstrap_weights`; shared by all targets of the runs.
+        task_predicted_B: prediction of the task; default: the mean of the predictions of its units.
+        ceilings: result of `noise_ceilings`, if known.
     Raises:
-        ShapeError: shapes do not fit each other.
+        ShapeError: shapes do not match.
     Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
     """
     realized_BSE = np.asarray(realized_BSE, np.float64)
@@ -297,15 +296,15 @@ def target_metrics(
     values = _metrics(predicted_BE, task_B, realized_BE, plain_1B)
     resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
-    # each metric against each seed alone, masks and predictions fixed
+    # each metric for single seeds, with the same subsets and predictions
     over_seeds: dict[str, tuple[float | None, float | None]] = {}
-    each = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B) for s in range(n_seeds)]
+    by_seed = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B) for s in range(n_seeds)]
     for name in METRICS:
-        value_S = np.array([one[name][0] for one in each])
+        value_S = np.array([values_of_seed[name][0] for values_of_seed in by_seed])
         sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
         over_seeds[name] = (float(value_S.mean()), sd) if np.isfinite(value_S).all() else (None, None)
 
-    # why what has no value has none
+    # reasons of undefined values
     flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
     task_why, units_why = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION, NO_DEFINED_UNIT
     undefined = {CONSTANT_PREDICTION: int(flat_p.sum()), CONSTANT_UTILITY: int((flat_u & ~flat_p).sum())}
@@ -333,7 +332,7 @@ def target_metrics(
 
 
 def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Floats) -> dict[str, F64]:
-    """Every metric under every resample, (R,) each."""
+    """Compute every metric for every resample, (R,) each."""
     if len(task_B) < MIN_SUBSETS:
         return {name: np.full(len(weights_RB), np.nan) for name in METRICS}
     rho_ER = rank_correlations([predicted_BE, realized_BE], [(0, 1)], weights_RB)[0]
@@ -343,7 +342,7 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Float
     task_2R = rank_correlations([predicted, realized], [(0, 1)], weights_RB)[0]
     pairs_R = pairwise_accuracy(task_B, realized_B, weights_RB)
     if task_B.max() == task_B.min():
-        pairs_R = np.full_like(pairs_R, np.nan)  # a constant orders no pair: 1/2 would look like a result
+        pairs_R = np.full_like(pairs_R, np.nan)  # a constant prediction orders no pair; 1/2 would look like a result
     return {
         "task_rho": task_2R[0],
         "mean_lds": mean_defined(rho_ER, axis=0),
@@ -354,10 +353,10 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Float
 
 
 def average(rows: Sequence[TargetMetrics]) -> TargetMetrics:
-    """The mean over targets; a figure is undefined if it is on any of them, which is then named.
+    """Average metrics over targets; a metric that is undefined on a target is undefined, with the target as reason.
 
-    The resamples of a metric are those of the targets, draw by draw, so the interval knows that targets share subsets.
-    A mean ceiling has no interval.
+    Resamples are averaged draw by draw, so that intervals account for targets that share subsets. The mean ceiling has
+    no interval.
     """
     estimates: dict[str, Estimate] = {}
     resamples = {name: np.mean([row.resamples[name] for row in rows], axis=0) for name in METRICS}
@@ -368,6 +367,6 @@ def average(rows: Sequence[TargetMetrics]) -> TargetMetrics:
         estimates[name] = bootstrap_interval(
             value, resampled_R, lowest=METRICS.get(name, 0.0), highest=1.0, reason=reason
         )
-    # a target may have the word for its name
-    called = different([*(row.target for row in rows), AVERAGE])[-1]
-    return TargetMetrics(called, rows[0].n_subsets, sum(row.n_units for row in rows), estimates, {}, {}, resamples)
+    # a target may have the same name
+    label = different([*(row.target for row in rows), AVERAGE])[-1]
+    return TargetMetrics(label, rows[0].n_subsets, sum(row.n_units for row in rows), estimates, {}, {}, resamples)

@@ -1,11 +1,11 @@
-"""Predicted utilities from anywhere: tables, arrays, and other people's scores of single rows.
+"""Predicted utilities of subsets, read from tables, arrays, or scores of single rows. Start with `read_predictions`.
 
-Files that are read:
+Supported files:
 
-    table (Parquet)      subset_id, target, utility[, unit_id]; lines without a unit_id predict the task's mean
-    array (.npy)         (B, E) beside `<name>.ids.json`: {"subset_ids": [...], "units": [[target, unit_id], ...]}
-    row scores (.npy)    (N, E) beside `<name>.ids.json`: {"units": [...]}; rows in corpus order
-    row scores (Parquet) row_id and a column `target/unit_id` a unit, or a column `target` for the task as a whole
+    table (Parquet)      subset_id, target, utility[, unit_id]; lines without a unit_id predict the mean of the task
+    array (.npy)         (B, E), with `<name>.ids.json`: {"subset_ids": [...], "units": [[target, unit_id], ...]}
+    row scores (.npy)    (N, E), with `<name>.ids.json`: {"units": [...]}; rows in corpus order
+    row scores (Parquet) row_id and one column `target/unit_id` per unit, or one column `target` for the whole task
 
 Higher is better. Shape letters: B subsets, E units, N rows.
 """
@@ -31,64 +31,64 @@ from grasp.store.contents import readable_table
 from grasp.yaml_files import describe
 
 Unit = tuple[str, str]
-Weighting = Literal["count", "mean"]  # scores of the rows of a subset are added up, or averaged by their weights
-# predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
-# oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
+Weighting = Literal["count", "mean"]  # sum, or weighted mean, of the scores of the rows of a subset
+# predictor: uses none of the utilities it is evaluated on; oracle-selected: its configuration was selected on them;
+# supervised oracle: fitted to other subsets of the same runs. The latter two are reported separately.
 MethodRole = Literal["predictor", "oracle-selected", "supervised oracle"]
 
 EXAMPLES = 3
-WHOLE_TASK = ""  # the unit of a target whose results are of the task alone
-LARGEST = 1e100  # of a prediction: what is larger overflows in the sums that are taken of it
+WHOLE_TASK = ""  # unit_id of results for a whole task
+LARGEST = 1e100  # largest prediction, so that sums and squares do not overflow
 ROWS_AT_ONCE = 16_384
 
 
 class _Ids(BaseModel):
-    """What the axes of a .npy are, as the .ids.json beside it says."""
+    """Contents of the .ids.json file that describes the axes of a .npy file."""
 
     units: tuple[Unit, ...]
-    subset_ids: tuple[str, ...] | None = None  # None: the rows of the corpus
+    subset_ids: tuple[str, ...] | None = None  # None: the first axis are the rows of the corpus
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a method keeps of every row, and the time that making it took; None: not known."""
+    """Storage per row and build time of a method; None: unknown."""
 
-    features: int | None  # floats a row from which a unit that comes later is scored
-    scores: int | None  # floats a row: one a unit, or one for all units
+    features: int | None  # floats per row from which new units can be scored
+    scores: int | None  # floats per row: one per unit, or one for all units
     wall_seconds: float | None = None
     cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a method predicts for subsets by name: utilities of units, of tasks, or of both."""
+    """Predictions of a method for named subsets: utilities of units, of tasks, or of both."""
 
     method: str
     subset_ids: tuple[str, ...]
     units: tuple[Unit, ...]
     values_BE: F64
-    task_B: Mapping[str, F64] = field(default_factory=dict)  # of a target; else the mean over its units
+    task_B: Mapping[str, F64] = field(default_factory=dict)  # by target; default: mean over its units
     standing: MethodRole = "predictor"
     cost: Cost | None = None
-    notes: tuple[str, ...] = ()  # what must be said of them
+    notes: tuple[str, ...] = ()  # notes for reports
 
     @property
     def targets(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([target for target, _ in self.units] + list(self.task_B)))
 
     def aligned(self, subset_ids: Sequence[str], target: str, unit_ids: Sequence[str]) -> tuple[F64 | None, F64 | None]:
-        """Predictions for one target in the order asked for: units (B, E) and task (B,), each if there.
+        """Return the predictions of one target in the given order: units (B, E) and task (B,), or None if missing.
 
-        Subsets and units that were predicted but not asked for are left out.
+        Additional subsets and units are ignored.
 
         Raises:
-            RunsError: a subset or a unit lacks a prediction, or has one that is not finite.
+            RunsError: a subset or unit has no prediction, or one that is not finite.
         """
         b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
         column_of = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
         task_B = self.task_B[target][b] if target in self.task_B else None
         if not column_of and task_B is None:
-            raise RunsError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
+            raise RunsError(f"{self.method}: has no predictions for {target!r}, only for {self.targets}")
         if not column_of or list(unit_ids) == [WHOLE_TASK]:
             task_B = self.values_BE[b][:, list(column_of.values())].mean(axis=1) if task_B is None else task_B
             return None, _finite(task_B, f"{self.method}: {target}")
@@ -102,10 +102,10 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Scores of single rows, in corpus order, in blocks: (first row, (n, E))."""
+    """Scores of single rows in corpus order, in blocks (first row, (n, E))."""
 
     method: str
-    columns: tuple[tuple[str, str | None], ...]  # (target, unit_id); unit_id None scores the task as a whole
+    columns: tuple[tuple[str, str | None], ...]  # (target, unit_id); unit_id None: the whole task
     n_rows: int
     blocks: Iterable[tuple[int, NDArray[Any]]]
 
@@ -116,35 +116,36 @@ class RowScores:
         weighting: Weighting = "mean",
         negative: float = 1.0,
     ) -> Predictions:
-        """Additive predictions: the sum (count) or the mean of the scores of the rows of each subset.
+        """Predict each subset additively, by the sum (count) or the weighted mean of the scores of its rows.
 
         Args:
             subsets: retained sides, over the same rows.
-            negative: what negative scores are multiplied by.
+            weighting: count or mean.
+            negative: factor of negative scores.
         Raises:
-            RunsError: another number of rows, or a score that is not finite (row and unit named).
+            RunsError: wrong number of rows, or a score that is not finite; the message names row and unit.
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
         """
         held = list(subsets)
         ids = tuple(name for block in held for name in block.subset_ids)
         wrong = [block.n_rows for block in held if block.n_rows != self.n_rows]
         if wrong or not held:
-            found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
-            raise RunsError(f"{self.method}: scores {self.n_rows} rows, {found}")
+            reason = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
+            raise RunsError(f"{self.method}: scores {self.n_rows} rows, {reason}")
 
-        def counted_blocks() -> Iterator[tuple[int, F64]]:
+        def downweighted_blocks() -> Iterator[tuple[int, F64]]:
             for start, scores_NE in self.blocks:
-                own_NE = scores_NE.astype(np.float64)
-                for row, column in np.argwhere(bad_NE := ~(np.abs(own_NE) <= LARGEST))[:1]:
+                values_NE = scores_NE.astype(np.float64)
+                for row, column in np.argwhere(bad_NE := ~(np.abs(values_NE) <= LARGEST))[:1]:
                     target, unit = self.columns[column]
                     raise RunsError(
                         f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
                         f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
                         f"most {LARGEST:g}"
                     )
-                yield start, downweight_negative(own_NE, negative)
+                yield start, downweight_negative(values_NE, negative)
 
-        sum_BE = sums_over(counted_blocks(), [block.weights for block in held], len(self.columns))
+        sum_BE = sums_over(downweighted_blocks(), [block.weights for block in held], len(self.columns))
         if weighting == "mean":
             masses = [block.weights.sums for block in held]
             sum_BE = [ratio(1.0, mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
@@ -154,13 +155,15 @@ class RowScores:
 def read_predictions(
     path: Path, rows: RowIndex, subsets: Iterable[SubsetBlock], method: str | None = None
 ) -> Predictions:
-    """Read a file of any kind; scores of rows are averaged over the retained rows of each subset.
+    """Read a file of predictions; row scores are averaged over the retained rows of each subset.
 
     Args:
-        method: its name; None: that of the file.
+        rows: names of the rows of the corpus.
+        subsets: subsets to predict from row scores.
+        method: name of the method; default: the name of the file.
     Raises:
-        RunsError: the file is of no known kind, or does not fit rows or subsets; a line twice, a hole in the
-            table. The message names it.
+        RunsError: unknown kind of file, or it does not match rows or subsets, or lines are duplicate or missing. The
+            message names the first.
     """
     method = method or path.stem
     table = None if path.suffix == ".npy" else _open(path)
@@ -174,13 +177,13 @@ def read_predictions(
 
 
 def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table: pa.Table | None = None) -> RowScores:
-    """Open scores of rows; they are read block by block when they are summed.
+    """Open scores of rows; .npy files are read block by block when they are summed.
 
     Args:
-        rows: names of the corpus' rows; a Parquet file must name every one of them, in any order.
-        table: what the Parquet file holds; None: it is read.
+        rows: names of the rows of the corpus; a Parquet file must contain all of them, in any order.
+        table: contents of the Parquet file, if it was read already.
     Raises:
-        RunsError: a row is missing, repeated or unknown; shapes do not fit.
+        RunsError: rows are missing or repeated, or shapes do not match.
     """
     if path.suffix == ".npy":
         units = _read_ids(path).units
@@ -189,8 +192,8 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
     table = _open(path) if table is None else table
     if "row_id" not in table.column_names:
         raise RunsError(
-            f"{path}: has columns {table.column_names}, expected subset_id, target, utility or row_id and a column a "
-            "unit"
+            f"{path}: has columns {table.column_names}, expected subset_id, target, utility, or row_id and one column "
+            "per unit"
         )
     names = [name for name in table.column_names if name != "row_id"]
     if not names:
@@ -204,11 +207,11 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
 
 
 def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
-    """`subset_id, target, utility[, unit_id]`, in any order."""
+    """Parse a table `subset_id, target, utility[, unit_id]` with lines in any order."""
     missing = [name for name in ("target", "utility") if name not in table.column_names]
     if missing:
         raise RunsError(f"{path}: has columns {table.column_names}, lacks {missing}")
-    if nested := [one for one in table.schema if one.name != "utility" and pa.types.is_nested(one.type)]:
+    if nested := [field for field in table.schema if field.name != "utility" and pa.types.is_nested(field.type)]:
         raise RunsError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
     units = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
     columns = list(zip(table.column("target").to_pylist(), units, strict=True))
@@ -238,12 +241,12 @@ def _numbers(table: pa.Table, name: str, path: Path) -> F64:
 
 
 def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
-    """Views of an array in memory or on disk."""
+    """Split an array, in memory or on disk, into views of blocks."""
     return [(start, array[start : start + ROWS_AT_ONCE]) for start in range(0, len(array), ROWS_AT_ONCE)]
 
 
 def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:
-    """Columns of units apart from columns of whole tasks."""
+    """Separate the columns of units from those of whole tasks."""
     of_units = [e for e, (_, unit) in enumerate(columns) if unit is not None]
     units = tuple((target, unit) for target, unit in columns if unit is not None)
     task_B = {target: values_BE[:, e] for e, (target, unit) in enumerate(columns) if unit is None}
@@ -251,7 +254,7 @@ def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str |
 
 
 def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
-    """Where each of `want` stands in `have`."""
+    """Return the position in `have` of each element of `want`."""
     position = {name: i for i, name in enumerate(have)}
     if len(position) < len(have):
         twice = next(name for i, name in enumerate(have) if position[name] != i)
@@ -259,7 +262,7 @@ def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
     missing = [name for name in want if name not in position]
     if missing:
         raise RunsError(
-            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:EXAMPLES]}; predict all of them"
+            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:EXAMPLES]}; expected all"
         )
     return np.array([position[name] for name in want], dtype=np.int64)
 
@@ -279,7 +282,7 @@ def _read_ids(path: Path) -> _Ids:
     try:
         return _Ids.model_validate_json(ids_path.read_bytes())
     except FileNotFoundError as err:
-        raise RunsError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
+        raise RunsError(f"{ids_path}: no such file; it must describe the axes of {path.name}") from err
     except ValidationError as err:
         raise RunsError(describe(err, str(ids_path))) from err
 
@@ -289,11 +292,18 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise RunsError(f"{path}: no such file") from err
-    except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError) as err:  # of its header as well
+    except (
+        ValueError,
+        EOFError,
+        OSError,
+        OverflowError,
+        SyntaxError,
+        TokenError,
+    ) as err:  # the last two: malformed header
         raise RunsError(f"{path}: cannot be read as .npy: {err}") from err
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
-        found = array.dtype if isinstance(array, np.ndarray) else "an archive"
-        raise RunsError(f"{path}: holds {found}, expected an array of numbers")
+        content = array.dtype if isinstance(array, np.ndarray) else "an archive"
+        raise RunsError(f"{path}: contains {content}, expected an array of numbers")
     if array.shape != shape:
         raise RunsError(f"{path}: shape {array.shape}, expected {shape}: {axes}")
     return array

@@ -1,11 +1,13 @@
-"""Results that evaluation harnesses wrote: a folder a run, with the files of lm-evaluation-harness or olmes in it.
+"""Read results of evaluation harnesses: one folder per run, with files of lm-evaluation-harness or olmes.
+
+Start with `read_results`.
 
     a/my__model/results_2025-01-01T10-00-00.000001.json      lm-evaluation-harness; results.json before version 0.4.3
     a/task-000-sciq-metrics.json, a/metrics-all.jsonl        olmes
 
-All files of a run are read. Where a result is there twice, the newest counts, and a note names both if they differ.
-Results of a task are comparable if they come from equally many examples in the prompt, one version of the task, and
-equally many questions: within a run the newest file decides, between runs a difference is an error.
+All files of a run are read. If a result occurs twice, the newest is used, and a note names both if they differ. Results
+of a task are comparable if they have the same number of few-shot examples, task version and number of questions: within
+a run, the newest file decides; between runs, a difference is an error.
 """
 
 import re
@@ -28,40 +30,40 @@ HIGHER = (
     r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|(?<!primary_)score|pass@|reward|auc|utility|mrr|recall|precision"
     r"|sum_logits|logits_per_(token|char)"
 )
-NAMED = 3  # results that a note names
+NAMED = 3  # results listed in a note
 
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
 _HARNESS = re.compile(r"results.*\.json|.+_\d{4}-\d\d-\d\dT[\d.-]+\.json")
 _OLMES = re.compile(r"task-\d+-.+-metrics\.json|metrics-all\.jsonl|\d{8}-\d{6}-.+-tasks\.jsonl")
-_NAMES = ("alias", "name", " ")  # texts beside the metrics
-_NO_METRICS = ("samples", "sample_len", "bypass")  # numbers of questions; what stands for a metric if nothing is scored
+_NAMES = ("alias", "name", " ")  # text fields that are not metrics
+_NO_METRICS = ("samples", "sample_len", "bypass")  # numbers of questions; placeholder if nothing is evaluated
 _UNKNOWN = (None, "N/A", "Yaml")
 
 Kind = Literal["values", "conditions", "groups", "models", "texts"]
 _KINDS: Mapping[Kind, str] = {
-    "values": "files of a run differ, the newest counts",
-    "conditions": "results of a run were left out, as a newer file has other conditions",
-    "groups": "means of groups are older than results of their tasks",
+    "values": "files of a run differ; using the newest",
+    "conditions": "results of a run were ignored, since a newer file has other conditions",
+    "groups": "group means are older than results of their tasks",
     "models": "files of a run name different models",
-    "texts": "results that are no numbers were left out",
+    "texts": "results that are not numbers were ignored",
 }
 
 
 def direction_by_name(metric: str) -> Direction | None:
-    """Whether more of a metric is better, by its name; None: the name does not tell."""
+    """Return whether higher or lower is better by the name of a metric; None if it is ambiguous."""
     return "lower" if re.search(LOWER, metric.lower()) else "higher" if re.search(HIGHER, metric.lower()) else None
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResults:
-    """What a file says of a task.
+    """Results of one task in one file.
 
     Attributes:
-        file: its path below the directory of all runs.
-        conditions: examples in the prompt, version, number of questions; those that the file names.
-        date: when it was evaluated, as digits that sort; empty: not known.
-        group: tasks that it is the mean of.
-        texts: metrics whose value is no number.
+        file: path relative to the directory of all runs.
+        conditions: number of few-shot examples, task version and number of questions, as far as the file has them.
+        date: evaluation date as sortable digits; empty if unknown.
+        group: tasks whose mean it is, for a group.
+        texts: metrics whose value is not a number.
     """
 
     task: str
@@ -77,24 +79,24 @@ class TaskResults:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Its metrics, as the table of all runs calls them."""
+        """Names of the metrics in the table of all runs."""
         return frozenset(f"{self.task}/{name}" for name in self.values)
 
     def is_about(self, metrics: Collection[str]) -> bool:
-        """Whether some of these metrics are among its own."""
+        """Return whether it contains any of these metrics."""
         return any(name in metrics for name in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What was passed over or stands out, and the metrics it is about."""
+    """A note on ignored or inconsistent results, and the metrics that it concerns."""
 
     kind: Kind
     metrics: Collection[str]
     text: str
 
     def is_about(self, metrics: Collection[str]) -> bool:
-        """Whether it concerns some of these metrics, or results that became none."""
+        """Return whether it concerns any of these metrics, or results without metrics."""
         return not self.metrics or any(name in metrics for name in self.metrics)
 
 
@@ -103,7 +105,7 @@ class HarnessResults:
     """Results of all runs in a directory.
 
     Attributes:
-        by_run: of every run the results of each task.
+        by_run: results by run and task.
     """
 
     root: Path
@@ -112,7 +114,7 @@ class HarnessResults:
 
     @property
     def table(self) -> pa.Table:
-        """A row per run and a column `task/metric` each; NaN: the run has none."""
+        """Table with one row per run and one column per `task/metric`; NaN if missing."""
         values = {
             run: {f"{task}/{name}": value for task, result in of_run.items() for name, value in result.values.items()}
             for run, of_run in self.by_run.items()
@@ -123,17 +125,19 @@ class HarnessResults:
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """Of the metrics whose files say whether more is better."""
+        """Directions of the metrics for which the files specify them."""
         results = [result for of_run in self.by_run.values() for result in of_run.values()]
-        return {f"{result.task}/{name}": way for result in results for name, way in result.directions.items()}
+        return {
+            f"{result.task}/{name}": direction for result in results for name, direction in result.directions.items()
+        }
 
     def check_comparable(self, metrics: Collection[str]) -> None:
-        """Check that runs were evaluated alike on the tasks of these metrics.
+        """Check that all runs have the same conditions on the tasks of these metrics.
 
         Raises:
             RunsError: two runs differ in the conditions of a task.
         """
-        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # that names a condition of a task
+        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # first run with a condition of a task
         for run, of_run in self.by_run.items():
             for task, result in of_run.items():
                 for condition, value in result.conditions.items() if result.is_about(metrics) else ():
@@ -142,14 +146,14 @@ class HarnessResults:
                         raise RunsError(
                             f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {condition} "
                             f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
-                            f"alike, or leave the task out: --metrics '!{task}/*'"
+                            f"with the same conditions, or exclude the task: --metrics '!{task}/*'"
                         )
 
     def notes_about(self, metrics: Collection[str]) -> list[str]:
-        """What should be known of these metrics, a sentence per kind."""
+        """Return notes on these metrics, one sentence per kind."""
         notes = []
         for kind, heading in _KINDS.items():
-            about = [one.text for one in self.remarks if one.kind == kind and one.is_about(metrics)]
+            about = [remark.text for remark in self.remarks if remark.kind == kind and remark.is_about(metrics)]
             if about:
                 more = f"; and {len(about) - NAMED} more" if len(about) > NAMED else ""
                 notes.append(f"{heading}: {'; '.join(about[:NAMED])}{more}")
@@ -158,8 +162,8 @@ class HarnessResults:
         for task in tasks:
             members = [name for name in results[task].group if name in tasks]
             if members:
-                text = f"{task} is a mean of tasks that are metrics as well ({len(members)}, e.g. {members[0]})"
-                notes.append(f"{text}; each counts on its own, choose with --metrics")
+                text = f"{task} is the mean of {len(members)} tasks that are metrics too, e.g. {members[0]}"
+                notes.append(f"{text}; all are used, select with --metrics")
         return notes
 
 
@@ -167,9 +171,9 @@ def read_results(root: Path) -> HarnessResults:
     """Read every results file below a directory.
 
     Raises:
-        RunsError: no file, a damaged one, or two that differ where nothing says which is newer.
+        RunsError: no results file, a damaged file, or files that differ without a date to tell which is newer.
     """
-    found: dict[str, list[TaskResults]] = {}
+    by_folder: dict[str, list[TaskResults]] = {}
     for path in sorted(root.rglob("*.json*")):
         read = _of_harness if _HARNESS.fullmatch(path.name) else _of_olmes if _OLMES.fullmatch(path.name) else None
         if read is None:
@@ -178,31 +182,37 @@ def read_results(root: Path) -> HarnessResults:
         file = str(path.relative_to(root))
         run = parts[0] if len(parts) > 1 else _DATE.sub("", path.stem) or path.stem
         try:
-            found.setdefault(run, []).extend(read(path, file))
+            by_folder.setdefault(run, []).extend(read(path, file))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
             harness = "lm-evaluation-harness" if read is _of_harness else "olmes"
-            raise RunsError(f"{path}: is no results file of {harness}: {err!r:.200}") from err
-    if not found:
+            raise RunsError(f"{path}: not a results file of {harness}: {err!r:.200}") from err
+    if not by_folder:
         raise RunsError(
-            f"{root}: holds no results*.json and no *-metrics.json; expected a folder a run, with the files that "
-            "lm-evaluation-harness or olmes wrote"
+            f"{root}: contains no results*.json and no *-metrics.json; expected one folder per run, with files of "
+            "lm-evaluation-harness or olmes"
         )
     aliases: dict[tuple[str, str], set[str | None]] = {}
-    for run, results in found.items():
+    for run, results in by_folder.items():
         for result in results:
             aliases.setdefault((run, result.task), set()).add(result.alias)
-    # olmes calls variants of a task by one name, and tells them apart by an alias
+    # olmes gives variants of a task the same name and different aliases
     variants = {task for (_, task), names in aliases.items() if len(names) > 1}
     remarks: list[Remark] = []
     by_run = {}
-    for run, results in found.items():
-        named = [replace(one, task=one.alias) if one.alias and one.task in variants else one for one in results]
+    for run, results in by_folder.items():
+        named = [
+            replace(result, task=result.alias) if result.alias and result.task in variants else result
+            for result in results
+        ]
         by_run[run] = _newest(run, named, remarks)
     return HarnessResults(root, by_run, remarks)
 
 
 def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
-    """Of each task the newest results, and what only older files under the same conditions have; adds to `remarks`."""
+    """Merge the files of a run: newest results first, completed from older files with the same conditions.
+
+    Appends to `remarks`.
+    """
     by_task: dict[str, list[TaskResults]] = {}
     for result in results:
         by_task.setdefault(result.task, []).append(result)
@@ -226,16 +236,20 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
                     _refuse_undated(run, task, differences, used, result)
                     text = f"{run}: {task}: {differences} ({used.file}, {result.file})"
                     remarks.append(Remark("values", {f"{task}/{name}"}, text))
-        directions = {name: way for result in (*reversed(older), newest) for name, way in result.directions.items()}
+        directions = {
+            name: direction for result in (*reversed(older), newest) for name, direction in result.directions.items()
+        }
         values = {name: result.values[name] for name, result in source.items()}
         merged[task] = replace(newest, values=values, directions=directions, conditions=conditions)
         if texts := sorted({name for result in same_task for name in result.texts} - source.keys()):
             remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
     for mean in merged.values():
         for task in mean.group:
-            now, before = merged.get(task), [one for one in by_task.get(task, ()) if one.file == mean.file]
-            if now and any(now.values.get(name) != value for one in before for name, value in one.values.items()):
-                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({now.file})"
+            used: TaskResults | None = merged.get(task)
+            in_file = [result for result in by_task.get(task, ()) if result.file == mean.file]
+            member_values = [(name, value) for result in in_file for name, value in result.values.items()]
+            if used and any(used.values.get(name) != value for name, value in member_values):
+                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({used.file})"
                 remarks.append(Remark("groups", mean.columns, text))
     models = dict.fromkeys(result.model for result in results if result.model)
     if len(models) > 1:
@@ -244,11 +258,11 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
     return merged
 
 
-def _refuse_undated(run: str, task: str, differences: str, one: TaskResults, other: TaskResults) -> None:
-    if one.date == other.date:
+def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, second: TaskResults) -> None:
+    if first.date == second.date:
         raise RunsError(
-            f"run {run!r}: {task} has {differences} in {one.file} and {other.file}, and no date tells which is newer; "
-            "take one of them away"
+            f"run {run!r}: {task} has {differences} in {first.file} and {second.file}, and no date tells which is "
+            "newer; remove one of them"
         )
 
 
@@ -256,7 +270,7 @@ def _refuse_undated(run: str, task: str, differences: str, one: TaskResults, oth
 
 
 def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
-    """Results of lm-evaluation-harness: `metric,filter` of every task; before version 0.4 `metric`."""
+    """Parse a file of lm-evaluation-harness: `metric,filter` of every task; before version 0.4 `metric`."""
     data = parse_json(path.read_bytes())
     config = data.get("config") or {}
     name_date, date = _DATE.search(path.stem), data.get("date")
@@ -264,10 +278,10 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
         when = name_date[1]
     else:
         when = datetime.fromtimestamp(date, UTC).strftime("%Y%m%d%H%M%S%f") if isinstance(date, int | float) else ""
-    for task, found in data["results"].items():
-        has_filters = any("," in key for key in found)
+    for task, metrics in data["results"].items():
+        has_filters = any("," in key for key in metrics)
         values, texts = {}, []
-        for key, value in found.items():
+        for key, value in metrics.items():
             metric, _, kind = key.partition(",")
             if (has_filters and "," not in key) or key in _NAMES or metric.endswith("_stderr"):
                 continue
@@ -276,7 +290,7 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
                 texts.append(name)
             elif metric not in _NO_METRICS:
                 values[name] = float(value)
-        better = data.get("higher_is_better", {}).get(task) or {}
+        higher_is_better = data.get("higher_is_better", {}).get(task) or {}
         conditions = {
             "n-shot": (data.get("n-shot") or {}).get(task, config.get("num_fewshot")),
             "version": (data.get("versions") or {}).get(task),
@@ -287,9 +301,9 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
             file=file,
             values=values,
             directions={
-                name: "higher" if better[metric] else "lower"
+                name: "higher" if higher_is_better[metric] else "lower"
                 for name in values
-                if better.get(metric := name.partition(",")[0]) is not None
+                if higher_is_better.get(metric := name.partition(",")[0]) is not None
             },
             conditions=_known(conditions),
             date=re.sub(r"\D", "", when),
@@ -300,7 +314,7 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
 
 
 def _known(conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions that a file names; a number may be written as a text (`"version": "1"`)."""
+    """Return the conditions that a file contains; numbers may be strings (`"version": "1"`)."""
     known = {name: value for name, value in conditions.items() if value not in _UNKNOWN}
     for name, value in known.items():
         if isinstance(value, str):
@@ -310,7 +324,7 @@ def _known(conditions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
-    """Metrics of olmes, of one task or a line each; those of a run without a model hold none."""
+    """Parse a file of olmes with one task, or one task per line; tasks without metrics are skipped."""
     text = path.read_bytes()
     for data in map(parse_json, text.splitlines()) if path.suffix == ".jsonl" else [parse_json(text)]:
         config, metrics = data["task_config"], data.get("metrics")

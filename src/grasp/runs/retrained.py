@@ -1,17 +1,18 @@
-"""Retrained runs on disk, an environment: what was trained on what, and the utilities that came of it.
+"""Retrained runs in a directory (an environment): subsets, recipe, and the utilities of the trained models.
 
-    environment.json     what was trained on what, with which recipe and seeds; its role
-    subsets.parquet      subset_id, row_id, weight of the retained side; absent where the family regenerates it
-    utilities.parquet    subset_id, seed, target, unit_id, utility = -loss in nats a token; once all runs are there
-    reference.parquet    the same of the runs on the whole corpus, subset_id `full`
-    runs/                one small file a run until then: `<subset_id>-<seed>.parquet`
-    claims/              who is at work on which run
-    failed/              of runs that failed since `grasp retrain` was last called, why, a line each
-    reference/seed-<s>/  checkpoints of the run on the whole corpus
+    environment.json     subsets, recipe, seeds and targets of the runs, and their role
+    subsets.parquet      subset_id, row_id, weight of the retained side; absent if the family regenerates the subsets
+    utilities.parquet    subset_id, seed, target, unit_id, utility = -loss in nats per token; once all runs are finished
+    reference.parquet    the same for the runs on the whole corpus, with subset_id `full`
+    runs/                until then, one small file per finished run: `<subset_id>-<seed>.parquet`
+    claims/              leases of the runs in progress
+    failed/              error messages of the runs that failed since the last call of `grasp retrain`
+    reference/seed-<s>/  checkpoints of the runs on the whole corpus
 
-Every file is written aside and renamed, so what exists is whole. A run is one subset with one seed; the run on the
-whole corpus is called `full`. Tables may have their lines in any order, and are checked on reading. Readers see arrays
-(B, S, E): subsets, seeds, units; R: runs.
+Start with `RetrainedRuns.open` and `TrainingRuns.utilities`. Every file is written to a temporary name and renamed, so
+an existing file is complete. A run is one subset with one seed; the run on the whole corpus is called `full`. Tables
+may have their lines in any order; they are validated on reading.
+Shape letters: B subsets, S seeds, E units, T targets, R runs.
 """
 
 import hashlib
@@ -56,12 +57,12 @@ SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
 FAILED = "failed"
-MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
+MARKER = ".grasp-environment"  # marks the directory as ours; also the lock file during preparation
 FULL = "full"  # the run on the whole corpus
-ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
+ALL_SUFFIX = "@all"  # suffix of targets with loss on every token
 EXAMPLES = 3
-STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included
-LARGEST = 1e30  # of a utility: sums of squares stay finite
+STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
+LARGEST = 1e30  # largest utility, so that sums of squares stay finite
 COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
 
 
@@ -69,15 +70,15 @@ COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
 
 
 class TargetInfo(Settings):
-    """One target as it was scored."""
+    """One target as it was evaluated."""
 
-    fingerprint: str = Field(description="Of its units: ids, prompts, completions, tokens that carry loss.")
+    fingerprint: str = Field(description="Fingerprint of the units: ids, prompts, completions, tokens with loss.")
     loss_on: LossOn
     unit_ids: tuple[str, ...]
 
 
 class FamilyInfo(Settings):
-    """How the subsets were drawn, so that they can be drawn again."""
+    """Family, seed and stream of the subsets, from which they can be regenerated."""
 
     spec: str = Field(description="E.g. mixture:topic.")
     seed: int
@@ -85,41 +86,46 @@ class FamilyInfo(Settings):
 
 
 class RetrainedRunsInfo(Settings):
-    """environment.json."""
+    """Contents of environment.json."""
 
     format: Literal["grasp-environment"] = "grasp-environment"
     format_version: int = FORMAT_VERSION
-    role: Role = Field(description="Whether protocols may be selected on it.")
-    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment that are held out.")
+    role: Role = Field(description="dev: protocols may be selected on the runs; held-out: evaluation only.")
+    held_out_targets: tuple[str, ...] = Field((), description="Targets of development runs that are held out.")
     recipe: str = Field(description="Name of the recipe.")
-    recipe_settings: dict[str, Any] = Field({}, description="The recipe in full.")
-    checkpoint: str = Field("reference/seed-0", description="The reference model, relative to the environment.")
+    recipe_settings: dict[str, Any] = Field({}, description="All settings of the recipe.")
+    checkpoint: str = Field("reference/seed-0", description="Path of the reference model, relative to the directory.")
     seeds: tuple[int, ...]
     corpus_fingerprint: str
     n_rows: int
     targets: dict[str, TargetInfo]
     side: Literal["retained"] = "retained"
-    family: FamilyInfo | None = Field(None, description="None: the subsets were given as a table.")
+    family: FamilyInfo | None = Field(None, description="None: the subsets were read from a table.")
     subset_ids: tuple[str, ...]
-    masks_checksum: str = Field(description="Over subset ids, row positions and weights, in order.")
-    reference: bool = Field(True, description="Whether the whole corpus is trained on as well, once a seed.")
+    masks_checksum: str = Field(description="Checksum of subset ids, row positions and weights, in order.")
+    reference: bool = Field(True, description="Whether models are also trained on the whole corpus, one per seed.")
     made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
-    checksum: str = Field("", description="Of this file, with the checksum itself as zeros; empty: written by hand.")
+    checksum: str = Field(
+        "", description="Checksum of this file, computed with zeros in its place; empty: written by hand."
+    )
 
     def build_command(self, path: Path) -> str | None:
-        """The `grasp build` that gives an artifact of the same rows and units; None: it is not known how they came.
+        """Return the `grasp build` command for an artifact of the same rows and units; None if it is unknown.
 
         Args:
-            path: directory of the environment.
+            path: directory of the runs.
         """
         corpus, targets = (self.made_by.get(group) for group in ("corpus", "targets"))
         if not isinstance(corpus, dict) or not isinstance(targets, dict) or not self.reference:
             return None
         words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
         words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
-        for group, group_settings, kind in (("corpus", corpus, CorpusSettings), ("targets", targets, TargetSettings)):
+        for group, group_settings, settings_type in (
+            ("corpus", corpus, CorpusSettings),
+            ("targets", targets, TargetSettings),
+        ):
             for name, value in group_settings.items():
-                if name in ("path", "names") or (field := kind.model_fields.get(name)) is None:
+                if name in ("path", "names") or (field := settings_type.model_fields.get(name)) is None:
                     continue
                 if value != to_jsonable_python(field.get_default(call_default_factory=True)):
                     words += ["--set", f"{group}.{name}={json.dumps(value)}"]
@@ -134,13 +140,13 @@ SIGNED_INFO = Signed(
     FORMAT_VERSION,
     "restore it from a copy",
     RunsError,
-    none=f"is not an environment (no {INFO}); name what grasp retrain or grasp runs import wrote",
+    none=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs import",
     unsigned=True,
 )
 
 
 def is_environment(path: Path) -> bool:
-    """Whether an environment lies there."""
+    """Return whether the directory contains retrained runs."""
     try:
         return bool(SIGNED_INFO.read(path))
     except RunsError:
@@ -152,32 +158,32 @@ def is_environment(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Run:
-    """One training run: the unit of work, of claims, and of what a kill can cost."""
+    """One training run: the unit of work, of leases, and of what an interruption can lose."""
 
     seed: int
     subset_id: str
 
     @property
     def stem(self) -> str:
-        """File name without suffix; safe for any subset id."""
+        """File name without suffix, escaped for any subset id."""
         return f"{quote(self.subset_id, safe='')}-{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Utilities:
-    """What training gave, by subset, seed and unit: minus the loss, or the runs' own metric."""
+    """Utilities by subset, seed and unit: minus the loss, or the metric of imported runs; higher is better."""
 
     values_BSE: F64
     subset_ids: tuple[str, ...]
     seeds: tuple[int, ...]
-    targets: tuple[str, ...]  # of each unit, (E,)
+    targets: tuple[str, ...]  # target of each unit, (E,)
     unit_ids: tuple[str, ...]  # (E,)
 
     def select(self, *targets: str) -> "Utilities":
-        """The units of one target, or of several in the order that they have here."""
+        """Return the utilities of one or several targets, with units in the same order."""
         unknown = [name for name in targets if name not in self.targets]
         if unknown:
-            raise RunsError(f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them")
+            raise RunsError(f"target {unknown[0]!r}: expected one of {list(dict.fromkeys(self.targets))}")
         columns = [e for e, name in enumerate(self.targets) if name in targets]
         return Utilities(
             self.values_BSE[:, :, columns],
@@ -189,10 +195,10 @@ class Utilities:
 
 
 class TrainingRuns(ABC):
-    """Runs on subsets of a corpus, with the utilities that training gave; either retrained or imported."""
+    """Base class of retrained and imported runs: trained subsets of a corpus, and the utilities of the models."""
 
-    unit = "nats"  # what columns of realized utilities are called
-    notes: Sequence[str] = ()  # what should be known of the runs
+    unit = "nats"  # unit of utilities, used as column name
+    notes: Sequence[str] = ()  # notes for reports
 
     def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
         self.path = path
@@ -203,28 +209,28 @@ class TrainingRuns(ABC):
     @property
     @abstractmethod
     def measurement(self) -> tuple[str, str]:
-        """What was measured, and of which models, in words."""
+        """Text that describes the measured utility, and text that describes the models."""
 
     @property
     @abstractmethod
     def label(self) -> str | None:
-        """The label that the subsets were drawn by."""
+        """The label that the subsets were drawn by, if any."""
 
     @abstractmethod
     def pending(self) -> tuple[Run, ...]:
-        """Runs without a result."""
+        """Return the runs without a result."""
 
     @abstractmethod
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
     ) -> Iterator[SubsetBlock]:
-        """The subsets in blocks, in the order of `subset_ids`."""
+        """Yield the subsets in blocks, in the order of `subset_ids`."""
 
     @abstractmethod
     def _values(self) -> F64:
-        """Utilities of all runs, (R, E): seed after seed, the whole corpus first; nan where there is none yet."""
+        """Return utilities of all runs, (R, E): seed after seed, the whole corpus first; nan for unfinished runs."""
 
-    # --------------------------------------------------------------------------------------- what it is
+    # -------------------------------------------------------------------------------------- description
 
     @property
     def name(self) -> str:
@@ -244,23 +250,23 @@ class TrainingRuns(ABC):
 
     @property
     def units(self) -> tuple[tuple[str, str], ...]:
-        """(target, unit_id) of every unit, target after target: the order of the last axis."""
+        """(target, unit_id) of every unit, target by target: the order of the last axis."""
         return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
 
     def role_of(self, target: str) -> Role:
-        """Role of one target; a held-out environment holds out all of its targets.
+        """Return the role of a target; all targets of held-out runs are held out.
 
-        A task is held out with all of its losses: holding out `sciq` holds out `sciq@all` as well.
+        A task is held out with all of its losses: if `sciq` is held out, so is `sciq@all`.
         """
         self._check_target(target)
         held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
         return "held-out" if held_out else self.info.role
 
     def fingerprint(self, first: SubsetBlock) -> str:
-        """What these runs are known by in any directory: corpus, recipe and draw; more subsets or seeds keep it.
+        """Return a fingerprint of corpus, recipe and family; it does not depend on the directory or number of runs.
 
         Args:
-            first: the first block of the subsets; the first of them stands for the draw where a table gave them.
+            first: first block of the subsets; its first subset represents the family if subsets come from a table.
         """
         info = self.info
         drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
@@ -268,10 +274,10 @@ class TrainingRuns(ABC):
         return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def check_corpus(self, fingerprint: str, where: str) -> None:
-        """Refuse a corpus other than the one trained on.
+        """Check that a corpus is the one that the runs were trained on.
 
         Raises:
-            RunsError: fingerprints differ; the message has both.
+            RunsError: fingerprints differ; the message contains both.
         """
         if fingerprint != self.info.corpus_fingerprint:
             raise RunsError(
@@ -284,15 +290,15 @@ class TrainingRuns(ABC):
     def utilities(
         self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
     ) -> Utilities:
-        """Realized utilities, (B, S, E), -loss in nats a token; higher is better.
+        """Return realized utilities, (B, S, E), -loss in nats per token; higher is better.
 
         Args:
-            target: None: all of them, target after target.
-            seeds: None: all of them.
-            partial: of an unfinished environment, the subsets that have a result for every one of `seeds`.
+            target: default: all targets, one after the other.
+            seeds: default: all seeds.
+            partial: return only the subsets that have a result for each of `seeds`, instead of raising an error.
         Raises:
-            RunsError: a run is missing (unless `partial`), repeated or not a number; an unknown
-                subset, seed, target or unit. The message names it.
+            RunsError: a run is missing (unless `partial`), repeated or not a number, or a subset, seed, target or unit
+                is unknown. The message names it.
         """
         if target is not None:
             self._check_target(target)
@@ -307,7 +313,7 @@ class TrainingRuns(ABC):
             missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
             raise RunsError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
-                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
+                "continue with `grasp retrain --resume`, or use the finished runs with --partial (partial=True)"
             )
         complete = np.flatnonzero(~lacks_BS.any(axis=1))
         targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
@@ -316,19 +322,19 @@ class TrainingRuns(ABC):
         return utilities if target is None else utilities.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
-        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
+        """Return the mean over the units of each target, (B, S, T); nan if a run has no such seed."""
         utilities = self.utilities()
         return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
 
     def reference_utilities(self) -> F64:
-        """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
+        """Return utilities of the models trained on the whole corpus, (S, E); S is 0 if there are none."""
         if not self.info.reference:
             return np.empty((0, len(self.units)))
         whole_SE = self._values_by_subset()[0]
         return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
 
     def task_reference(self, targets: Sequence[str]) -> F64:
-        """The same by target, (S, T)."""
+        """Return the mean utility of each target of the models trained on the whole corpus, (S, T)."""
         reference_SE = self.reference_utilities()
         of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
         return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
@@ -338,40 +344,46 @@ class TrainingRuns(ABC):
             raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
 
     def _values_by_subset(self) -> F64:
-        """The same by subset, the whole corpus first if it is trained on, and seed: (1 + B, S, E)."""
+        """Return utilities by subset and seed, (1 + B, S, E); the whole corpus comes first if it was trained on."""
         return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
 
 
 class RetrainedRuns(TrainingRuns):
-    """A directory of runs, being filled or complete."""
+    """Runs of `grasp retrain` in a directory, finished or in progress."""
 
     # ------------------------------------------------------------------------------------- open, create
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open an environment; its utilities are read, and checked, when asked for.
+        """Open a directory of runs; utilities are read and validated on first use.
 
         Raises:
-            RunsError: not there, damaged, or of another format version; one of its files is no file.
+            RunsError: not found, damaged, of another format version, or one of the files is not a regular file.
         """
         path = Path(path)
-        for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
+        for name in (
+            INFO,
+            SUBSETS,
+            UTILITIES,
+            REFERENCE,
+        ):  # untrusted directory: reading a named pipe would block forever
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
                 raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
         return cls(path, SIGNED_INFO.read(path))
 
     @classmethod
     def create(cls, path: Path, info: RetrainedRunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
-        """Begin an environment, or go on with one that was begun with the same settings.
+        """Create a directory of runs, or continue one that was created with the same settings.
 
-        Seeds and subsets may be added to what was begun; nothing else may change.
+        Seeds and subsets may be added; all other settings must be equal.
 
         Args:
-            info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
-            blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
+            info: record of the runs; `subset_ids` and `masks_checksum` are set from `blocks`.
+            blocks: retained sides; a row of weight 2 is seen twice as often as one of weight 1.
+            rows: names of the rows of the corpus.
         Raises:
-            RunsError: another environment was begun here (every difference is named), or the subsets are
-                none, unnamed, repeated, or have names too long for a file.
+            RunsError: the directory contains other runs (the message names every difference), or there are no subsets,
+                or their names are repeated, reserved or too long.
         """
         path.mkdir(parents=True, exist_ok=True)
         with written_aside(path / SUBSETS) as part:
@@ -396,8 +408,8 @@ class RetrainedRuns(TrainingRuns):
                 if differs:
                     shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
                     raise RunsError(
-                        f"{path}: another environment was begun here: {'; '.join(shortened)}; "
-                        "go on with the old settings, or choose another directory"
+                        f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
+                        "continue with the old settings, or use another directory"
                     )
                 if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
                     info = begun
@@ -407,7 +419,7 @@ class RetrainedRuns(TrainingRuns):
     # ---------------------------------------------------------------------------------------- what it is
 
     def summary(self) -> Result:
-        """What was trained, a line a target: its units, how far subsets lie from the corpus and apart; what is next."""
+        """Summarize the utilities per target, and list the next commands."""
         utilities = self.utilities(partial=True)
         whole_ST, lines = self.task_reference(list(self.info.targets)), []
         for t, (name, target) in enumerate(self.info.targets.items()):
@@ -435,10 +447,10 @@ class RetrainedRuns(TrainingRuns):
         return self._described()._repr_html_()
 
     def _described(self) -> Result:
-        """What environment.json says: runs are read, and checked, when they are asked for."""
+        """Return the contents of environment.json, without reading any runs."""
         units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
         table = pa.table({"target": list(units), "units": list(units.values())})
-        return Result(table, self._headline(), ("summary(): what came of the runs",))
+        return Result(table, self._headline(), ("summary() shows the results of the runs",))
 
     def _headline(self) -> str:
         return (
@@ -448,7 +460,7 @@ class RetrainedRuns(TrainingRuns):
 
     @cached_property
     def measurement(self) -> tuple[str, str]:
-        """What was measured, and of which models, in words."""
+        """Text that describes the measured utility, and text that describes the models."""
         seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
         return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
 
@@ -457,27 +469,27 @@ class RetrainedRuns(TrainingRuns):
         """The label that the subsets were drawn by."""
         return None if self.info.family is None else parse_family(self.info.family.spec).label
 
-    # --------------------------------------------------------------------------------------- filling it
+    # --------------------------------------------------------------------------------------- adding runs
 
     def runs(self) -> tuple[Run, ...]:
-        """All runs: seed after seed, the whole corpus first."""
+        """Return all runs: seed after seed, the whole corpus first."""
         subsets = ((FULL,) if self.info.reference else ()) + self.subset_ids
         return tuple(Run(seed, subset) for seed in self.info.seeds for subset in subsets)
 
     def pending(self) -> tuple[Run, ...]:
-        """Runs without a result."""
+        """Return the runs without a result."""
         done = self._finished()
         return tuple(run for run in self.runs() if run not in done)
 
     def untried(self) -> tuple[Run, ...]:
-        """Runs without a result that have not failed either."""
+        """Return the runs that have neither a result nor failed."""
         failed = self._failures()
         return tuple(run for run in self.pending() if run.stem not in failed)
 
     def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS) -> dict[Run, Lease]:
-        """Lease up to `limit` untried runs of one seed; fewer, or none, where others hold the rest.
+        """Lease up to `limit` untried runs of one seed; fewer, or none, if other workers hold the remaining ones.
 
-        A run on the whole corpus comes alone. A run whose lease is older than `ttl` seconds is taken over.
+        A run on the whole corpus is leased alone. An expired lease, older than `ttl` seconds, is taken over.
         """
         claimed: dict[Run, Lease] = {}
         claims = self.path / "claims"
@@ -491,7 +503,7 @@ class RetrainedRuns(TrainingRuns):
             lease = acquire_lease(claims, run.stem, ttl=ttl, known=known)
             if lease is None:
                 continue
-            if run not in self.untried():  # finished between the look and the lease
+            if run not in self.untried():  # finished before the lease was acquired
                 lease.release()
                 continue
             claimed[run] = lease
@@ -500,12 +512,12 @@ class RetrainedRuns(TrainingRuns):
         return claimed
 
     def write_run(self, run: Run, utility_E: F64) -> None:
-        """Keep the result of one run; a result that is there already stays as it is.
+        """Write the result of a run, unless it exists already.
 
         Args:
             utility_E: -loss of every unit, in the order of `units`.
         Raises:
-            RunsError: another number of units, or a value that is not finite.
+            RunsError: wrong number of units, or a value that is not finite.
         """
         if utility_E.shape != (len(self.units),):
             raise RunsError(
@@ -524,16 +536,16 @@ class RetrainedRuns(TrainingRuns):
             write_whole(path, run_bytes([run], self.units, utility_E[None]))
 
     def compact(self) -> None:
-        """Merge the runs into utilities.parquet and reference.parquet, then remove them; again does nothing.
+        """Merge the files of single runs into utilities.parquet and reference.parquet, and remove them; idempotent.
 
         Raises:
-            RunsError: runs are missing; the message counts and names them.
+            RunsError: runs are missing; the message contains their number and names.
         """
         all_runs, missing = self.runs(), self.pending()
         if missing:
             raise RunsError(
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
-                f"{[run.stem for run in missing[:EXAMPLES]]}; run `grasp retrain --resume` to go on"
+                f"{[run.stem for run in missing[:EXAMPLES]]}; continue with `grasp retrain --resume`"
             )
         if self._single():
             values_RE = self._values()
@@ -544,7 +556,7 @@ class RetrainedRuns(TrainingRuns):
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         stems = {run.stem for run in all_runs}
-        for lease in (self.path / "claims").glob("*.*"):  # only what we made: a name of a run and a number
+        for lease in (self.path / "claims").glob("*.*"):  # only remove our own files: name of a run, dot, number
             stem, _, generation = lease.name.rpartition(".")
             if stem in stems and generation.isdigit():
                 lease.unlink(missing_ok=True)
@@ -552,57 +564,57 @@ class RetrainedRuns(TrainingRuns):
             if is_part(part):
                 remove_stale(part, older_than=TTL_SECONDS)
 
-    # ---------------------------------------------------------------------------------- runs that failed
+    # --------------------------------------------------------------------------------------- failed runs
 
     def mark_failed(self, run: Run, why: str) -> None:
-        """Keep why a run failed."""
+        """Record the error message of a failed run."""
         (self.path / FAILED).mkdir(exist_ok=True)
         write_whole(self.path / FAILED / f"{run.stem}.txt", " ".join(why.split()).encode())
 
     def forget_failures(self) -> None:
-        """What failed is tried again."""
+        """Delete the records of failed runs, so that they are retried."""
         discard(self.path / FAILED)
 
     def refuse_all_failed(self) -> None:
-        """See that not every run failed.
+        """Check that at least one run did not fail.
 
         Raises:
-            ModelError: every one did.
+            ModelError: all runs failed.
         """
         if len(self._failures()) == len(self.runs()):
             raise ModelError(f"{self.path}: {self._failed_line()}")
 
     def _failures(self) -> dict[str, str]:
-        """Why each run failed, by its stem."""
+        """Return the error messages of failed runs by stem."""
         files = sorted((self.path / FAILED).glob("[!.]*.txt"))
         return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
     def _failed_line(self) -> str | None:
-        """How many runs failed, and why the first of them did; none: no run failed."""
+        """Return the number of failed runs with the error of the first one; None if no run failed."""
         failed = self._failures()
         if not failed:
             return None
         stem, why = next(iter(failed.items()))
-        hint = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+        hint = f"rerun the command to retry {'it' if len(failed) == 1 else 'them'}"
         return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {hint}"
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
     ) -> Iterator[SubsetBlock]:
-        """The subsets in blocks, in the order of `subset_ids`; checked against the checksum as they pass.
+        """Yield the subsets in blocks, in the order of `subset_ids`, and verify their checksum at the end.
 
         Args:
-            rows: names of the corpus' rows.
-            labels: the label that the family is drawn by; needed only where subsets.parquet is not there.
+            rows: names of the rows of the corpus.
+            labels: label that the family draws by; only required without subsets.parquet.
+            block: maximum number of subsets per block.
         Raises:
-            RunsError: another number of rows, or masks that are not the ones trained on.
+            RunsError: wrong number of rows, or the subsets are not those trained on.
             SubsetError: subsets.parquet cannot be read.
         """
         info = self.info
         if rows.n_rows != info.n_rows:
             raise RunsError(
-                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; "
-                "use the corpus of the environment"
+                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; use the corpus of the runs"
             )
         if (self.path / SUBSETS).exists():
             blocks = read_subsets(self.path / SUBSETS, rows, block)
@@ -621,19 +633,21 @@ class RetrainedRuns(TrainingRuns):
                 f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
 
-    # ------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------ internals
 
     def _run_path(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.stem}.parquet"
 
     def _single(self) -> list[Run]:
-        """Runs whose result has a file of its own."""
+        """Return the runs whose result is in a separate file."""
         directory = self.path / "runs"
         names = {path.name for path in directory.iterdir()} if directory.exists() else set()
         return [run for run in self.runs() if self._run_path(run).name in names]
 
     def _finished(self) -> set[Run]:
-        done = set(self._single())  # these first: a merge in between moves results from here to the merged files
+        done = set(
+            self._single()
+        )  # list single files first: a concurrent merge moves results from there to the merged files
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
                 pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
@@ -641,11 +655,11 @@ class RetrainedRuns(TrainingRuns):
         return done
 
     def _values(self) -> F64:
-        """Utilities of all `runs`, (R, E); nan where there is none yet."""
+        """Return utilities of all `runs`, (R, E); nan for unfinished runs."""
         runs, single = self.runs(), set(self._single())
         values_RE = np.full((len(runs), len(self.units)), np.nan)
         for r, run in enumerate(runs):
-            with suppress(FileNotFoundError):  # merged and removed meanwhile
+            with suppress(FileNotFoundError):  # merged and removed in the meantime
                 if run in single:
                     values_RE[r] = read_runs(self._run_path(run), [run], self.units)
         for path in (self.path / UTILITIES, self.path / REFERENCE):
@@ -656,12 +670,14 @@ class RetrainedRuns(TrainingRuns):
 
 
 def _check_names(ids: Sequence[str], where: Path) -> None:
-    """See that runs can be called by the ids of the subsets."""
+    """Check that subset ids are unique and usable as file names."""
     if not ids:
         raise RunsError(f"{where}: got no subsets, expected at least one")
     wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({FULL} & set(ids)))
     if wrong:
-        raise RunsError(f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once")
+        raise RunsError(
+            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; give every subset a unique name"
+        )
     long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
     if long:
         raise RunsError(
@@ -671,7 +687,7 @@ def _check_names(ids: Sequence[str], where: Path) -> None:
 
 
 class MaskDigest:
-    """Running checksum over the ids and rows of subsets, and weights other than 1, in order."""
+    """Running checksum of subset ids, rows, and weights other than 1, in order."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
@@ -679,7 +695,7 @@ class MaskDigest:
         self.checksums: list[str] = []  # after each subset
 
     def seen(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
-        """The same blocks, each of which is added as it passes."""
+        """Yield the blocks unchanged while adding them to the checksum."""
         for block in blocks:
             matrix = block.weights_BN
             for b, subset_id in enumerate(block.subset_ids):
@@ -694,15 +710,15 @@ class MaskDigest:
             yield block
 
 
-# ------------------------------------------------------------------------------------------------ results, line by line
+# ----------------------------------------------------------------------------------------------- tables of utilities
 
 
 def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
-    """A Parquet file of the utilities of `runs`; float32, 3 to 4 bytes a line.
+    """Return a Parquet file of the utilities of `runs`; float32, 3 to 4 bytes per line.
 
     Args:
         units: (target, unit_id) of each column.
-        utility_RE: -loss, nats a token.
+        utility_RE: -loss, nats per token.
     """
     n_runs, n_units = utility_RE.shape
     unit_of = pa.array(np.tile(np.arange(n_units), n_runs))
@@ -717,22 +733,25 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
         }
     )
     sink = pa.BufferOutputStream()
-    how: dict[str, Any] = {"use_dictionary": list(COLUMNS[:-1]), "column_encoding": {"utility": "BYTE_STREAM_SPLIT"}}
-    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **how) as writer:
+    options: dict[str, Any] = {
+        "use_dictionary": list(COLUMNS[:-1]),
+        "column_encoding": {"utility": "BYTE_STREAM_SPLIT"},
+    }
+    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **options) as writer:
         writer.write(table)
     return bytes(sink.getvalue())
 
 
 def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> F64:
-    """Utilities of `runs`, (R, E); nan for a run that the table has no line of.
+    """Read utilities of `runs`, (R, E); nan for a run without lines.
 
     Args:
         runs: all runs that may occur.
-        units: (target, unit_id) of each unit; every run must have every one.
+        units: (target, unit_id) of each unit; a run must have all units.
     Raises:
-        RunsError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
-            utility that is not finite, a line twice, a run that lacks units. The message names the first.
-        FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
+        RunsError: not Parquet, missing columns or cells, unknown names, utilities that are not finite, duplicate lines,
+            or missing units of a run. The message names the first.
+        FileNotFoundError: no such file; expected if runs are merged concurrently.
     """
     table = _read(path, list(COLUMNS))
     r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
@@ -767,7 +786,7 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         if missing := [name for name in COLUMNS if name not in names]:
             raise RunsError(f"{path}: has columns {names}, lacks {missing}")
         table = read_checksummed(path, columns)
-        table.validate(full=True)  # a flipped bit may leave names that are no text
+        table.validate(full=True)  # a flipped bit may result in invalid UTF-8
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
@@ -782,7 +801,7 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
 
 
 def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> I64:
-    """Position of each line's pair of names; a pair that the environment does not have is refused."""
+    """Return the position of each line's pair of names; raise RunsError for unknown pairs."""
     first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
     a_names, b_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
     grid = np.array([[code_of.get((a, b), -1) for b in b_names] for a in a_names], dtype=np.int64)

@@ -1,11 +1,11 @@
-"""Runs that somebody has made: what each was trained on, and what came out. Made by `grasp.runs.import_runs`.
+"""Imported runs: the training mixture and the results of each run. Created by `grasp.runs.import_runs`.
 
-    runs.json         what the weights mean, of each metric whether more of it is better, and checksums of the others
-    trained.parquet   run, name, weight: `name` is a label's value, a row's id, or an expression
-    results.parquet   run, seed, size, tokens, metric, unit_id, value: as it was measured; unit_id empty: the whole task
+    runs.json         meaning of the weights, direction of each metric, and checksums of the other files
+    trained.parquet   run, name, weight: `name` is a label value, a row id, or an expression
+    results.parquet   run, seed, size, tokens, metric, unit_id, value: as measured; unit_id empty: the whole task
 
-A run belongs to documents: nothing here knows of tokens, rows or a reference model. Two lines of one run, metric and
-unit are two seeds. Shape letters: R runs, S seeds, G values of a label, T metrics.
+Start with `RunTable.open` and `RunTable.utility_RST`. Imported runs do not depend on an artifact, its rows or its
+reference model; see `alignment.bind_runs`. Shape letters: R runs, S seeds, G values of a label, T metrics.
 """
 
 import itertools
@@ -35,10 +35,10 @@ from grasp.text import plain, text_table
 INFO = "runs.json"
 TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
-SUM_SLACK = 0.01  # shares that add up to 1 within so much are divided by their sum
+SUM_SLACK = 0.01  # shares whose sum differs from 1 by at most this are normalized
 NAMED = 3
-FEWEST_DIFFERENT, ALIKE_DIGITS = 2, 9  # mixtures, and digits of shares that count as one
-FEWEST = 3  # runs that sizes are compared on
+FEWEST_DIFFERENT, ALIKE_DIGITS = 2, 9  # minimum number of mixtures that differ in this many digits
+FEWEST = 3  # minimum number of common runs to compare model sizes
 LARGEST_INFO = 16 << 20  # bytes
 
 Kind = Literal["shares", "times", "rows", "expressions"]
@@ -59,15 +59,15 @@ RESULTS_SCHEMA = pa.schema(
 
 
 class RunsInfo(Settings):
-    """runs.json."""
+    """Contents of runs.json."""
 
     format: Literal["grasp-runs"] = "grasp-runs"
     format_version: Literal[1] = 1
-    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Checksum of this file, computed with zeros in its place.")
     files: dict[Literal["trained.parquet", "results.parquet"], FileEntry] = Field(default_factory=dict)
-    kind: Kind = Field(description="shares of a label's values, how many times each value is seen, rows, expressions")
-    label: str | None = Field(None, description="The label, of shares and times.")
-    metrics: dict[str, Direction] = Field(description="Whether more of it is better.")
+    kind: Kind = Field(description="shares of label values, times each value is seen, rows, or expressions")
+    label: str | None = Field(None, description="The label, for shares and times.")
+    metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
     read_from: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -87,16 +87,18 @@ SIGNED_INFO = Signed(
     RECOVERY_HINT,
     RunsError,
     LARGEST_INFO,
-    none="no runs there; import them with grasp runs import",
+    none="contains no runs; import them with grasp runs import",
 )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RunTable:
-    """Runs from anywhere.
+    """Runs that were imported from tables or evaluation harnesses.
 
     Attributes:
-        notes: what was left out or changed when they were read, a sentence each.
+        trained: weights of the runs, in long form.
+        results: metrics of the runs, in long form.
+        notes: what was skipped or changed on import, one sentence each.
     """
 
     name: str
@@ -109,22 +111,22 @@ class RunTable:
     def from_results(
         cls, name: str, info: RunsInfo, trained: pa.Table, results: pa.Table, notes: Sequence[str] = ()
     ) -> Self:
-        """Check what was read.
+        """Validate runs and create the table.
 
         Raises:
-            RunsError: columns of another type; weights that are negative, or shares that do not add up to 1;
-                a run twice; a result that is no number; runs without results, or results of no run.
+            RunsError: wrong column types, negative weights, shares that do not add up to 1, duplicate runs, results
+                that are not numbers, runs without results, or results of unknown runs.
         """
         try:
             trained, results = trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA)
         except (pa.ArrowException, ValueError) as err:
-            raise RunsError(f"{name}: a column is not what it must be: {' '.join(str(err).split())}") from err
+            raise RunsError(f"{name}: a column has the wrong type: {' '.join(str(err).split())}") from err
         for table, columns in ((trained, ("run", "name")), (results, ("run", "seed", "metric"))):
             for column in columns:
                 if empty := table[column].null_count:
-                    raise RunsError(f"{name}: {empty} cells of {column} are empty; name every run")
+                    raise RunsError(f"{name}: {empty} cells of {column} are empty; expected none")
         if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
-            raise RunsError(f"{name}: its results and {INFO} do not both have the metric {unknown[0]!r}")
+            raise RunsError(f"{name}: metric {unknown[0]!r} is missing in its results or in {INFO}")
 
         # weights
         weight = trained["weight"].to_numpy(zero_copy_only=False)
@@ -137,8 +139,8 @@ class RunTable:
             )
         for line in _repeated(trained, ["run", "name"]):
             raise RunsError(
-                f"{name}: run {line['run']!r} is there twice: {line['name']!r} has {line['count_all']} weights; give "
-                "every run a name of its own"
+                f"{name}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; give "
+                "every run a unique name"
             )
         total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
         sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
@@ -150,55 +152,55 @@ class RunTable:
         wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST))).to_pylist()  # nan compares false
         for line in wrong[:1]:
             raise RunsError(
-                f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); leave the run "
-                "out (--skip-failed), or give its value"
+                f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); skip such "
+                "runs with --skip-failed, or correct the value"
             )
         repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
         for line in repeated[:1]:
             raise RunsError(
                 f"{name}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
-                "give runs different names, or a column seed"
+                "use unique run names, or add a column seed"
             )
         have, want = set(results["run"].to_pylist()), set(sums)
-        for names, what in ((want - have, "no results"), (have - want, "results, but nothing it was trained on")):
+        for names, what in ((want - have, "no results"), (have - want, "results, but no weights")):
             if names:
                 shown = ", ".join(sorted(names)[:NAMED])
                 raise RunsError(f"{name}: {len(names)} run(s) have {what}: {shown}")
 
-        # mixtures: shares add up to 1, and differ, or nothing can be learned of what they do
+        # shares must add up to 1, and mixtures must differ, otherwise no model can be fitted to them
         if info.kind == "shares":
             if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
                 raise RunsError(
                     f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; if "
-                    "they say how often each value is seen, import them with --times"
+                    "they are numbers of epochs of each value, import them with --times"
                 )
-            over = np.array([sums[run] for run in trained["run"].to_pylist()])
-            trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / over))
+            total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
+            trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
         runs = cls(name, info, trained, results, tuple(notes))
         is_mixture = info.kind in ("shares", "times") and len(runs) >= FEWEST_DIFFERENT
         if is_mixture and len(np.unique(runs.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
             raise RunsError(
-                f"{name}: its {len(runs):,} runs were all trained on one mixture; expected {FEWEST_DIFFERENT} "
-                "different ones or more"
+                f"{name}: all {len(runs):,} runs have the same mixture; expected at least {FEWEST_DIFFERENT} "
+                "different ones"
             )
         return runs
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open what `save` wrote.
+        """Open a directory that `save` wrote.
 
         Raises:
-            RunsError: not there, or damaged.
+            RunsError: not found, or damaged.
         """
         info, files = open_store(path, SIGNED_INFO)
         trained, results = (read_table(files.file(name), RECOVERY_HINT, RunsError) for name in (TRAINED, RESULTS))
         return cls.from_results(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
-        """Write a directory that `grasp.runs` opens; it appears only when whole.
+        """Write the runs to a new directory, atomically.
 
         Raises:
-            SettingsError: something is there already.
+            SettingsError: the path exists.
         """
         path = Path(path)
         files = {TRAINED: parquet_bytes(self.trained), RESULTS: parquet_bytes(self.results)}
@@ -207,17 +209,17 @@ class RunTable:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of the runs, in order of first appearance."""
+        """Names of the runs in order of first appearance."""
         return tuple(pc.unique(self.trained["run"]).to_pylist())
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What weights are given to: values of the label, rows or expressions."""
+        """Label values, rows or expressions that have weights."""
         return tuple(pc.unique(self.trained["name"]).to_pylist())
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Model sizes; none where none is told."""
+        """Model sizes; empty if they are unknown."""
         return tuple(size for size in pc.unique(self.results["size"]).to_pylist() if size is not None)
 
     @property
@@ -225,14 +227,14 @@ class RunTable:
         return tuple(self.info.metrics)
 
     def weights_RG(self) -> F64:  # noqa: N802 - a shape suffix
-        """(R, G) what each run was trained on, by `runs` and `values`."""
+        """Return the weights of each run, (R, G), by `runs` and `values`."""
         weight_RG = np.zeros((len(self.runs), len(self.values)))
         r, g = (_codes(self.trained[column], names) for column, names in (("run", self.runs), ("name", self.values)))
         weight_RG[r, g] = self.trained["weight"].to_numpy()
         return weight_RG
 
     def select_size(self, size: str) -> "RunTable":
-        """The runs of one model size."""
+        """Return the runs of one model size."""
         if size not in self.sizes:
             raise RunsError(f"{self.name}: has no runs of size {size!r}, expected one of {list(self.sizes)}")
         results = self.results.filter(pc.equal(self.results["size"], size))
@@ -240,32 +242,32 @@ class RunTable:
         return RunTable(f"{self.name} ({size})", self.info, trained, results, self.notes)
 
     def agreement_of_sizes(self) -> list[tuple[str, str, int, float]]:
-        """For every pair of model sizes the runs that both have, and how alike they are ranked.
+        """Return (size, size, common runs, rank correlation) for every pair of model sizes.
 
-        Rank correlation (Spearman's), mean over the metrics that both have; nan below three runs.
+        The correlation is Spearman's, averaged over the common metrics; nan below three common runs.
         """
         values: dict[tuple[str, str], dict[str, float]] = {}
         for line in self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist():
             values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
-        found = []
+        agreements = []
         for size, other in itertools.combinations(self.sizes, 2):
             values_by_metric = [(values.get((size, name), {}), values.get((other, name), {})) for name in self.metrics]
             common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
             rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= FEWEST]
             rho = mean_defined(np.array(rhos), axis=0)
-            found.append((size, other, max(map(len, common)), float(rho)))
-        return found
+            agreements.append((size, other, max(map(len, common)), float(rho)))
+        return agreements
 
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
-        """(R, S, T) utilities by `runs` and `metrics`, higher is better, nan where a run has fewer seeds.
+        """Return utilities (R, S, T) by `runs` and `metrics`; higher is better, nan if a run has fewer seeds.
 
-        A metric of units is their mean.
+        Metrics of units are averaged.
 
         Raises:
-            RunsError: runs of several sizes; a run that lacks a metric.
+            RunsError: runs have several model sizes, or a run lacks a metric.
         """
         if len(self.sizes) > 1:
-            raise RunsError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one, --size")
+            raise RunsError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one of them with --size")
         mean = self.results.group_by(["run", "seed", "metric"], use_threads=False).aggregate([("value", "mean")])
         r, t = (_codes(mean[column], names) for column, names in (("run", self.runs), ("metric", self.metrics)))
         seeds = pc.unique(mean["seed"])
@@ -276,7 +278,7 @@ class RunTable:
         if len(missing):
             run, metric = self.runs[missing[0, 0]], self.metrics[missing[0, 1]]
             raise RunsError(
-                f"{self.name}: run {run!r} lacks {metric} ({len(missing)} such); give every run every metric"
+                f"{self.name}: run {run!r} lacks {metric} ({len(missing)} such); every run must have every metric"
             )
         sign_T = np.array([1.0 if self.info.metrics[name] == "higher" else -1.0 for name in self.metrics])
         return np.asarray(values_RST * sign_T)
@@ -296,12 +298,18 @@ class RunTable:
         text = [plain(head), text_table("", ("metric", "direction", "least", "median", "most"), lines)]
         if len(self.sizes) > 1:
             pairs = [(size, other, f"{n:,}", f"{rho:.3f}") for size, other, n, rho in self.agreement_of_sizes()]
-            text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
+            text.append(
+                text_table(
+                    "agreement of model sizes on the ranking of runs",
+                    ("size", "other", "runs", "rank correlation"),
+                    pairs,
+                )
+            )
         return "\n".join([*text, *map(plain, self.notes)])
 
 
 def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
-    """Keys that are there more than once, each with its `count_all`."""
+    """Return keys that occur more than once, each with its `count_all`."""
     counts = table.group_by(keys).aggregate([([], "count_all")])
     lines: list[dict[str, Any]] = counts.filter(pc.greater(counts["count_all"], 1)).to_pylist()
     return lines
@@ -312,12 +320,12 @@ def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
 
 
 def open_runs(path: RetrainedRuns | RunTable | Path | str) -> RetrainedRuns | RunTable:
-    """Open runs: models trained on parts of a corpus, and how well each did; retrained (an environment) or imported.
+    """Open retrained or imported runs.
 
     Args:
-        path: the directory that holds them; runs that are open are given back.
+        path: directory of the runs; opened runs are returned as they are.
     Raises:
-        RunsError: nothing there, or damaged.
+        RunsError: not found, or damaged.
     """
     if not isinstance(path, Path | str):
         return path

@@ -21,13 +21,14 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens
+from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
+from grasp.runs.mixture_files import MixtureWeights, write_mixture
 from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
 from grasp.select.objective import Choice, SelectionObjective, exposure_of, rule_of, weighted_targets
 from grasp.select.quadratic_program import Programme, Segments, climb, solve
@@ -63,6 +64,24 @@ class Mixture(Choice):
         index = RowIndex.from_parquet(self.artifact.rows_path)
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
+
+    def export(self, path: Path | str, form: str) -> str:
+        """Write the weights in the form of a training tool; return one line that says what they are.
+
+        Args:
+            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.runs.mixture_files`.
+        Raises:
+            SettingsError: no such form, or another ending than that of its files.
+        """
+        slices, document_N = self.slices, row_documents(self.artifact)
+        codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
+        size_G = {
+            "rows": slices.rows_G,
+            "tokens": np.array([one.tokens for one in slices.slices]),
+            "documents": np.bincount(codes_of_documents, minlength=len(slices.slices)),
+        }
+        times_G = self.table["times_as_often"].to_numpy()
+        return write_mixture(MixtureWeights(self.label, slices.names, size_G, times_G), path, form)
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
@@ -143,7 +162,7 @@ def mix(
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
-    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]))
+    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
     value, short = mixed.value(p_G), mixed.short(p_G)
     optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
     optimum = "the best that the runs lead to" if by_runs else optimum

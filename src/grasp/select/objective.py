@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.api.predict import notes
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
@@ -24,6 +24,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
+from grasp.select.change_intervals import change_interval
 from grasp.store.checksummed_parquet import write_checksummed
 from grasp.text import did_you_mean, json_text, signed, text_table
 
@@ -187,12 +188,22 @@ class SelectionObjective:
         nats = self.intervals.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
 
-    def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
-        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
+    def judged(
+        self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
+    ) -> tuple[pa.Table, tuple[str, ...]]:
+        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them.
+
+        Args:
+            today: what changes are counted from, for a message.
+            codes_N: slice of each row, of a mixture: its interval is over rows as well.
+        """
         change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
-        if self.intervals is not None:
+        if self.intervals is None:
+            interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
+            beyond = tuple(interval.sentences(self.predictor.units.targets, today))
+        else:
             from grasp.runs.calibration import Outside  # noqa: PLC0415 - as above
 
             nats, outside = self.intervals.predict(weights), Outside()
@@ -219,7 +230,7 @@ def rule_of(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
-    rule = resolve_protocol(protocol, artifact, choosing=True)
+    rule = resolve_protocol(protocol, artifact)
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 

@@ -156,7 +156,7 @@ def select(
     } | ({"cautious": True} if cautious else {})
     kept_N = mask_of(rows, artifact.n_rows)
     weights = single_subset(SUBSET, kept_N).weights
-    changes, change_notes = aim.judged(SUBSET, weights)
+    changes, change_notes = aim.judged(SUBSET, weights, "the whole corpus")
     sums = aim.predictor.sums(weights)
     n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
     table = _row_table(aim, chosen.best, kept_N, by)

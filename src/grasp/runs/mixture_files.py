@@ -1,0 +1,363 @@
+"""Mixtures in the files of training tools, written and read back.
+
+Each tool weighs something else, and every file says what:
+
+    olmo-core      `SourceMixtureList`: target_ratio, shares of tokens
+    megatron       `--data-args-path`: weight and prefix in turn, shares of tokens (of sequences of one length)
+    llama-factory  dataset and interleave_probs, shares of documents (of examples)
+    axolotl        datasets: an entry as often as its documents are seen, the last of them with a part of the split
+    datatrove      a Python module with a pipeline for every copy of a value; a part of the documents by SamplerFilter
+    yaml, csv      all of it: shares of rows, tokens and documents, and how often each row is seen
+
+Files have names of values with other characters replaced, and a comment with the original. Shape letter: G values.
+"""
+
+import ast
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grasp.arrays import F64
+from grasp.errors import RunsError, SettingsError
+from grasp.files import write_whole
+from grasp.text import did_you_mean
+from grasp.yaml_files import read_yaml
+
+MEASURES = ("rows", "tokens", "documents")
+SUFFIXES = {
+    "olmo-core": ".yaml",
+    "datatrove": ".py",
+    "axolotl": ".yaml",
+    "megatron": ".txt",
+    "llama-factory": ".yaml",
+    "yaml": ".yaml",
+    "csv": ".csv",
+}
+READ = (".yaml", ".yml", ".py", ".txt")  # a CSV file is a table of runs; in a directory of mixtures it is one of them
+PREFIX = "_text_document"  # which Megatron's preprocessing puts behind the name of a file
+NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
+MOST_BYTES = 4 << 20
+DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """How often the rows of every value are seen, and what they are.
+
+    Attributes:
+        label: whose values are mixed.
+        size_G: rows, tokens and documents of each value in the corpus, by measure.
+        times_G: how often each row is seen in a training as long as the corpus.
+    """
+
+    label: str
+    values: tuple[str, ...]
+    size_G: Mapping[str, F64]
+    times_G: F64
+
+    def shares(self, measure: str) -> F64:
+        """(G,) shares of rows, tokens or documents in the mixture."""
+        seen_G = self.times_G * self.size_G[measure]
+        return np.asarray(seen_G / seen_G.sum())
+
+    def names(self) -> tuple[str, ...]:
+        """Names of values in files: letters, digits, `-`, `_` and `.` alone, all of them different."""
+        names: list[str] = []
+        for value in self.values:
+            name = re.sub(r"[^\w.-]+", "_", value, flags=re.ASCII).strip("_.") or "value"
+            names.append(name if name not in names else f"{name}-{len(names) + 1}")
+        return tuple(names)
+
+
+def check_format(path: Path | None, form: str) -> None:
+    """Check the form of a mixture and the name of its file.
+
+    Raises:
+        SettingsError: no such form, no file, or an ending of another form.
+    """
+    if form not in WRITERS:
+        raise SettingsError(f"format: got {form!r}{did_you_mean(form, WRITERS)}; expected one of {', '.join(WRITERS)}")
+    if path is None:
+        raise SettingsError(f"format: {form} is the form of a file; name it with --out mixture{SUFFIXES[form]}")
+    if path.suffix != SUFFIXES[form]:
+        raise SettingsError(f"{path}: expected a name that ends in {SUFFIXES[form]} for {form}")
+
+
+def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
+    """Write a mixture in the form of a tool; return one line that says what its weights are.
+
+    Raises:
+        SettingsError: no such form, or an ending of another one.
+    """
+    path = Path(path)
+    check_format(path, form)
+    text, what = WRITERS[form](weights)
+    write_whole(path, text.encode())
+    return f"{path}: {form}, {what}"
+
+
+def _kept(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
+    """Name, share and how often it is seen, of the values that have a share; shares add up to 1."""
+    lines = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
+    return [(name, round(float(share), DIGITS), float(times)) for name, share, times in lines if share > 0]
+
+
+def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
+    """Comments at the head of a file; names that differ from their values are among them."""
+    renamed = [
+        f"# name {name}: {value}"
+        for name, value in zip(weights.names(), weights.values, strict=True)
+        if name != value and value == " ".join(value.split())
+    ]
+    return [*(f"# {line}" for line in lines), *renamed]
+
+
+def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
+    kept = _kept(weights, "tokens")
+    tokens_G = weights.size_G["tokens"]
+    seen = dict(zip(weights.names(), weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1), strict=True))
+    lines = _comments(
+        weights,
+        "OLMo-core, SourceMixtureList: target_ratio is a share of tokens. Set paths to your tokenized files.",
+        "max_repetition_ratio is for a training as long as the corpus; multiply it by the epochs of a longer one.",
+    )
+    lines.append("sources:")
+    for name, share, _ in kept:
+        lines += [
+            f"  - source_name: {json.dumps(name)}",
+            f"    target_ratio: {share!r}",
+            f"    paths: [{json.dumps(f'data/{name}/*.npy')}]",
+            f"    max_repetition_ratio: {max(1.0, float(np.ceil(100 * seen[name]) / 100))!r}",
+        ]
+    return "\n".join(lines) + "\n", "target_ratio is a share of tokens; set paths"
+
+
+def _megatron(weights: MixtureWeights) -> tuple[str, str]:
+    lines = [f"{share!r} data/{name}{PREFIX}" for name, share, _ in _kept(weights, "tokens")]
+    return "\n".join(lines) + "\n", "for --data-args-path; weights are shares of tokens"
+
+
+def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
+    kept = _kept(weights, "documents")
+    lines = _comments(
+        weights,
+        "LLaMA-Factory: interleave_probs are shares of documents. Name the datasets so in dataset_info.json.",
+    )
+    lines += [
+        f"dataset: {json.dumps(','.join(name for name, *_ in kept))}",
+        "mix_strategy: interleave_over",
+        f"interleave_probs: {json.dumps(','.join(repr(share) for _, share, _ in kept))}",
+    ]
+    return "\n".join(lines) + "\n", "interleave_probs are shares of documents"
+
+
+def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
+    lines = _comments(
+        weights,
+        "Axolotl: an entry as often as its documents are seen, to whole percents. Set path and type to yours.",
+    )
+    lines.append("datasets:")
+    for name, _, times in _kept(weights, "documents"):
+        whole, percent = divmod(round(100 * times), 100)
+        splits = ["train"] * whole + ([f"train[:{percent}%]"] if percent else [])
+        lines += [
+            line
+            for split in splits
+            for line in (
+                f"  - path: {json.dumps(f'data/{name}.jsonl')}",
+                "    ds_type: json",
+                "    type: completion",
+                f"    split: {json.dumps(split)}",
+            )
+        ]
+    return "\n".join(lines) + "\n", "an entry as often as its documents are seen; set path and type"
+
+
+DATATROVE = '''"""A mixture by {label}: how often the documents of each value are seen."""
+
+from datatrove.pipeline.filters import SamplerFilter
+from datatrove.pipeline.readers import JsonlReader
+
+# Value: where its documents lie, and how often each is seen. Set the places to yours.
+MIXTURE = {mixture}
+
+
+def pipelines(*following):
+    """Pipelines of datatrove, one for every copy of a value, each continued by the steps that follow."""
+    for folder, times in MIXTURE.values():
+        whole, part = divmod(times, 1)
+        for copy in range(int(whole) + (part > 0)):
+            yield [JsonlReader(folder), SamplerFilter(rate=1.0 if copy < whole else part, seed=copy), *following]
+'''
+
+
+def _datatrove(weights: MixtureWeights) -> tuple[str, str]:
+    names = weights.names()
+    pairs = {
+        value: (f"data/{name}", round(float(times), DIGITS))
+        for value, name, times in zip(weights.values, names, weights.times_G, strict=True)
+        if times > 0
+    }
+    mixture = "{\n" + "".join(f"    {value!r}: {pair!r},\n" for value, pair in pairs.items()) + "}"
+    label = re.sub(r'["\\]', "", " ".join(weights.label.split()))
+    return DATATROVE.format(label=label, mixture=mixture), "pipelines(*steps); numbers are how often documents are seen"
+
+
+def _yaml(weights: MixtureWeights) -> tuple[str, str]:
+    lines = ["# Shares of each value in the mixture, and how often each of its rows is seen."]
+    lines += [f"label: {json.dumps(weights.label)}", "weights:"]
+    columns = {measure: weights.shares(measure) for measure in MEASURES} | {"times": weights.times_G}
+    for measure, values_G in columns.items():
+        lines.append(f"  {measure}:")
+        pairs = zip(weights.values, values_G, strict=True)
+        lines += [f"    {json.dumps(value)}: {round(float(number), DIGITS)!r}" for value, number in pairs]
+    return "\n".join(lines) + "\n", "shares of rows, tokens and documents"
+
+
+def _csv(weights: MixtureWeights) -> tuple[str, str]:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["value", *(f"share_of_{measure}" for measure in MEASURES), "times_as_often"])
+    columns = [weights.shares(measure) for measure in MEASURES] + [weights.times_G]
+    for value, *numbers in zip(weights.values, *columns, strict=True):
+        table.writerow([value, *(repr(round(float(number), DIGITS)) for number in numbers)])
+    return text.getvalue(), "shares of rows, tokens and documents"
+
+
+WRITERS: Mapping[str, Callable[[MixtureWeights], tuple[str, str]]] = {
+    "olmo-core": _olmo_core,
+    "datatrove": _datatrove,
+    "axolotl": _axolotl,
+    "megatron": _megatron,
+    "llama-factory": _llama_factory,
+    "yaml": _yaml,
+    "csv": _csv,
+}
+
+
+# ------------------------------------------------------------------------------------------------------ read back
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureFile:
+    """A mixture as a file has it.
+
+    Attributes:
+        measure: what the weights are shares of, or `times`: how often each value is seen.
+    """
+
+    form: str
+    measure: str
+    weight_of: Mapping[str, float]
+
+
+def mixture_files(place: Path) -> list[Path]:
+    """The files of a directory of mixtures, one a run, by name; or the one file; none if it is a table of runs."""
+    if place.is_dir():
+        return sorted(path for path in place.iterdir() if path.suffix in (*READ, ".csv"))
+    return [place] if place.suffix in READ else []
+
+
+def read_mixture(path: Path) -> MixtureFile:
+    """Read a mixture in the form of a tool, as `grasp mix --format` writes it or by hand.
+
+    Raises:
+        EnvironmentDataError: no such file, no form that is known, or weights that are no numbers of 0 or more.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise RunsError(f"{path}: has more than {MOST_BYTES >> 20} MiB, expected a mixture")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            found = _read_datatrove(text)
+        elif path.suffix == ".txt":
+            found = _read_megatron(text)
+        elif path.suffix == ".csv":
+            lines = list(csv.DictReader(io.StringIO(text)))
+            found = MixtureFile("csv", "tokens", {line["value"]: float(line["share_of_tokens"]) for line in lines})
+        else:
+            found = _read_yaml_form(read_yaml(path), dict(NAME_LINE.findall(text)))
+    except SettingsError as err:
+        raise RunsError(str(err)) from err
+    except OSError as err:
+        raise RunsError(f"{path}: cannot be read: {err.strerror or err}") from err
+    except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as err:
+        expected = ", ".join(WRITERS)
+        raise RunsError(f"{path}: is no mixture in a known form ({expected}): {err}") from err
+    weights = list(found.weight_of.values())
+    if not weights or not (np.isfinite(weights).all() and min(weights) >= 0 and sum(weights) > 0):
+        raise RunsError(f"{path}: got the weights {weights[:5]}, expected numbers of 0 or more, not all 0")
+    return found
+
+
+def _read_yaml_form(data: Mapping[str, Any], value_of: Mapping[str, str]) -> MixtureFile:
+    if "sources" in data:
+        named = {one["source_name"]: float(one["target_ratio"]) for one in data["sources"]}
+        form, measure = "olmo-core", "tokens"
+    elif "interleave_probs" in data:
+        names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
+        named = {name.strip(): float(share) for name, share in zip(names, shares, strict=True)}
+        form, measure = "llama-factory", "documents"
+    elif "datasets" in data:
+        percents: Counter[str] = Counter()
+        for one in data["datasets"]:
+            part = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(one.get("split") or "train"))
+            if part is None:
+                raise ValueError(f"split {one['split']!r}, expected e.g. train or train[:40%]")
+            percents[Path(str(one["path"])).stem] += int(part[1] or 100)
+        named, form, measure = {name: percent / 100 for name, percent in percents.items()}, "axolotl", "times"
+    elif "weights" in data:
+        return MixtureFile("yaml", "tokens", {str(k): float(v) for k, v in data["weights"]["tokens"].items()})
+    else:
+        raise ValueError("has none of sources, datasets, interleave_probs and weights")
+    return MixtureFile(form, measure, {value_of.get(name, name): weight for name, weight in named.items()})
+
+
+def _read_megatron(text: str) -> MixtureFile:
+    words = text.split()
+    if len(words) % 2:
+        raise ValueError(f"has {len(words)} words, expected a weight and a prefix in turn")
+    names = [Path(prefix).name.removesuffix(PREFIX) for prefix in words[1::2]]
+    return MixtureFile("megatron", "tokens", dict(zip(names, map(float, words[::2]), strict=True)))
+
+
+def _read_datatrove(text: str) -> MixtureFile:
+    """The literal that MIXTURE is; nothing is run."""
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and any(
+            getattr(one, "id", None) == "MIXTURE" for one in statement.targets
+        ):
+            pairs = ast.literal_eval(statement.value)
+            return MixtureFile("datatrove", "times", {str(value): float(pair[1]) for value, pair in pairs.items()})
+    raise ValueError("has no MIXTURE")
+
+
+def read_mixtures_of_runs(places: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]], str]:
+    """What runs were trained on, a file each: kind (shares or times), weights by run, and a sentence on them.
+
+    Raises:
+        EnvironmentDataError: see `read_mixture`; files whose weights are of different things.
+    """
+    found = {path.stem: read_mixture(path) for path in places}
+    if len(found) < len(places):
+        twice = next(path.stem for path in places if sum(one.stem == path.stem for one in places) > 1)
+        raise RunsError(f"{places[0].parent}: has several mixtures called {twice}; rename all but one")
+    measures = {one.measure for one in found.values()}
+    if len(measures) > 1:
+        first = {one.measure: name for name, one in reversed(found.items())}
+        raise RunsError(
+            f"{places[0].parent}: weights are of different things: "
+            f"{', '.join(f'{measure} in {name}' for measure, name in sorted(first.items()))}; write all in one format"
+        )
+    (measure,) = measures
+    what = "how often each value is seen" if measure == "times" else f"shares of {measure}"
+    weights = {name: one.weight_of for name, one in found.items()}
+    return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {what}"

@@ -1,0 +1,124 @@
+"""Intervals of predicted changes without runs: over the units of the targets and, for mixtures, over rows.
+
+A target's units are a sample of what the target stands for: they are resampled, and an effect keeps its unit of
+measurement. The rows of a value are a sample of what the value stands for: with c_g what a row of slice g counts in the
+mean of the mixture, and s_g^2 the variance of effects within the slice, they add
+
+    sum_g (c_g - 1 / N)^2 n_g s_g^2
+
+to the variance of a change. An interval says how far a change would move with other units and rows of the same kind. It
+says nothing of how well predictions agree with retraining. Shape letters: B subsets, E units, G slices, N rows,
+T targets, R resamples.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from grasp.arrays import F64, I32
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.predictor import Predictor, relevance_blocks
+from grasp.predict.slices import RESAMPLES, TAILS
+from grasp.predict.weights import Weights, sums_over
+from grasp.seeds import bootstrap_weights
+
+COVERAGE = TAILS[1] - TAILS[0]
+NORMAL = 1.959964  # standard deviations on either side that hold 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeInterval:
+    """95 % intervals of the changes of one subset, nan where a target has a single unit.
+
+    Attributes:
+        weighted: of the change that the targets' weights give.
+        over: what was taken to be a sample, in words.
+    """
+
+    low_T: F64
+    high_T: F64
+    weighted: tuple[float, float]
+    over: str
+
+    def sentences(self, targets: tuple[str, ...], today: str) -> list[str]:
+        """What to print: the intervals, and whether the change can be told from none.
+
+        Args:
+            today: what a change is effective from, e.g. today's mixture.
+        """
+        known = np.isfinite(self.low_T)
+        if not known.any():
+            return []
+        lines = zip(targets, self.low_T, self.high_T, known, strict=True)
+        spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
+        said = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
+        low, high = self.weighted
+        if low <= 0.0 <= high:
+            said.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
+        return said
+
+
+def change_interval(
+    artifact: ArtifactReader, predictor: Predictor, weights: Weights, weights_T: F64, codes_N: I32 | None = None
+) -> ChangeInterval:
+    """Return the intervals of the change of one subset.
+
+    Args:
+        weights: of the one subset; of a mixture, made from its slices.
+        weights_T: of the targets.
+        codes_N: slice of each row, of a mixture; None: rows are not a sample but what was chosen.
+    Cost: one more pass over the relevance of every kernel.
+    """
+    change_1E = changes_by_unit(artifact, predictor, weights)
+    counts_T = predictor.units.counts_T
+    stops = np.cumsum(counts_T)
+    resampled_TR = np.full((len(counts_T), RESAMPLES), np.nan)
+    for t, (start, stop) in enumerate(zip(stops - counts_T, stops, strict=True)):
+        if stop - start > 1:
+            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=t) / (stop - start)
+            resampled_TR[t] = weights_RE @ change_1E[0, start:stop]
+    protocol = predictor.protocol
+    over_rows = codes_N is not None and not protocol.needs_geometry
+    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
+    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
+    change_T = predictor.change(weights)[0]
+    low_T, high_T = _widened(change_T, resampled_TR, error_T)
+    (low,), (high,) = _widened(np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None], np.array([error]))
+    return ChangeInterval(low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")
+
+
+def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Weights) -> F64:
+    """(B, E) change of its task by each unit alone, whose mean over the units is the change of the task."""
+    columns_E, protocol = predictor.units.columns_E, predictor.protocol
+    effective, whole = predictor.effective_weights(weights), Weights(csr_array((1, predictor.n_rows)), base=1.0)
+    sum_BE, all_1E = np.zeros((weights.shape[0], len(columns_E))), np.zeros((1, len(columns_E)))
+    for kernel, share_E in predictor.unit_shares.items():
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        part_BE, part_1E = sums_over(blocks, [effective, whole], len(columns_E))
+        sum_BE, all_1E = sum_BE + part_BE * share_E, all_1E + part_1E * share_E
+    mean_E = all_1E[0] / predictor.n_rows
+    return predictor.change_by_units(sum_BE - np.outer(effective.sums, mean_E), mean_E, predictor.sums(weights))
+
+
+def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, combined_TC: F64) -> F64:
+    """(C,) standard error over rows of combinations of the changes of one mixture."""
+    assert codes_N is not None
+    effective = predictor.effective_weights(weights)
+    assert effective.mix is not None
+    c_G = effective.mix[0] / weights.sums[0]
+    rows_G = np.bincount(codes_N, minlength=len(c_G))
+    variances = []
+    for effect_N in (np.asarray(predictor.effect_NT, np.float64) @ combined_TC).T:
+        mean_G = np.bincount(codes_N, effect_N, minlength=len(c_G)) / np.maximum(rows_G, 1)
+        square_G = np.bincount(codes_N, (effect_N - mean_G[codes_N]) ** 2, minlength=len(c_G))
+        unbiased_G = square_G * rows_G / np.maximum(rows_G - 1, 1)  # n_g s_g^2
+        variances.append(float(((c_G - 1.0 / predictor.n_rows) ** 2) @ unbiased_G))
+    return np.sqrt(variances)
+
+
+def _widened(change_T: F64, resampled_TR: F64, error_T: F64) -> tuple[F64, F64]:
+    """Quantiles of the resamples, and the error over rows added in squares to each half."""
+    low_T, high_T = np.quantile(resampled_TR, TAILS, axis=1)
+    down_T, up_T = np.hypot(change_T - low_T, NORMAL * error_T), np.hypot(high_T - change_T, NORMAL * error_T)
+    return change_T - down_T, change_T + up_T

@@ -1,0 +1,184 @@
+"""Mixtures in the files of tools: each tool's own parser reads the weights, and imports have them back."""
+
+import importlib.util
+import json
+import shlex
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+import grasp
+from grasp.errors import RunsError, SettingsError
+from grasp.runs.mixture_files import SUFFIXES, WRITERS, MixtureWeights, read_mixture, write_mixture
+
+VALUES = ("web", "Games & Fun", "code", "gone", 'a "quoted" #one', "Games, Fun")
+WEIGHTS = MixtureWeights(
+    "topic",
+    VALUES,
+    {
+        "rows": np.array([100, 50, 30, 20, 10, 5]),
+        "tokens": np.array([10_000, 2_000, 900, 700, 300, 50]),
+        "documents": np.array([40, 30, 20, 10, 5, 5]),
+    },
+    np.array([0.5, 1.4, 2.0, 0.0, 3.333, 1.0]),
+)
+
+
+@pytest.fixture(params=list(WRITERS))
+def form(request):
+    return request.param
+
+
+def written(path, form):
+    write_mixture(WEIGHTS, path / f"mixture{SUFFIXES[form]}", form)
+    return path / f"mixture{SUFFIXES[form]}"
+
+
+def test_what_is_written_is_read_back(tmp_path, form):
+    found = read_mixture(written(tmp_path, form))
+    assert found.form == form
+    want_G = WEIGHTS.times_G if found.measure == "times" else WEIGHTS.shares(found.measure)
+    names = WEIGHTS.names() if form == "megatron" else VALUES  # whose file has no comments
+    want = {name: weight for name, weight in zip(names, want_G, strict=True) if weight > 0}
+    close = 0.5 / 100 if form == "axolotl" else 1e-7  # whole percents
+    assert {name for name, weight in found.weight_of.items() if weight} == set(want)
+    np.testing.assert_allclose([found.weight_of[name] for name in want], list(want.values()), atol=close)
+
+
+def test_olmo_core_loads_its_file(tmp_path):
+    source_mixture = pytest.importorskip("olmo_core.data.source_mixture")
+    data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
+    found = source_mixture.SourceMixtureList.from_dict(data)
+    for one in found.sources:
+        one.validate()
+    np.testing.assert_allclose(sum(one.target_ratio for one in found.sources), 1.0, atol=1e-7)
+    tokens_G = WEIGHTS.size_G["tokens"]
+    available = dict(zip(WEIGHTS.names(), tokens_G / tokens_G.sum(), strict=True))
+    for one in found.sources:  # which OLMo-core checks when it counts the tokens
+        assert one.target_ratio <= one.max_repetition_ratio * available[one.source_name] + 1e-7
+
+
+def test_olmo_core_file_has_the_documented_fields(tmp_path):
+    data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
+    assert set(data) == {"sources"}
+    fields = {"source_name", "target_ratio", "paths", "max_repetition_ratio"}
+    assert all(set(one) == fields and one["paths"] and one["max_repetition_ratio"] >= 1 for one in data["sources"])
+    np.testing.assert_allclose(sum(one["target_ratio"] for one in data["sources"]), 1.0, atol=1e-7)
+
+
+def test_megatron_reads_weights_and_prefixes_in_turn(tmp_path):
+    blend = written(tmp_path, "megatron").read_text().split()  # as training/arguments.py reads --data-args-path
+    assert len(blend) % 2 == 0  # or get_blend_from_list takes all of them for prefixes
+    weights, prefixes = np.array(blend[::2], dtype=np.float64), blend[1::2]
+    np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-7)
+    assert len(set(prefixes)) == len(prefixes) == 5
+    assert shlex.split(" ".join(prefixes)) == prefixes
+
+
+def test_llama_factory_splits_names_and_probabilities_at_commas(tmp_path):
+    data = yaml.safe_load(written(tmp_path, "llama-factory").read_text())
+    assert set(data) == {"dataset", "mix_strategy", "interleave_probs"}
+    names, probabilities = data["dataset"].split(","), [float(one) for one in data["interleave_probs"].split(",")]
+    assert data["mix_strategy"] in ("interleave_under", "interleave_over")  # concat takes no probabilities
+    assert len(names) == len(probabilities) == len(set(names)) == 5
+    np.testing.assert_allclose(sum(probabilities), 1.0, atol=1e-7)
+
+
+def test_axolotl_entries_are_splits_that_datasets_cuts(tmp_path):
+    read_instruction = pytest.importorskip("datasets").ReadInstruction
+    data = yaml.safe_load(written(tmp_path, "axolotl").read_text())
+    rows = dict.fromkeys(WEIGHTS.names(), 0)
+    for one in data["datasets"]:
+        assert set(one) == {"path", "ds_type", "type", "split"}  # of axolotl's SFTDataset
+        name = one["path"].removeprefix("data/").removesuffix(".jsonl")
+        (part,) = read_instruction.from_spec(one["split"]).to_absolute({"train": 1_000})
+        rows[name] += (part.to if part.to is not None else 1_000) - (part.from_ or 0)
+    np.testing.assert_allclose(np.array(list(rows.values())) / 1_000, WEIGHTS.times_G, atol=0.005)
+
+
+def test_datatrove_reads_each_document_as_often_as_it_is_seen(tmp_path, monkeypatch):
+    pytest.importorskip("datatrove")
+    pytest.importorskip("orjson")  # of its JSONL reader
+    path = written(tmp_path, "datatrove")
+    monkeypatch.chdir(tmp_path)
+    for name in WEIGHTS.names():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        lines = [json.dumps({"text": f"{name} {d}", "id": f"{name}-{d}"}) for d in range(2_000)]
+        (tmp_path / "data" / name / "0.jsonl").write_text("\n".join(lines) + "\n")
+    spec = importlib.util.spec_from_file_location("mixture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    seen = dict.fromkeys(WEIGHTS.names(), 0)
+    for reader, sampler in module.pipelines():
+        for document in sampler.run(reader.run(None, 0, 1), 0, 1):
+            seen[document.text.rpartition(" ")[0]] += 1
+    times_G = WEIGHTS.times_G
+    error_G = 4 * np.sqrt(0.25 / 2_000)  # of a part drawn at random
+    np.testing.assert_allclose(np.array(list(seen.values())) / 2_000, times_G, atol=error_G)
+
+
+def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
+    (tmp_path / "mixtures").mkdir()
+    other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.2, 1.0, 0.5, 0.0, 2.0]))
+    for name, weights in (("a", WEIGHTS), ("b", other)):
+        write_mixture(weights, tmp_path / "mixtures" / f"{name}{SUFFIXES[form]}", form)
+    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
+    runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
+    assert runs.info.kind == ("times" if form in ("axolotl", "datatrove") else "shares")
+    assert "weights of the mixtures are" in str(runs)
+    measure = {"llama-factory": "documents"}.get(form, "tokens")
+    if runs.info.kind == "shares":
+        (b,) = [r for r, name in enumerate(runs.runs) if name == "b"]
+        column = runs.values.index("web")
+        np.testing.assert_allclose(runs.weights_RG()[b, column], other.shares(measure)[0], atol=1e-6)
+    with pytest.raises(RunsError, match="say which label"):
+        grasp.import_runs(tmp_path / "mixtures", results)
+    with pytest.raises(RunsError, match="name the results"):
+        grasp.import_runs(tmp_path / "mixtures", label="topic")
+
+
+def test_nothing_in_a_mixture_is_run(tmp_path):
+    path = tmp_path / "mixture.py"
+    path.write_text("import sys\nsys.was_run = True\nMIXTURE = {'web': ('data', sys.exit(1))}\n")
+    with pytest.raises(RunsError, match="is no mixture in a known form"):
+        read_mixture(path)
+    assert not hasattr(sys, "was_run")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("m.yaml", "sources: [{source_name: a}]\n", "is no mixture in a known form .*'target_ratio'"),
+        ("m.yaml", "other: 1\n", "has none of sources, datasets, interleave_probs and weights"),
+        ("m.yaml", "datasets: [{path: a.jsonl, split: 'train[40%:]'}]\n", r"split 'train\[40%:\]', expected e.g."),
+        ("m.yaml", "dataset: a,b\ninterleave_probs: '1.0'\n", "is no mixture"),
+        ("m.txt", "0.5 a 0.5\n", "has 3 words, expected a weight and a prefix in turn"),
+        ("m.txt", "nan a\n", r"got the weights \[nan\], expected numbers of 0 or more"),
+        ("m.py", "MIXTURE = [\n", "is no mixture"),
+        ("m.py", "X = 1\n", "has no MIXTURE"),
+        ("m.csv", "value,now\na,1\n", "'share_of_tokens'"),
+    ],
+)
+def test_files_that_are_no_mixtures_are_refused_in_one_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunsError, match=message) as error:
+        read_mixture(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
+    write_mixture(WEIGHTS, tmp_path / "a.yaml", "axolotl")
+    write_mixture(WEIGHTS, tmp_path / "b.txt", "megatron")
+    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
+    with pytest.raises(RunsError, match="weights are of different things: times in a, tokens in b"):
+        grasp.import_runs(tmp_path, results, label="topic")
+
+
+def test_forms_and_endings_are_checked(tmp_path):
+    with pytest.raises(SettingsError, match=r"format: got 'olmocore' \(did you mean 'olmo-core'\?\)"):
+        write_mixture(WEIGHTS, tmp_path / "m.yaml", "olmocore")
+    with pytest.raises(SettingsError, match=r"expected a name that ends in \.txt for megatron"):
+        write_mixture(WEIGHTS, tmp_path / "m.yaml", "megatron")

@@ -1,0 +1,82 @@
+"""Intervals of changes without runs: units are resampled, rows add what they vary by within their slice."""
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from grasp.predict.slices import label_slices
+from grasp.predict.weights import Weights
+from grasp.select.change_intervals import change_interval, changes_by_unit, row_errors
+from grasp.select.mix import mix
+from grasp.select.select import select
+from tests.select.world import World, predictor_of, protocol
+
+CHOSEN = protocol(match={"output_layer": 1.0, "pooled": 0.5})
+
+
+def mixture(source, seed=0):
+    slices = label_slices(source.labels, source.tokens)
+    p_G = np.random.default_rng(seed).dirichlet(np.full(len(slices.slices), 3.0))
+    return slices, slices.weights((p_G / (slices.rows_G / source.n_rows))[None])
+
+
+def test_the_mean_over_units_is_the_change_of_the_task():
+    source = World()
+    predictor = predictor_of(source, CHOSEN, list(source.targets))
+    weight_1N = np.random.default_rng(0).uniform(0, 3, source.n_rows)[None]
+    for weights in (Weights(csr_array(weight_1N)), mixture(source)[1]):
+        change_1E = changes_by_unit(source, predictor, weights)
+        stops = np.cumsum(predictor.units.counts_T)[:-1]
+        means_T = [part.mean() for part in np.split(change_1E[0], stops)]
+        np.testing.assert_allclose(means_T, predictor.change(weights)[0], atol=1e-5)
+
+
+def test_the_error_over_rows_is_that_of_redrawn_rows():
+    source = World()
+    predictor = predictor_of(source, CHOSEN, ["sciq"])
+    slices, weights = mixture(source)
+    (error,) = row_errors(predictor, weights, slices.codes_N, np.ones((1, 1)))
+    effect_N = np.asarray(predictor.effect_NT[:, 0], np.float64)
+    counted = predictor.counted(weights)
+    c_N = (counted.mix[0] / weights.sums[0])[slices.codes_N] - 1 / source.n_rows
+    rng, drawn = np.random.default_rng(0), []
+    for _ in range(4_000):
+        redrawn_N = effect_N.copy()
+        for g in range(len(slices.slices)):
+            of_slice = np.flatnonzero(slices.codes_N == g)
+            redrawn_N[of_slice] = effect_N[rng.choice(of_slice, len(of_slice))]
+        drawn.append(c_N @ redrawn_N)
+    least = slices.rows_G.min()
+    np.testing.assert_allclose(error, np.std(drawn), rtol=1 / least + 0.05)  # n - 1 against n; 4,000 draws
+
+
+def test_intervals_hold_the_change_and_rows_widen_them():
+    source = World()
+    predictor = predictor_of(source, CHOSEN, list(source.targets))
+    weights_T = np.full(len(source.targets), 1 / len(source.targets))
+    slices, weights = mixture(source)
+    change_T = predictor.change(weights)[0]
+    over_units = change_interval(source, predictor, weights, weights_T)
+    over_both = change_interval(source, predictor, weights, weights_T, slices.codes_N)
+    for one in (over_units, over_both):
+        assert (one.low_T <= change_T + 1e-6).all()
+        assert (change_T - 1e-6 <= one.high_T).all()
+        assert one.weighted[0] <= change_T @ weights_T <= one.weighted[1]
+    assert (over_both.high_T - over_both.low_T > over_units.high_T - over_units.low_T).all()
+    assert over_both.over == "units and rows"
+
+
+@pytest.mark.parametrize("verb", ["mix", "select"])
+def test_mix_and_select_say_their_interval_and_whether_it_holds_none(verb):
+    source = World()
+    if verb == "mix":
+        wide = mix(source, "topic", "sciq", protocol=CHOSEN)
+        none = mix(source, "topic", "sciq", protocol=CHOSEN, max_repeat=1.0)
+        assert "intervals of the change over units and rows: sciq " in str(wide)
+        assert "not distinguishable from today's mixture" in str(none)  # nothing may change
+    else:
+        wide = select(source, "25%", "sciq", protocol=CHOSEN)
+        none = select(source, "100%", "sciq", protocol=CHOSEN)
+        assert "intervals of the change over units: sciq " in str(wide)
+        assert "not distinguishable from the whole corpus" in str(none)
+    assert "95% intervals" in str(wide)

@@ -1,0 +1,55 @@
+"""docs/howto/outside_runs.md and mixture_files.md: every block of them, in its order, in an empty directory."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pyarrow.csv as pacsv
+import pytest
+import yaml
+
+from tests.cli.grasp_command import succeed
+from tests.runs.environments import write_artifact
+
+HOWTO = Path(__file__).parents[1] / "docs" / "howto"
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run_page(name: str) -> str:
+    """Run every block; return what the commands printed."""
+    printed = []
+    for kind, text in BLOCK.findall((HOWTO / name).read_text(encoding="utf-8")):
+        if kind == "python":
+            exec(compile(text, name, "exec"), {"__name__": "page"})
+        else:
+            printed += [succeed(*shlex.split(line)[1:]).out for line in text.splitlines()]
+    return "\n".join(printed)
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_on_mixtures_outside_of_the_runs():
+    printed = run_page("outside_runs.md")
+    page = (HOWTO / "outside_runs.md").read_text(encoding="utf-8")
+    table = re.compile(r"^(inside|outside|far) +sciq/loss +(\S+) +(\S+) +(\S+)$", re.MULTILINE)
+    shown, got = ({name: values for name, *values in table.findall(text)} for text in (page, printed))
+    assert shown.keys() == got.keys() == {"inside", "outside", "far"}
+    assert shown["far"] == got["far"] == ["-", "-", "-"]
+    for name in ("inside", "outside"):  # the search for hyperparameters ends within a part of its tolerance
+        assert [float(value) for value in got[name]] == pytest.approx(list(map(float, shown[name])), abs=0.01)
+    assert "a run that would settle far: sciq" in printed
+    proposed = pacsv.read_csv("next.csv")
+    assert max(proposed["sciq"].to_pylist()) <= 0.5
+    assert min(min(proposed[name].to_pylist()) for name in ("sciq", "arc", "web", "code")) >= 0.05 - 1e-9
+
+
+def test_the_page_on_files_of_training_tools():
+    write_artifact(Path("art"))
+    printed = run_page("mixture_files.md")
+    assert "mixture.yaml: olmo-core, target_ratio is a share of tokens; set paths" in printed.splitlines()
+    assert yaml.safe_load(Path("mixture.yaml").read_text())["sources"]
+    assert "intervals of the change over units and rows" in printed
+    assert {"mixture.txt", "probabilities.yaml", "datasets.yaml", "mixture.py"} <= {p.name for p in Path().iterdir()}
