@@ -4,7 +4,7 @@ Shape letters: n rows of a block, E units, T targets, G hashed n-grams.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -86,8 +86,7 @@ class TextOdds:
         return np.asarray(self._matrix(texts) @ self._weight_GT + self._intercept_T)
 
     def _matrix(self, texts: Sequence[str]) -> csr_matrix:
-        matrix: Any = self._weigh.transform(self._hash.transform(texts))
-        return matrix
+        return csr_matrix(self._weigh.transform(self._hash.transform(texts)))
 
 
 class _Odds(RowScorer):

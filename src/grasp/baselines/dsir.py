@@ -59,7 +59,7 @@ class Dsir(BlockMethod[DsirSettings]):
                 total_H += np.asarray(bucket_counts(material.texts(start, stop), buckets).sum(axis=0))
             return total_H
 
-        corpus_H = np.asarray(work.kept("buckets", counted), dtype=np.float64)
+        corpus_H = np.asarray(work.load_or_compute("buckets", counted), dtype=np.float64)
         targets, target_E = np.unique([unit.target for unit in material.units.units], return_inverse=True)
         texts = [query_text(unit, self.settings.query) for unit in material.units.units]
         by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
