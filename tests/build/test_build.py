@@ -15,6 +15,7 @@ from grasp.build.build import add_targets, build, split_names
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from tests.build.test_pipeline import Notes
 from tests.build.world import world
+from tests.mentions import assert_mentions
 
 TAUGHT = {"untrained": True}  # the models here are random
 
@@ -55,8 +56,8 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
     model = AutoModelForCausalLM.from_pretrained(root / "model").train()
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     corpus, targets = table(records(root / "corpus.jsonl")), units(records(root / "facts.jsonl"))
-    found = build((model, tokenizer), corpus, targets, tmp_path / "art", settings=settings, **TAUGHT)
-    same(found, by_path)
+    artifact = build((model, tokenizer), corpus, targets, tmp_path / "art", settings=settings, **TAUGHT)
+    same(artifact, by_path)
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
     recorded = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
@@ -64,25 +65,26 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
     assert recorded["model"]["path"] == f"in memory, {by_path.manifest.fingerprints['model']}"
     notes = Notes()
     build(model, corpus, targets, tmp_path / "art", tokenizer=tokenizer, settings=settings, progress=notes, **TAUGHT)
-    assert notes.lines == [f"{tmp_path / 'art'}: finished already, with these settings; nothing was read again"]
+    assert len(notes.lines) == 1
+    assert_mentions(notes.lines, f"{tmp_path / 'art'}: finished")
 
 
 def test_a_path_may_stand_beside_an_object_and_another_object_is_another_build(root, tmp_path, settings, by_path):
-    given = str(root / "model"), pd.DataFrame(records(root / "corpus.jsonl")), [root / "facts.jsonl"]
-    same(build(*given, tmp_path / "art", settings=settings, **TAUGHT), by_path)
-    other = given[1].assign(topic="x")
-    with pytest.raises(Exception, match=r"holds a finished artifact.*path: was .in memory, .*, now .in memory"):
-        build(given[0], other, given[2], tmp_path / "art", settings=settings, **TAUGHT)
+    arguments = str(root / "model"), pd.DataFrame(records(root / "corpus.jsonl")), [root / "facts.jsonl"]
+    same(build(*arguments, tmp_path / "art", settings=settings, **TAUGHT), by_path)
+    other = arguments[1].assign(topic="x")
+    with pytest.raises(Exception, match=r"finished artifact.*path: .*in memory.*in memory"):
+        build(arguments[0], other, arguments[2], tmp_path / "art", settings=settings, **TAUGHT)
 
 
 def test_arguments_name_columns_and_splits(root, tmp_path, settings):
     frame = pd.DataFrame(records(root / "corpus.jsonl")).rename(columns={"text": "body", "row_id": "key"})
     splits = datasets.DatasetDict({name: datasets.Dataset.from_pandas(frame) for name in ("train", "test")})
     rest = {"settings": settings, "text_column": "body", "id_column": "key", "max_length": 32, **TAUGHT}
-    given = str(root / "model"), splits, str(root / "facts.jsonl"), tmp_path / "art"
-    with pytest.raises(CorpusError, match="corpus: has the splits test, train; say which one with --split"):
-        build(*given, **rest)
-    artifact = build(*given, split="train", limit=20, **rest)
+    arguments = str(root / "model"), splits, str(root / "facts.jsonl"), tmp_path / "art"
+    with pytest.raises(CorpusError, match=r"corpus: .*test, train.*--split"):
+        build(*arguments, **rest)
+    artifact = build(*arguments, split="train", limit=20, **rest)
     assert artifact.manifest.details["columns"] == {"text": "body", "row_id": "key"}
     assert artifact.manifest.settings["corpus"]["max_length"] == 32
     names = artifact.rows(np.arange(artifact.n_rows)).column("doc_id").unique().to_pylist()
@@ -103,13 +105,13 @@ def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"corpus": pd.DataFrame({"body": ["x"], "topic": ["a"]})}, CorpusError, "columns found: body, topic"),
-        ({"corpus": 3}, CorpusError, "corpus: got int"),
-        ({"targets": 3}, TargetError, "targets: got int"),
-        ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: has the fields text"),
-        ({"model": object()}, SettingsError, "model.path: got object"),
+        ({"corpus": pd.DataFrame({"body": ["x"], "topic": ["a"]})}, CorpusError, "columns.*body, topic"),
+        ({"corpus": 3}, CorpusError, "corpus:.*int"),
+        ({"targets": 3}, TargetError, "targets:.*int"),
+        ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: .*text"),
+        ({"model": object()}, SettingsError, "model.path:.*object"),
         ({"model": None}, SettingsError, "missing --model"),
-        ({"out": ""}, SettingsError, "--out: got nothing"),
+        ({"out": ""}, SettingsError, "--out:.*nothing"),
     ],
 )
 def test_what_cannot_be_built_from_is_refused_in_a_line(root, tmp_path, changes, error, message):
@@ -128,7 +130,7 @@ def test_a_model_without_its_tokenizer(root, tmp_path, settings):
     rest = str(root / "corpus.jsonl"), str(root / "facts.jsonl"), tmp_path / "art"
     with pytest.raises(ModelError, match=r"`.*bare` has no tokenizer; pass its directory with --tokenizer"):
         build(str(tmp_path / "bare"), *rest)
-    with pytest.raises(SettingsError, match="tokenizer: got None, but the model is an object; give its tokenizer"):
+    with pytest.raises(SettingsError, match=r"tokenizer:.*None"):
         build(AutoModelForCausalLM.from_pretrained(root / "model"), *rest)
     build(str(tmp_path / "bare"), *rest, tokenizer=str(root / "model"), settings=settings, **TAUGHT)
 
@@ -141,7 +143,7 @@ def test_names_are_separated_by_commas_that_no_file_has(tmp_path, monkeypatch):
 
 
 def test_targets_are_added_with_the_artifact_s_own_settings(root, by_path, settings):
-    with pytest.raises(SettingsError, match="--add-target: got shard_rows as well"):
+    with pytest.raises(SettingsError, match=r"--add-target:.*shard_rows"):
         add_targets(by_path.path, "sciq", settings={"shard_rows": 3})
-    with pytest.raises(ArtifactError, match=r"has targets \['facts'\] already"):
+    with pytest.raises(ArtifactError, match=r"targets \['facts'\]"):
         add_targets(by_path.path, str(root / "facts.jsonl"))

@@ -27,6 +27,7 @@ from tests.build.test_pipeline import Notes
 from tests.build.world import WORDS, world, write_targets
 from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
+from tests.mentions import assert_mentions
 from tests.rounding import rounding
 
 
@@ -52,8 +53,8 @@ def chat(tmp_path_factory):
     root, notes = tmp_path_factory.mktemp("chat"), Notes()
     settings = chat_settings(root)
     build_artifact(settings, root / "art", progress=notes)
-    asked = "asked as plain text, without the chat template that this model has"  # its questions are no conversations
-    assert [line for line in notes.lines if asked in line]
+    # its questions are no conversations
+    assert_mentions(notes.lines, "chat template")
     return root, settings
 
 
@@ -83,8 +84,8 @@ def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
     assert "n_loss" not in art.labels
     median = int(np.median(supervised_N))
     assert median < rows["n_tokens"].min()  # which would pass over nothing
-    found = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
-    assert set(found["row_id"]) == set(rows["row_id"][supervised_N >= median])
+    frame = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
+    assert set(frame["row_id"]) == set(rows["row_id"][supervised_N >= median])
 
 
 def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
@@ -109,8 +110,8 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     )
     build_artifact(settings, tmp_path / "art")
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
-    found, expected = (arrays(tmp_path / name)["relevance_output_layer"] for name in ("art", "joint"))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    actual, expected = (arrays(tmp_path / name)["relevance_output_layer"] for name in ("art", "joint"))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -121,17 +122,17 @@ def test_an_export_holds_the_users_own_records(chat, tmp_path, kind):
     picked.export(tmp_path / "out", format=kind)
     files = sorted((tmp_path / "out").glob("part-*"))
     if kind == "jsonl":
-        found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        results = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     else:
-        found = [record for file in files for record in pq.read_table(file).to_pylist()]
+        results = [record for file in files for record in pq.read_table(file).to_pylist()]
     names = set(picked.table["row_id"].to_pylist())
-    assert found == [record for record in conversations(20) if record["id"] in names]
+    assert results == [record for record in conversations(20) if record["id"] in names]
 
 
 def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_path):
     _root, settings = chat
-    asked = [{"unit_id": line["id"], "messages": line["messages"]} for line in conversations(20)]
-    (tmp_path / "same.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    unit_lines = [{"unit_id": line["id"], "messages": line["messages"]} for line in conversations(20)]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unit_lines))
     targets = settings.targets.model_copy(update={"names": (str(tmp_path / "same.jsonl"),), "max_length": 120})
     corpus = settings.corpus.model_copy(update={"loss_on": "completion"})
     build_artifact(settings.model_copy(update={"targets": targets, "corpus": corpus}), tmp_path / "art")
@@ -139,9 +140,9 @@ def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_
     rows = pa.Table.from_batches(list(art.row_batches(["row_id", "loss"]))).to_pylist()
     units = {unit["unit_id"]: unit["loss"] for unit in art.units.to_pylist()}
     assert {row["row_id"] for row in rows} == set(units)
-    found = np.array([units[row["row_id"]] for row in rows])
+    result = np.array([units[row["row_id"]] for row in rows])
     # the same tokens in batches of other widths: float32 sums over 16 to 32 hidden numbers and 300 logits
-    np.testing.assert_allclose(found, [row["loss"] for row in rows], rtol=0, atol=rounding(700, found))
+    np.testing.assert_allclose(result, [row["loss"] for row in rows], rtol=0, atol=rounding(700, result))
 
 
 def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat, tmp_path, monkeypatch):
@@ -175,5 +176,5 @@ def test_white_space_that_a_harness_would_score_is_told(chat, tmp_path):
     targets = settings.targets.model_copy(update={"names": (str(tmp_path / "spaced.jsonl"),)})
     notes = Notes()
     prepare(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
-    (note,) = [line for line in notes.lines if "white space" in line]
-    assert note.startswith("3 prompts, 'spaced:0' for one")
+    (note,) = [line for line in notes.lines if "'spaced:0'" in line]
+    assert_mentions(note, "3 prompts", "white space")

@@ -1,5 +1,6 @@
 """The gradient kernel in whole builds: what is trained and what is frozen, where things do not fit, what is refused."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference
 from tests.build.test_pipeline import Notes
 from tests.build.world import world
+from tests.mentions import assert_mentions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -51,13 +53,13 @@ def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root
         base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     )
     adapted.save_pretrained(tmp_path / "adapter")
-    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
+    adapter_settings = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})}
+    )
     notes = Notes()
-    artifact = ArtifactReader.open(build_artifact(own, tmp_path / "art", progress=notes))
+    artifact = ArtifactReader.open(build_artifact(adapter_settings, tmp_path / "art", progress=notes))
     size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-    assert [line for line in notes.lines if line.startswith("gradients of")] == [
-        f"gradients of {size:,} among {size:,} parameters of 8 layers, frozen ones left out"
-    ]
+    assert_mentions(notes.lines, f"gradients of {size:,} ", f" {size:,} parameters", " 8 layers", "frozen")
     assert len(artifact.moments["gradient.square"]) == size
     assert artifact.manifest.settings["model"]["adapter"] == "apart"
     # the second moments, by autograd through peft's own model
@@ -81,8 +83,13 @@ def test_an_adapter_is_folded_where_a_new_model_is_trained(root, tmp_path):
     settings = world(root, train="new")
     base = AutoModelForCausalLM.from_pretrained(settings.model.path)
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
-    assert ArtifactReader.open(build_artifact(own, tmp_path / "art")).manifest.settings["model"]["adapter"] == "folded"
+    adapter_settings = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})}
+    )
+    assert (
+        ArtifactReader.open(build_artifact(adapter_settings, tmp_path / "art")).manifest.settings["model"]["adapter"]
+        == "folded"
+    )
 
 
 def test_parameters_that_are_frozen_are_left_out(root):
@@ -96,7 +103,7 @@ def test_parameters_that_are_frozen_are_left_out(root):
     names = [block.name for block in reader.engine.layers.blocks]
     assert not [name for name in names if name.startswith("model.layers.0.")]
     assert [name for name in names if name.startswith("model.layers.1.")]
-    assert reader.describe().endswith("layers, frozen ones left out")
+    assert "frozen" in reader.describe()
 
 
 def test_a_model_that_was_frozen_whole_is_read_whole():
@@ -122,11 +129,11 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
     assert {name for name in taken if "self_attn" in name}
     assert len(reader.untaken) > 0
     assert all(".mlp." in name for name in reader.untaken)
-    assert "no gradient for each row, so left out: model.layers.0.mlp." in reader.describe()
+    assert re.search(r"left out.*model\.layers\.0\.mlp\.", reader.describe())
 
 
 def test_more_coordinates_than_there_are_are_refused():
-    with pytest.raises(SettingsError, match=r"features.gradient_coordinates: got 10,000,000, its layers have [\d,]+; "):
+    with pytest.raises(SettingsError, match=r"features\.gradient_coordinates: .*\b10,000,000\b.*[\d,]{3,}"):
         SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
     assert SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates="all")).sample.size > 0
 
@@ -137,7 +144,7 @@ def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, 
     monkeypatch.setattr(gradient_module, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
     monkeypatch.setattr(gradient_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
-    with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
+    with pytest.raises(SettingsError, match=r"6 units.* [\d,]+ coordinates.* 0\.0 GiB.* 0\.0 "):
         build_artifact(settings, tmp_path / "nowhere")
 
 
@@ -150,12 +157,14 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     blocks = reader.engine.layers.blocks
 
     def whole(examples):
-        found = [autograd(model, example) for example in examples]
-        return np.stack([torch.cat([as_matrix(b, one).flatten() for b in blocks]).double().numpy() for one in found])
+        gradients = [autograd(model, example) for example in examples]
+        return np.stack(
+            [torch.cat([as_matrix(b, gradient).flatten() for b in blocks]).double().numpy() for gradient in gradients]
+        )
 
     shard = store.rows(np.arange(store.n_rows))
     row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
-    unit_EP = whole([Example(one.input_ids, one.first) for one in origin.unit_tokens])
+    unit_EP = whole([Example(unit_token.input_ids, unit_token.first) for unit_token in origin.unit_tokens])
     v_P = (row_NP**2).mean(axis=0)
     labels_N1 = np.array([len(shard.ids(i)) - 1 for i in range(len(shard))])[:, None]
     expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
@@ -164,9 +173,7 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
 
 
 def test_a_classifier_has_no_gradient_kernel():
-    with pytest.raises(
-        ModelError, match=r"features.kernels: got gradient, but the model is a classifier; expected a c"
-    ):
+    with pytest.raises(ModelError, match=r"features\.kernels: .*gradient.*classifier"):
         SampledGradients.choose(SimpleNamespace(), FeatureSettings())
 
 
@@ -183,4 +190,4 @@ def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, mo
     zero_N = ~relevance(tmp_path / "art").any(axis=1)
     assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
     first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
-    assert any("no finite gradient, and count 0 by it" in line and first in line for line in notes.lines)
+    assert any("count 0" in line and first in line for line in notes.lines)

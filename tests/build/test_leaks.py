@@ -20,6 +20,7 @@ from grasp.progress import Silent
 from grasp.targets import Unit
 from tests.build.test_merge import write_lines
 from tests.build.world import texts, world
+from tests.mentions import assert_mentions
 
 QUESTION = "Which part of a green plant makes sugar out of light, water and air during the day"
 OTHER = "How many wooden boats crossed the wide river before the old bridge fell into it"
@@ -165,9 +166,9 @@ class Shards:
 def test_rows_are_found_wherever_shards_begin(size):
     texts = ["none of it", QUESTION, OTHER, "nothing", f"{OTHER}? {QUESTION}?"]
     units = [unit(QUESTION), unit(OTHER, target="s", unit_id="o"), unit("x", " y", target="s", unit_id="short")]
-    found = find_leaks(Shards(texts, size), units, decoded)
-    assert {target: leaks.row_index.tolist() for target, leaks in found.items()} == {"t": [1, 4], "s": [2, 4]}
-    assert (found["s"].n_compared, found["s"].n_questions) == (1, 2)
+    result = find_leaks(Shards(texts, size), units, decoded)
+    assert {target: leaks.row_index.tolist() for target, leaks in result.items()} == {"t": [1, 4], "s": [2, 4]}
+    assert (result["s"].n_compared, result["s"].n_questions) == (1, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
@@ -187,9 +188,11 @@ def leaky(tmp_path_factory):
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):
-        asked = [question, f"{question.split()[0]} has nobody asked the stone about its heart of iron and salt"]
+        questions = [question, f"{question.split()[0]} has nobody asked the stone about its heart of iron and salt"]
         write_lines(root / f"{name}.jsonl", 0, [])
-        lines = [{"task": name, "unit_id": f"{name}-{i}", "question": q, "answer": "salt"} for i, q in enumerate(asked)]
+        lines = [
+            {"task": name, "unit_id": f"{name}-{i}", "question": q, "answer": "salt"} for i, q in enumerate(questions)
+        ]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     lines = texts(12, seed=3)
     lines[2] = f"{lines[2]} {QUESTION}? {lines[3]}"
@@ -206,20 +209,20 @@ def leaked(artifact, target):
 
 def test_build_notices_leaks_and_the_verbs_repeat_them(leaky):
     root, settings, _ = leaky
-    heard = []
+    notes = []
 
     class Notes(Silent):
         def note(self, line):
-            heard.append(line)
+            notes.append(line)
 
     build_artifact(settings, root / "art", progress=Notes())
-    assert "facts: 2 rows contain questions" in heard  # it lies across the cut between two rows of row-2
+    assert_mentions(notes, "facts: 2 rows")  # it lies across the cut between two rows of row-2
     add_targets(root / "art", str(root / "more.jsonl"))
     artifact = grasp.open(root / "art")
     reader = ArtifactReader.open(root / "art")
     assert (leaked(reader, "facts"), leaked(reader, "more")) == ({"row-2"}, {"row-5"})
     for result in (artifact.predict(drop="n_tokens > 40"), artifact.select("50%", "facts")):
-        assert any("facts: 2 rows contain questions" in note for note in result.notes)
+        assert_mentions(result.notes, "facts: 2 rows")
     whole, clean = artifact.select("100%", "more"), artifact.select("90%", "more", drop_leaks=True)
     assert "row-5" in whole.row_ids
     assert "row-5" not in clean.row_ids
@@ -232,10 +235,10 @@ def test_leaks_of_parts_are_those_of_one_build(leaky):
     for k, part in enumerate((slice(0, 4), slice(4, 12))):
         path = write_lines(root / f"part-{k}.jsonl", part.start, lines[part])
         corpus = settings.corpus.model_copy(update={"path": path})
-        own = settings.model_copy(update={"corpus": corpus, "like": str(places[0]) if places else None})
+        part_settings = settings.model_copy(update={"corpus": corpus, "like": str(places[0]) if places else None})
         names = {"names": (str(root / "facts.jsonl"), str(root / "more.jsonl"))}
-        own = own.model_copy(update={"targets": own.targets.model_copy(update=names)})
-        places.append(build_artifact(own, root / f"art-{k}"))
+        part_settings = part_settings.model_copy(update={"targets": part_settings.targets.model_copy(update=names)})
+        places.append(build_artifact(part_settings, root / f"art-{k}"))
     merge([str(place) for place in places], root / "merged")
     merged = ArtifactReader.open(root / "merged")
     assert (leaked(merged, "facts"), leaked(merged, "more")) == ({"row-2"}, {"row-5"})

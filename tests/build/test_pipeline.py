@@ -45,8 +45,8 @@ from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettin
 from grasp.settings import SKETCHES as BOTH_SKETCHES
 from tests.build.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import arrays
+from tests.mentions import assert_mentions
 from tests.rules import rule
-from tests.says import says
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -191,7 +191,7 @@ def test_relevance_equals_the_float64_reference(root):
     kernels = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled")
     features = {"kernels": kernels, "sample_positions": 10**6, "summary_positions": "tail:32"}
     settings = world(root, features=features)
-    found = arrays(build_artifact(settings, root / "exact"))
+    arrays_by_name = arrays(build_artifact(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
     units = []
@@ -201,7 +201,7 @@ def test_relevance_equals_the_float64_reference(root):
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
     for name in kernels:
         expected = getattr(reference, name)(rows, units)[:, order]
-        np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(arrays_by_name[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
 
 def _units(root: Path) -> tuple[list[str], list[str]]:
@@ -215,20 +215,20 @@ def test_sketches_equal_the_float64_reference(root, tmp_path, last):
     summary = {"summary_positions": f"tail:{last}"} if last else {}
     settings = world(root, features={"kernels": SKETCHES, "sample_positions": 10**6, "hidden_width": 16} | summary)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    found = {name: array / artifact.manifest.arrays[name].gain for name, array in arrays(artifact.path).items()}
+    results = {name: array / artifact.manifest.arrays[name].gain for name, array in arrays(artifact.path).items()}
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
     positions = tuple(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2])
     hidden, residual = reference.summaries(rows, last)
     mean, white, precondition = reference.whitener(*((hidden, residual) if last else positions))
-    np.testing.assert_allclose(found["hidden_sketch"], (hidden - mean) @ white, atol=2e-4 * np.abs(hidden).max())
+    np.testing.assert_allclose(results["hidden_sketch"], (hidden - mean) @ white, atol=2e-4 * np.abs(hidden).max())
 
     # the residual: inner products by buckets and signs, drawn again
     count = CountSketch.draw(residual.shape[1], 8, settings.features.seed, "residual")
     sketch = np.zeros((len(rows), 8))
     for v in range(residual.shape[1]):
         sketch[:, count.bucket[v]] += count.sign[v] * np.sqrt(precondition[v]) * residual[:, v]
-    np.testing.assert_allclose(found["residual_sketch"], sketch, atol=2e-4 * np.abs(sketch).max())
+    np.testing.assert_allclose(results["residual_sketch"], sketch, atol=2e-4 * np.abs(sketch).max())
 
     # the product: a circular convolution of the two sketches at each position, by a double loop, and then the mean
     mean, white, precondition = reference.whitener(*positions)
@@ -245,64 +245,67 @@ def test_sketches_equal_the_float64_reference(root, tmp_path, last):
             for j in range(8):
                 for k in range(8):
                     expected[(j + k) % 8] += a[j] * b[k] / len(rows[i][0])
-        np.testing.assert_allclose(found["product_sketch"][i], expected, atol=2e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(results["product_sketch"][i], expected, atol=2e-4 * np.abs(expected).max())
 
 
 def test_sketches_have_mean_squared_norm_one(every):
-    found = arrays(every)
+    arrays_by_name = arrays(every)
     for name in SKETCHES:
-        assert (found[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
+        assert (arrays_by_name[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_another_cut_into_shards_gives_the_same_numbers(root, every):
     settings = world(root, shard_rows=17, features={"kernels": FORWARD})
-    found = arrays(build_artifact(settings, root / "other-shards"))
+    arrays_by_name = arrays(build_artifact(settings, root / "other-shards"))
     for name, expected in arrays(every).items():
-        np.testing.assert_allclose(found[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
+        np.testing.assert_allclose(arrays_by_name[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
 
 
 def test_moments_of_nearly_all_rows_come_close_to_those_of_all(root, tmp_path):
     kernels = {"kernels": FORWARD}
-    found, expected = (
+    actual, expected = (
         arrays(build_artifact(world(root, features=kernels | {"sample_rows": rows}), tmp_path / str(rows)))
         for rows in (60, 65)
     )
     for name in ("relevance_output_layer", "relevance_embedding", "relevance_knn", "relevance_pooled"):
-        assert np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1] > 0.95, name
-        assert not np.array_equal(found[name], expected[name]), name
+        assert np.corrcoef(actual[name].ravel(), expected[name].ravel())[0, 1] > 0.95, name
+        assert not np.array_equal(actual[name], expected[name]), name
 
 
 @pytest.fixture
 def looked_at(monkeypatch) -> list[int]:
     """How many positions the head was run at, call by call."""
-    found, real = [], extract.head_residual
+    result, real = [], extract.head_residual
 
     def head_residual(head, hidden_PH, *rest):
-        found.append(len(hidden_PH))
+        result.append(len(hidden_PH))
         return real(head, hidden_PH, *rest)
 
     monkeypatch.setattr(extract, "head_residual", head_residual)
-    return found
+    return result
 
 
 @pytest.fixture
 def passed(monkeypatch) -> Counter:
     """How often each text passed the model: its token ids, without what fills it up, or ends it."""
-    found, real = Counter(), torch.nn.Embedding.forward
+    result, real = Counter(), torch.nn.Embedding.forward
 
     def forward(module, ids_BL):
-        found.update(tuple(np.trim_zeros(ids_L, "b")) for ids_L in ids_BL.tolist())
+        result.update(tuple(np.trim_zeros(ids_L, "b")) for ids_L in ids_BL.tolist())
         return real(module, ids_BL)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", forward)
-    return found
+    return result
 
 
 def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
     """Rows and units of an artifact, as `passed` has them."""
     origin = BuildSource(ArtifactReader.open(out))
     rows = origin.rows.rows(np.arange(origin.rows.n_rows))
-    every = [rows.ids(i).tolist() for i in range(len(rows))], [one.input_ids.tolist() for one in origin.unit_tokens]
+    every = (
+        [rows.ids(i).tolist() for i in range(len(rows))],
+        [unit_token.input_ids.tolist() for unit_token in origin.unit_tokens],
+    )
     of_rows, of_units = ([tuple(np.trim_zeros(ids, "b")) for ids in side] for side in every)
     return of_rows, of_units
 
@@ -322,14 +325,14 @@ def test_a_row_passes_the_model_once_where_the_sample_is_the_corpus_and_with_a_s
     settings = world(root, train=train, features=features, shard_rows=17)
     model = settings.model.model_copy(update={"check": False})
     out = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "art")
-    found = Counter(passed)
+    actual = Counter(passed)
     rows, units = texts_of(out)
     sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.supervised(), settings.features)
     assert sample.is_whole == is_whole
     again = [] if is_kept else sample.row_index
     expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in again)
-    beside = found - expected
-    assert found - beside == expected
+    beside = actual - expected
+    assert actual - beside == expected
     # short texts of the loader: one shows where the head is, two which layers have gradients
     assert beside.total() == (3 if train == "further" else 1)
     assert all(text == tuple(range(text[0], text[0] + 6)) for text in beside)
@@ -367,10 +370,10 @@ def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_pa
     ],
 )
 def test_some_kernels_alone_are_what_they_are_beside_the_others(root, every, tmp_path, kernels):
-    found = arrays(build_artifact(world(root, features={"kernels": kernels}), tmp_path / "some"))
-    assert {name.removeprefix("relevance_") for name in found} == set(kernels)
+    arrays_by_name = arrays(build_artifact(world(root, features={"kernels": kernels}), tmp_path / "some"))
+    assert {name.removeprefix("relevance_") for name in arrays_by_name} == set(kernels)
     expected = arrays(every)
-    assert_same(found, {name: expected[name] for name in found})
+    assert_same(arrays_by_name, {name: expected[name] for name in arrays_by_name})
 
 
 def test_the_rule_of_the_paper_builds_pooled_and_sketches_and_looks_at_the_last_positions_alone(
@@ -408,9 +411,7 @@ def test_the_settings_of_the_paper_come_with_its_rule():
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
     for name in ("nope", "kernel", "whitening", "../kernel"):
-        with pytest.raises(
-            SettingsError, match=rf"features.kernels: got '{re.escape(name)}', expected names out of embedding"
-        ):
+        with pytest.raises(SettingsError, match=rf"features.kernels: .*'{re.escape(name)}'.*embedding"):
             build_artifact(world(root, features={"kernels": ("knn", name)}), tmp_path / "art")
 
 
@@ -476,9 +477,9 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
 
 
 def test_float16_keeps_three_digits(root, built):
-    found, expected = arrays(build_artifact(world(root, array_dtype="float16"), root / "half")), arrays(built)
+    actual, expected = arrays(build_artifact(world(root, array_dtype="float16"), root / "half")), arrays(built)
     for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
+        np.testing.assert_allclose(actual[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
 
 
 class Notes(Silent):
@@ -516,7 +517,8 @@ def test_the_same_build_again_says_that_it_is_finished(root, built):
     assert not (built / "work").exists()
     notes = Notes()
     assert build_artifact(world(root), built, progress=notes) == built
-    assert notes.lines == [f"{built}: finished already, with these settings; nothing was read again"]
+    assert len(notes.lines) == 1
+    assert_mentions(notes.lines, f"{built}: finished")
     assert notes.stages == []
 
 
@@ -532,9 +534,7 @@ def test_another_build_in_its_place_is_refused_with_every_difference_also_in_a_p
     path = shutil.copytree(built, tmp_path / "artifact")
     (path / RUN).unlink()
     (path / MARKER).unlink()
-    every = (
-        r"a finished artifact, built with other settings: features\.tau: was 0\.01, now 0\.02; shard_rows: was 8, now 9"
-    )
+    every = r"finished artifact.*features\.tau: .*\b0\.01\b.*\b0\.02\b.*shard_rows: .*\b8\b.*\b9\b"
     for place in (built, path):
         with pytest.raises(ArtifactError, match=every):
             build_artifact(world(root, shard_rows=9, features={"tau": 0.02}), place)
@@ -548,7 +548,7 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     (path / RUN).write_text((path / RUN).read_text().replace("tau: 0.01", "tau: 0.02"))
     assert [problem.file for problem in verify(path).problems] == [RUN, f"tokens/{shard.name}"]
-    with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged: checksum"):
+    with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged"):
         _ = ArtifactReader.open(path).tokens_path
     discard(path / "tokens")  # it may be removed
     (path / RUN).unlink()
@@ -559,24 +559,24 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     notes, fewer, made = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
     columns, labels, rows, special, questions, leaks, which = notes.lines
-    assert leaks == "facts: no row contains a question"
-    assert special.startswith("special tokens: texts begin without")
-    assert columns == "columns: text from 'text', names of rows from 'row_id'"
+    assert leaks.startswith("facts: ")
+    assert special.startswith("special tokens: ")
+    assert re.match("columns: .*'text'.*'row_id'", columns)
     assert labels == "labels: topic"
-    assert re.match(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row", rows)
-    assert questions == "questions: all 6 of facts"
-    says(which, "a new model, from scratch", "rows rank by output_layer, embedding, knn", "nats a token")
+    assert re.match(r"65 rows.*40 documents.*[\d,]+ tokens.*\b48\b", rows)
+    assert re.fullmatch(r"questions: .*\b6 of facts", questions)
+    assert_mentions(which, "new model", "output_layer, embedding, knn", "nats")
     assert notes.stages == ["rows", "model", "units", "moments", "rows scored"]
     some = world(root).targets.model_copy(update={"units_per_target": 4})
     prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
-    assert "questions: 4 of the 6 of facts" in fewer.lines
+    assert_mentions(fewer.lines, "questions: 4 ", " 6 of facts")
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
     unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
     build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
-    says(made.lines[0], "names of rows are made from content", "--id-column url")
+    assert_mentions(made.lines[0], "--id-column url")
 
 
 def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
@@ -632,9 +632,9 @@ def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, 
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
-    said = r"model: looks untrained: .* nats a token, guessing gives 5.7\. .* go on all the same with --untrained"
+    message = r"model: .*untrained: .*\b5\.7\b.*--untrained"
     for _ in range(2):  # the rows that the first attempt left change nothing
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             build_artifact(world(root), tmp_path / "art", must_be_trained=True)
     assert build_artifact(world(root), tmp_path / "art").exists()
 
@@ -678,7 +678,7 @@ def with_broken_model(root: Path, place: Path) -> BuildSettings:
 
 
 def test_nan_from_the_model_names_the_row(root, tmp_path):
-    with pytest.raises(ModelError, match=r"^row 'row-\d+.*: the model computed NaN or infinity[^\n]*$"):
+    with pytest.raises(ModelError, match=r"^row 'row-\d+[^\n]*NaN[^\n]*$"):
         build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact")
 
 
@@ -796,7 +796,7 @@ def test_an_artifact_without_a_kernel_grows_without_it(root, tmp_path):
     assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
     artifact = ArtifactReader.open(out)
     assert set(artifact.array_names) == before
-    with pytest.raises(ArtifactError, match=r"no relevance by 'embedding', only by output_layer; build it with fea"):
+    with pytest.raises(ArtifactError, match=r"'embedding'.*output_layer"):
         artifact.relevance_name("embedding")
 
 
@@ -808,7 +808,7 @@ def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path)
     ready = prepare(settings, tmp_path / "tokens", Silent()).ready
     assert sum(batch.n_rows for _, batch in read_batches(kept, ready, 300)) == artifact.grid.shard_rows
     old = {f"position.{name}": array for name, array in kept.items()}
-    with pytest.raises(ArtifactError, match="features: kept by another version; build the artifact again"):
+    with pytest.raises(ArtifactError, match=r"features: .*version"):
         next(read_batches(old, ready, 300))
 
 
@@ -820,7 +820,7 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
     out = build_artifact(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
     corpus.write_text(corpus.read_text().replace("water", "fire"))
     write_targets(root / "more.jsonl", task="more", seed=5)
-    with pytest.raises(ArtifactError, match="corpus changed since it was built"):
+    with pytest.raises(ArtifactError, match=r"corpus.*built"):
         add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
 
 
@@ -876,7 +876,7 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
     settings = world(root, train=None)
     assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
     unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
-    with pytest.raises(SettingsError, match=r"--train: say what will be trained on this corpus: `--train further`"):
+    with pytest.raises(SettingsError, match=r"--train: .*`--train further`"):
         build_artifact(unsaid, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 

@@ -63,15 +63,15 @@ class StopsAfter(Silent):
 )
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
     expected = build_artifact(world(root, features=features, keep_features=True), tmp_path / "local")
-    found = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
-    assert_same(arrays(found), arrays(expected))
+    artifact = build_artifact(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
+    assert_same(arrays(artifact), arrays(expected))
     moments = ArtifactReader.open(expected).moments
-    for name, array in ArtifactReader.open(found).moments.items():
+    for name, array in ArtifactReader.open(artifact).moments.items():
         assert array.tobytes() == moments[name].tobytes(), name
     theirs = {
         name: entry for name, entry in ArtifactReader.open(expected).manifest.files.items() if "units" not in name
     }
-    ours = ArtifactReader.open(found).manifest.files
+    ours = ArtifactReader.open(artifact).manifest.files
     assert all(ours[name] == entry for name, entry in theirs.items())
 
 
@@ -113,28 +113,28 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
                     os.kill(pid, signal.SIGKILL)
 
     killer = Killer()
-    found = build_artifact(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
+    artifact = build_artifact(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
     assert len(killer.killed) >= 2  # those of the build before may not have ended yet
-    assert_same(arrays(found), arrays(built))
+    assert_same(arrays(artifact), arrays(built))
 
 
 def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
     """The row is named, in one line, as one process does; what is not ready is released."""
-    with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
+    with pytest.raises(ModelError, match=r"^row 'row-\d+[^\n]*NaN[^\n]*$"):
         build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact", cluster=spec)
     with lock_artifact(tmp_path / "artifact"):
         pass
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("cluster_spec", "message"),
     [
-        (ClusterSpec(workers=64), r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
-        (ClusterSpec(threads=64), r"^threads: got 64, but no node has so many cores"),
+        (ClusterSpec(workers=64), r"--workers: .*\b64\b.*0 GPUs.*2 CPU cores"),
+        (ClusterSpec(threads=64), r"^threads: .*\b64\b.*cores"),
     ],
 )
-def test_more_than_there_is_room_for(spec, asked, message):
-    with pytest.raises(EngineError, match=message), connected(asked):
+def test_more_than_there_is_room_for(spec, cluster_spec, message):
+    with pytest.raises(EngineError, match=message), connected(cluster_spec):
         pass
 
 
@@ -142,8 +142,8 @@ def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_p
     monkeypatch.chdir(root)  # the cluster was started elsewhere
     settings = world(root)
     model = settings.model.model_copy(update={"path": "model"})
-    found = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
-    assert_same(arrays(found), arrays(built))
+    artifact = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
+    assert_same(arrays(artifact), arrays(built))
 
 
 def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
     holder = ray.remote(Holder).options(num_cpus=1).remote()
     assert ray.get(holder.ready.remote())
     with (
-        pytest.raises(EngineError, match=r"the cluster has room for [01] workers now, expected 2; its cores"),
+        pytest.raises(EngineError, match=r"[01] workers.*\b2\b"),
         connected(spec),
     ):
         pass
@@ -168,7 +168,7 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with (
-        pytest.raises(MissingExtraError, match=r"--engine ray needs `ray`.*pip install 'ray>="),
+        pytest.raises(MissingExtraError, match=r"`ray`.*pip install 'ray>="),
         connected(ClusterSpec()),
     ):
         pass

@@ -18,11 +18,11 @@ from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summar
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.cli.grasp_command import cells, refused, succeed
+from tests.mentions import assert_mentions
 from tests.resigned import resign
 from tests.runs.environments import begin_environment
-from tests.says import says
 
-SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
+SHARES = re.compile(r"(\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
 
 
 def environment(path, art, family="mixture:topic", role="dev") -> RetrainedRuns:
@@ -30,14 +30,14 @@ def environment(path, art, family="mixture:topic", role="dev") -> RetrainedRuns:
     artifact = ArtifactReader.open(art)
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
     units = [Unit(**line, loss_on="completion") for line in lines]
-    made, blocks = begin_environment(path, artifact, units, family, 20, role=role, seeds=(0, 1))
+    dataset, blocks = begin_environment(path, artifact, units, family, 20, role=role, seeds=(0, 1))
     sizes = np.concatenate([block.sizes_B for block in blocks])
     rng = np.random.default_rng(0)
-    for run in made.pending():
-        size = sizes[made.subset_ids.index(run.subset_id)]
-        made.write_run(run, -3.0 + 0.01 * size + 0.02 * rng.standard_normal(len(units)))
-    made.compact()
-    return made
+    for run in dataset.pending():
+        size = sizes[dataset.subset_ids.index(run.subset_id)]
+        dataset.write_run(run, -3.0 + 0.01 * size + 0.02 * rng.standard_normal(len(units)))
+    dataset.compact()
+    return dataset
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tm
     assert len(set(table["row_id"].to_pylist())) == table.num_rows
     assert summary["corpus"] == artifact.manifest.fingerprints["corpus"]
     assert table.schema.metadata[b"corpus"].decode() == summary["corpus"]
-    found = predicted(art, out, tmp_path / "kept.protocol.yaml", tmp_path)
-    assert summary["targets"][0]["change"] == pytest.approx(found, rel=1e-6)
-    assert summary["value"] == pytest.approx(found, rel=1e-6)
-    assert f"{found:+.3f}" in next(line for line in outcome.lines if line.startswith("facts "))
+    change = predicted(art, out, tmp_path / "kept.protocol.yaml", tmp_path)
+    assert summary["targets"][0]["change"] == pytest.approx(change, rel=1e-6)
+    assert summary["value"] == pytest.approx(change, rel=1e-6)
+    assert f"{change:+.3f}" in next(line for line in outcome.lines if line.startswith("facts "))
     share = SHARES.search(outcome.out)
     assert share is not None
     assert int(share[1]) == table.num_rows
@@ -84,14 +84,14 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
     path = tmp_path / "kept.json"
     theirs = json.loads(path.read_text()) | {"corpus": "c0ffee", "checksum": UNSIGNED}
     path.write_bytes(with_checksum(json.dumps(theirs, indent=1).encode()))
-    with pytest.raises(SettingsError, match="was made from another artifact: corpus 'c0ffee', here '"):
+    with pytest.raises(SettingsError, match=r"corpus 'c0ffee'.*'"):
         read_summary(SelectionSummary, path, ArtifactReader.open(art))
 
 
 def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
     out = succeed("select", art, "--budget", "10", "--target", "facts", "--by", "row_id").out
     assert out.count("row-") == 30
-    assert "... and 35 more values with 0 in all" in out
+    assert re.search(r"\b35 more values.*\b0\b", out)
 
 
 def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
@@ -99,29 +99,29 @@ def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
     (tmp_path / "seen.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*names, "unheard of"]).encode())
     (tmp_path / "none.txt").write_text("\n")
     out = tmp_path / "kept.parquet"
-    asked = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
+    flags = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
     limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20")
-    outcome = succeed("select", art, *asked, *limits, "--out", out)
+    outcome = succeed("select", art, *flags, *limits, "--out", out)
     table = pq.read_table(out)
-    taken = table["topic"].to_pylist()
-    assert taken.count("sky") >= 12
-    assert taken.count("life") <= 3
+    topics = table["topic"].to_pylist()
+    assert topics.count("sky") >= 12
+    assert topics.count("life") <= 3
     assert not set(table["row_id"].to_pylist()) & set(names)
-    assert all(n >= 20 for n, topic in zip(table["n_tokens"].to_pylist(), taken, strict=True) if topic == "earth")
-    assert f"{tmp_path / 'seen.txt'}: 6 names exclude 5 rows; 1 are unknown" in outcome.lines
-    assert any(line.startswith("topic = 'earth' AND n_tokens < 20: excludes ") for line in outcome.lines)
+    assert all(n >= 20 for n, topic in zip(table["n_tokens"].to_pylist(), topics, strict=True) if topic == "earth")
+    assert_mentions(outcome.lines, f"{tmp_path / 'seen.txt'}: ", "6 names", "5 rows", "1 ")
+    assert_mentions(outcome.lines, "topic = 'earth' AND n_tokens < 20: ")
     (life,) = [cells(line) for line in outcome.lines if line.startswith("life ")]
-    assert (life[1], *life[-2:]) == (str(taken.count("life")), "-", "3")
-    said = f"{tmp_path / 'none.txt'}: is empty, and excludes nothing"
-    assert said in succeed("select", art, *asked, "--exclude", tmp_path / "none.txt").lines
+    assert (life[1], *life[-2:]) == (str(topics.count("life")), "-", "3")
+    printed = succeed("select", art, *flags, "--exclude", tmp_path / "none.txt").lines
+    assert_mentions(printed, f"{tmp_path / 'none.txt'}: ", "empty")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_select_exports_the_chosen_rows_and_the_others_and_build_reads_them(kind, art, root, tmp_path):
-    kept, out, gone = tmp_path / "kept.parquet", tmp_path / "kept-v1.2", tmp_path / "gone-v1.2"
-    asked = ("--budget", "20%", "--export", out, "--left-out", gone, "--format", kind, "--out", kept)
-    said = succeed("select", art, *asked).out
-    chosen = pq.read_table(kept)
+    table, out, gone = tmp_path / "kept.parquet", tmp_path / "kept-v1.2", tmp_path / "gone-v1.2"
+    flags = ("--budget", "20%", "--export", out, "--left-out", gone, "--format", kind, "--out", table)
+    printed = succeed("select", art, *flags).out
+    chosen = pq.read_table(table)
     if kind == "parquet":
         lines, left = (pq.read_table(place / "part-00000.parquet").to_pylist() for place in (out, gone))
     else:
@@ -133,7 +133,7 @@ def test_select_exports_the_chosen_rows_and_the_others_and_build_reads_them(kind
     every = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
     assert [line["row_id"] for line in left] == [name for name in every if name not in chosen["row_id"].to_pylist()]
     assert read_yaml(gone / "_manifest.yaml")["left_out"] is True
-    assert f"{out}: {len(lines)} rows, {sum(chosen['n_tokens'].to_pylist()):,} tokens" in said
+    assert f"{out}: {len(lines)} rows, {sum(chosen['n_tokens'].to_pylist()):,} tokens" in printed
     manifest = read_yaml(out / "_manifest.yaml")
     assert (manifest["corpus"], manifest["asked"]["budget"]) == (artifact.manifest.fingerprints["corpus"], "20%")
     succeed("build", "--config", root / "settings.yaml", "--set", f"corpus.path={out}", "--out", tmp_path / "again")
@@ -142,17 +142,17 @@ def test_select_exports_the_chosen_rows_and_the_others_and_build_reads_them(kind
 
 
 def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root, tmp_path):
-    asked = ("--budget", "50%tokens", "--target", "facts", "--documents", "any", "--format", "jsonl")
+    flags = ("--budget", "50%tokens", "--target", "facts", "--documents", "any", "--format", "jsonl")
     files = ("--ids-out", tmp_path / "kept.txt", "--export", tmp_path / "kept", "--left-out", tmp_path / "gone")
-    out = succeed("select", art, *asked, *files, "--out", tmp_path / "kept.parquet").out
+    out = succeed("select", art, *flags, *files, "--out", tmp_path / "kept.parquet").out
     names = (tmp_path / "kept.txt").read_text().splitlines()
     rows = {name.split("#")[0] for name in pq.read_table(tmp_path / "kept.parquet")["row_id"].to_pylist()}
-    kept, gone = ((tmp_path / name / "part-00000.jsonl").read_text().splitlines() for name in ("kept", "gone"))
-    assert set(names) == rows == {json.loads(line)["row_id"] for line in kept}
+    exported, gone = ((tmp_path / name / "part-00000.jsonl").read_text().splitlines() for name in ("kept", "gone"))
+    assert set(names) == rows == {json.loads(line)["row_id"] for line in exported}
     originals = (root / "corpus.jsonl").read_text().splitlines()
-    assert sorted(map(str, map(json.loads, [*kept, *gone]))) == sorted(map(str, map(json.loads, originals)))
-    assert f"{tmp_path / 'gone'}: {len(gone)} documents, " in out
-    assert re.search(rf"whole documents \(any\): {len(names)} with [\d,]+ tokens; [\d,]+ of them in rows that", out)
+    assert sorted(map(str, map(json.loads, [*exported, *gone]))) == sorted(map(str, map(json.loads, originals)))
+    assert f"{tmp_path / 'gone'}: {len(gone)} documents" in out
+    assert re.search(rf"documents \(any\): {len(names)} .*[\d,]+ tokens", out)
 
 
 def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path, monkeypatch):
@@ -163,10 +163,9 @@ def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path,
     monkeypatch.setitem(counts, "short_end", 2)
     monkeypatch.setitem(counts, "empty", 1)
     monkeypatch.setattr(grasp, "open", lambda _: opened)
-    asked = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet")
-    rows, whole = succeed(*asked), succeed(*asked, "--documents", "any", "--export", "kept")
-    neither = "neither chosen nor left out, since no row holds them"
-    says(rows.out, f"{neither}: ", "2 short ends of documents that were cut into rows", "1 empty documents")
+    command = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet")
+    rows, whole = succeed(*command), succeed(*command, "--documents", "any", "--export", "kept")
+    assert_mentions(rows.lines, "2 short ends of documents", "1 empty documents")
     assert "short ends" not in whole.out  # they come along
     assert "note: --out: overwriting kept.parquet" in rows.err
 
@@ -178,9 +177,9 @@ def test_a_budget_in_tokens_says_how_much_of_it_no_row_fits(art):
     artifact = ArtifactReader.open(art)
     half = sum(artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_pylist()) // 2
     is_short = int(share[4].replace(",", "")) < half
-    assert (f"of {half:,} tokens were taken: no other row fits" in out) == is_short
+    assert (f"of {half:,} tokens" in out) == is_short
     assert "optimal" not in out
-    assert "rows by what a token of them is worth, as far as the tokens go" in out
+    assert re.search("rows by .*token", out)
 
 
 ODD = ("(no label)", None, "", "*", "a: b", 'it\'s "quoted" $HOME', "L" * 300 + "1", "L" * 300 + "2")
@@ -201,15 +200,15 @@ def odd(art, tmp_path_factory):
 def test_values_have_one_name_everywhere_by_which_floors_and_caps_go(odd, tmp_path):
     capped = {"*": 3, "a: b": 2, "(no label)": 1, "(no label) #2": 1, "(empty)": 1}
     caps = [part for name, cap in capped.items() for part in ("--cap", f"{name}:{cap}")]
-    asked = ("--target", "facts", "--by", "odd")
-    select = succeed("select", odd, "--budget", "12", *asked, *caps, "--out", tmp_path / "kept.parquet")
+    flags = ("--target", "facts", "--by", "odd")
+    select = succeed("select", odd, "--budget", "12", *flags, *caps, "--out", tmp_path / "kept.parquet")
     shown = {cells(line)[0]: cells(line) for line in select.lines}
-    taken = pq.read_table(tmp_path / "kept.parquet")["odd"].to_pylist()
+    values = pq.read_table(tmp_path / "kept.parquet")["odd"].to_pylist()
     for name, cap in capped.items():
         value = {"(no label) #2": None, "(empty)": ""}.get(name, name)
         assert shown[name][-1] == str(cap)
-        assert int(shown[name][1]) == taken.count(value) <= cap
-    mixed = succeed("mix", odd, *asked, "--cap", "50%", "--cap", "*:1%")
+        assert int(shown[name][1]) == values.count(value) <= cap
+    mixed = succeed("mix", odd, *flags, "--cap", "50%", "--cap", "*:1%")
     longest = {"L" * 57 + "...", "L" * 54 + " #2"}
     for outcome in (select, mixed, succeed("predict", odd, "--by", "odd")):
         first = {cells(line)[0] for line in outcome.lines if line}
@@ -219,14 +218,14 @@ def test_values_have_one_name_everywhere_by_which_floors_and_caps_go(odd, tmp_pa
 
 
 def test_a_corpus_that_is_not_there_is_found_before_the_work(art, root, tmp_path):
-    asked = ("select", art, "--target", "facts", "--budget", "10", "--export", tmp_path / "kept")
-    assert refused(*asked, "--corpus", "nowhere.jsonl").startswith("nowhere.jsonl: no such file or directory")
+    command = ("select", art, "--target", "facts", "--budget", "10", "--export", tmp_path / "kept")
+    assert refused(*command, "--corpus", "nowhere.jsonl").startswith("nowhere.jsonl: no such file")
     (root / "corpus.jsonl").rename(root / "moved.jsonl")
     try:
-        found = refused(*asked)
+        message = refused(*command)
     finally:
         (root / "moved.jsonl").rename(root / "corpus.jsonl")
-    assert found.endswith("; say with `corpus` where it lies now")
+    assert_mentions(message, str(root / "corpus.jsonl"), "`corpus`")
 
 
 # mix
@@ -242,13 +241,13 @@ def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tm
     assert min(line["proposed"] for line in table) >= 0.05
     assert next(line["proposed"] for line in table if line["value"] == "sky") <= 0.5
     assert sum(abs(line["proposed"] - line["now"]) for line in table) / 2 <= 0.4 + 1e-6
-    found = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
-    assert summary["targets"][0]["change"] == pytest.approx(found, rel=1e-4, abs=1e-5)
-    assert summary["value"] == pytest.approx(found, rel=1e-4, abs=1e-5)
+    change = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
+    assert summary["targets"][0]["change"] == pytest.approx(change, rel=1e-4, abs=1e-5)
+    assert summary["value"] == pytest.approx(change, rel=1e-4, abs=1e-5)
     artifact = ArtifactReader.open(art)
     assert summary["corpus"] == artifact.manifest.fingerprints["corpus"]
     assert read_summary(MixtureSummary, tmp_path / "mixture.json", artifact).value == summary["value"]
-    with pytest.raises(SettingsError, match=r"--selection: .* is the summary of a mixture, give it with --mixture"):
+    with pytest.raises(SettingsError, match=r"--selection: .*--mixture"):
         read_summary(SelectionSummary, tmp_path / "mixture.json", artifact)
 
 
@@ -261,19 +260,19 @@ def test_a_label_with_a_value_for_every_row_is_a_label(art):
 
 @pytest.mark.parametrize("command", ["select", "mix"])
 def test_intervals_in_nats_stand_beside_the_change(command, art, env, tmp_path):
-    asked = ("--budget", "50%") if command == "select" else ("--by", "topic")
-    out = succeed(command, art, *asked, "--runs", env, "--out", tmp_path / "r.parquet").out
+    flags = ("--budget", "50%") if command == "select" else ("--by", "topic")
+    out = succeed(command, art, *flags, "--runs", env, "--out", tmp_path / "r.parquet").out
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert target["nats_low"] < target["nats"] < target["nats_high"]
     line = cells(next(line for line in out.splitlines() if line.startswith("facts ")))
     assert line[-3:] == [f"{target[end]:+.4f}" for end in ("nats", "nats_low", "nats_high")]
-    assert "retrained as in dev (recipe tiny, mean of 2 seeds)" in " ".join(out.split())
+    assert_mentions(" ".join(out.split()), "dev", "recipe tiny", "2 seeds")
 
 
 def test_what_lies_outside_is_said(art, tmp_path):
     halves = environment(tmp_path / "halves", art, "uniform:0.5")
     out = succeed("select", art, "--budget", "10%", "--target", "facts", "--runs", halves.path).out
-    assert "outside of what the runs covered, so the interval is wider: " in out
+    assert re.search("outside.*runs.*interval", out)
 
 
 def test_held_out_environments_are_refused(art, tmp_path):
@@ -283,21 +282,21 @@ def test_held_out_environments_are_refused(art, tmp_path):
         ["select", art, "--budget", "5", "--target", "facts"],
         ["mix", art, "--by", "topic", "--target", "facts"],
     ):
-        assert "is held out; intervals are fitted on development environments only" in refused(*command, "--runs", held)
+        assert_mentions(refused(*command, "--runs", held), "held", "held out", "development")
 
 
 def test_a_table_of_subsets_that_is_excluded(art, tmp_path):
     rows = ArtifactReader.open(art).rows(np.arange(30))["row_id"].to_pylist()
     pq.write_table(pa.table({"row_id": rows}), tmp_path / "seen.parquet")
     out = tmp_path / "kept.parquet"
-    asked = ("select", art, "--target", "facts", "--exclude", tmp_path / "seen.parquet")
-    succeed(*asked, "--budget", "10", "--out", out)
+    command = ("select", art, "--target", "facts", "--exclude", tmp_path / "seen.parquet")
+    succeed(*command, "--budget", "10", "--out", out)
     assert not set(pq.read_table(out)["row_id"].to_pylist()) & set(rows)
-    assert "the others being excluded; ask for less" in refused(*asked, "--budget", "100%")
+    assert re.search("budget: .*excluded", refused(*command, "--budget", "100%"))
 
 
 def test_a_label_may_be_spelled_in_any_case(art):
-    asked = (("predict", "--by"), ("select", "--budget", "10", "--by"), ("detect", "--label"))
-    for command, *flags in asked:
+    commands = (("predict", "--by"), ("select", "--budget", "10", "--by"), ("detect", "--label"))
+    for command, *flags in commands:
         lower, upper = (succeed(command, art, "--target", "facts", *flags, name).out for name in ("topic", "TOPIC"))
         assert upper == lower or command == "predict"  # whose title is as it was asked

@@ -27,6 +27,7 @@ from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_proto
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
+from tests.mentions import assert_mentions
 
 FAMILY = {
     "sides": ["retained"],
@@ -112,8 +113,8 @@ def plant_protocol(env: Path, art: Path) -> None:
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
     source = ArtifactReader.open(art)
-    (found,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
-    truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
+    (result,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    truth = dict(zip(result.subset_ids, result.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
 
 
@@ -163,10 +164,10 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
         art = tmp_path / "art"
     recipe = "overrides.steps=4 overrides.warmup_steps=1 overrides.batch_rows=4 overrides.shape.hidden=16 threads=1"
     changes = [part for change in recipe.split() for part in ("--set", change)]
-    asked = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
-    assert "art has no label 'topics', expected one of ['topic" in refused(*asked, "mixture:topics")
+    command = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
+    assert re.search(r"art .*label 'topics'.*\['topic", refused(*command, "mixture:topics"))
     assert not env.exists()
-    like = *asked, "mixture:topic"
+    like = *command, "mixture:topic"
     succeed(*like, *changes)
     assert "1 subsets x 1 seeds" in succeed(*like, *changes).out
     assert "undefined: mean_lds" in succeed("evaluate", art, "--runs", env).out
@@ -227,7 +228,7 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "pattern"),
     [
         (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
         (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
@@ -240,21 +241,21 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
         (["--set", "tokenizer=/"], "`/` has no tokenizer"),
     ],
 )
-def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, word):
+def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arguments, pattern):
     out = tmp_path / "env"
-    assert word in refused("retrain", "--config", settings, "--out", out, *arguments)
+    assert re.search(pattern, refused("retrain", "--config", settings, "--out", out, *arguments))
     assert not (out / "environment.json").exists()
-    assert "missing --corpus (corpus.path), --targets" in refused("retrain", "--out", out)
-    assert f"there is no {out / 'run.yaml'}" in refused("retrain", "--out", out, "--resume")
-    assert "is a file, expected a directory" in refused(*retrain(settings, settings))
-    assert "family.seed: was 0, now 1" in refused(*retrain(settings, env, "--set", "family_seed=1"))
+    assert "--corpus (corpus.path), --targets" in refused("retrain", "--out", out)
+    assert f"{out / 'run.yaml'}" in refused("retrain", "--out", out, "--resume")
+    assert re.search(f"{settings}.*directory", refused(*retrain(settings, settings)))
+    assert re.search(r"family\.seed: .*\b0\b.*\b1\b", refused(*retrain(settings, env, "--set", "family_seed=1")))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "pattern"),
     [
-        (["--target", "facts,sums"], "target: got ['facts', 'sums']"),
-        (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
+        (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
+        (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
         (["--development", "elsewhere"], "require controls"),
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
@@ -264,8 +265,8 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--runs", __file__], "is not an environment"),
     ],
 )
-def test_evaluate_refuses_in_one_line(art, env, arguments, word):
-    assert word in refused("evaluate", art, "--runs", env, *arguments)
+def test_evaluate_refuses_in_one_line(art, env, arguments, pattern):
+    assert re.search(pattern, refused("evaluate", art, "--runs", env, *arguments))
 
 
 # evaluate
@@ -338,8 +339,8 @@ def test_predictions_of_others_enter_under_the_names_of_their_files(art, own_env
     units = [["facts", unit] for unit in utilities.unit_ids]
     (tmp_path / "rows.ids.json").write_text(json.dumps({"units": units}))
     files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "rows.npy")]
-    given = [part for file in files for part in ("--predictions", file)]
-    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *given).out)
+    flags = [part for file in files for part in ("--predictions", file)]
+    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *flags).out)
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
     assert printed["rows"][3:9] == printed["output_layer additive"][3:9]
@@ -353,40 +354,40 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
     controls = ["--controls", "--family", tmp_path / "family.yaml", "--resamples", 20]
-    given = ["evaluate", art, "--runs", own_env, *controls]
-    assert "is held out, so no weights may be selected on it; name a development" in refused(*given)
-    leak = refused(*given, "--development", own_env, "--development", other)
-    assert "selection was given a held-out environment" in leak
-    out = succeed(*given, "--development", other, "--development", copy).out
+    command = ["evaluate", art, "--runs", own_env, *controls]
+    assert_mentions(refused(*command), "held out", "development")
+    leak = refused(*command, "--development", own_env, "--development", other)
+    assert_mentions(leak, "selection", "held-out")
+    out = succeed(*command, "--development", other, "--development", copy).out
     printed = lines_of(out)
     assert {"full", "additive", "additive-self-norm", "pair-only", "pair-shuffled", "without-self"} <= set(printed)
     assert {"full-retained", "full-omitted", "without-residual-alignment"} <= set(printed)
     assert float(printed["full"][3].split()[0]) > 0.95
-    assert "weights of every control were selected on other/facts, copy/facts" in out
+    assert re.search("control.*other/facts, copy/facts", out)
     assert "control full: retained | mean | pooled | -1 joint.pair | mean_relevance" in out
     assert printed["full"][1] == "facts (in sample)"  # the same runs in another directory, whatever their role there
     assert printed["output_layer additive"][1] == "facts (held-out)"
-    assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
+    assert "in sample: " in out
 
 
 def test_an_unfinished_environment_is_evaluated_when_asked_and_a_damaged_one_never(art, own_env):
     rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
-    assert ", 7 subsets, " in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
+    assert " 7 subsets" in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
     rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
-    assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env, "--partial")
+    assert re.search(r"utility.*nan.*\b1\b", refused("evaluate", art, "--runs", own_env, "--partial"))
 
 
 def test_an_artifact_of_another_corpus_is_refused_with_the_command_of_the_right_one(art, env, tmp_path):
     out, chosen = tmp_path / "art", ("--runs", env, "--out", tmp_path / "p.yaml")
     succeed("build", "--config", art / "run.yaml", "--set", "corpus.limit=39", "--out", out)
-    said = refused("evaluate", out, "--runs", env)
-    assert "corpus fingerprint" in said
-    arguments = shlex.split(said.split(": grasp ")[1])
+    message = refused("evaluate", out, "--runs", env)
+    assert "fingerprint" in message
+    arguments = shlex.split(message.split(": grasp ")[1])
     assert arguments[0] == "build"
     succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
     succeed("evaluate", tmp_path / "right", "--runs", env)
-    assert "corpus fingerprint" in refused("calibrate", out, *chosen)
-    assert f"{out}: of no corpus that an environment was trained on" in refused("calibrate", art, out, *chosen)
+    assert "fingerprint" in refused("calibrate", out, *chosen)
+    assert re.search(f"{out}: .*corpus", refused("calibrate", art, out, *chosen))
 
 
 # calibrate
@@ -405,11 +406,11 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     ).out
     lines = text.splitlines()
     best = "retained | mean | pooled | -1 joint.pair | mean_relevance"
-    assert lines[0] == f"protocol chosen: {best}, selected on one/facts, two/facts"
+    assert_mentions(lines[0], f"protocol chosen: {best}", "one/facts, two/facts")
     assert cells(lines[2])[0] == best
     provenance = tmp_path / "chosen.provenance.json"
-    assert "15 protocols on one/facts, two/facts; bound = mean task_rho - " in text
-    assert lines[-1] == f"{out}: written; how it was chosen: {provenance}"
+    assert_mentions(lines, "15 protocols", "one/facts, two/facts", "mean task_rho - ")
+    assert_mentions(lines[-1], f"{out}: ", str(provenance))
     record = json.loads(provenance.read_text())
     assert cells(lines[2])[1:3] == [f"{record['best'][0]['lcb']:+.3f}", f"{record['best'][0]['mean']:+.3f}"]
     bounds = [float(cells(line)[1]) for line in lines[2:12]]
@@ -422,17 +423,17 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert predicted.rstrip().endswith("protocol chosen")
 
     def evaluated(runs, protocol=out):
-        asked = ("evaluate", art, "--runs", runs, "--protocol", protocol, "--json", result)
-        return lines_of(succeed(*asked).out)
+        command = ("evaluate", art, "--runs", runs, "--protocol", protocol, "--json", result)
+        return lines_of(succeed(*command).out)
 
-    found = evaluated(first)
-    assert float(found["chosen"][3].split()[0]) > 0.95
-    assert (found["chosen"][1], found["default"][1]) == ("facts (in sample)", "facts")
-    for taken in ("default", "output_layer additive"):  # a name that is taken gets that of its file
-        save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
+    by_method = evaluated(first)
+    assert float(by_method["chosen"][3].split()[0]) > 0.95
+    assert (by_method["chosen"][1], by_method["default"][1]) == ("facts (in sample)", "facts")
+    for name in ("default", "output_layer additive"):  # a name in use is followed by that of its file
+        save_protocol(protocol.model_copy(update={"name": name}), tmp_path / "mine.yaml")
         both = evaluated(first, tmp_path / "mine.yaml")
-        assert both[f"{taken} (mine.yaml)"][3:] == found["chosen"][3:]
-        assert both[taken] == found[taken]
+        assert both[f"{name} (mine.yaml)"][3:] == by_method["chosen"][3:]
+        assert both[name] == by_method[name]
     assert evaluated(shutil.copytree(first, tmp_path / "elsewhere"))["chosen"][1] == "facts (in sample)"
     assert {line["method"] for line in json.loads(result.read_text())["results"] if line["in_sample"]} == {"chosen"}
     other = Path(shutil.copytree(first, tmp_path / "more" / "one"))  # other runs in a directory of the same name
@@ -450,25 +451,25 @@ def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path)
 
 
 def test_one_result_and_a_held_out_environment_choose_nothing(art, env, own_env, tmp_path):
-    given = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
-    assert "got 1 development results ['env/facts'], expected at least 2" in refused(*given)
-    assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--runs", env)
+    command = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
+    assert re.search(r"\b1 .*\['env/facts'\].*\b2\b", refused(*command))
+    assert re.search(r"\['env/facts', 'env/facts'\].*different", refused(*command, "--runs", env))
     two = Path(shutil.copytree(env, tmp_path / "two"))
     set_info(two, role="held-out")
-    assert "selection was given a held-out environment" in refused(*given, "--runs", two)
+    assert_mentions(refused(*command, "--runs", two), "selection", "held-out")
     assert not (tmp_path / "p.yaml").exists()
 
 
 def test_the_family_can_be_listed_edited_and_given(art, env, tmp_path):
     listing = tmp_path / "family.yaml"
     (line,) = succeed("calibrate", "--list", listing).lines
-    assert line == f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family"
+    assert_mentions(line, f"{listing}: ", "--family")
     assert load_family(listing) == default_family()
     assert "# " in listing.read_text()
-    assert "is there already" in refused("calibrate", "--list", listing)
+    assert re.search(f"{listing}.*already", refused("calibrate", "--list", listing))
     useless = refused("calibrate", art, "--runs", env, "--list", tmp_path / "other.yaml")
-    assert "ART, --runs has no meaning with --list" in useless
-    assert "missing ART, --runs, --out" in refused("calibrate")
+    assert_mentions(useless, "ART, --runs", "--list")
+    assert "ART, --runs, --out" in refused("calibrate")
     listing.write_text(listing.read_text().replace("weightings", "weighings"))
     wrong = refused("calibrate", art, "--runs", env, "--family", listing, "--out", tmp_path / "p.yaml")
     assert "weighings" in wrong

@@ -8,6 +8,7 @@ import pytest
 import grasp
 from grasp.errors import GraspError
 from tests.cli.grasp_command import refused, run, succeed
+from tests.mentions import assert_mentions
 from tests.resigned import resign
 
 FAR = "http://127.0.0.1:9/corpus.jsonl"
@@ -78,16 +79,16 @@ def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root
     path = strange(art, tmp_path, corpus_path=FAR, model_path="someone/model")
     select = ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept")
     message = refused(*select)
-    assert f"was built from {FAR}, which is not on this disk, and nothing is fetched because an artifact" in message
-    assert message.endswith("say with `corpus` where it lies now")
-    found = refused(*select, "--corpus", root / "corpus.jsonl")
-    assert "model.tokenizer" not in found
-    assert "nothing is fetched because an artifact names it; get it with `hf download`" in found
+    assert_mentions(message, FAR, "`corpus`")
+
+    message = refused(*select, "--corpus", root / "corpus.jsonl")
+    assert "model.tokenizer" not in message
+    assert_mentions(message, "someone/model", "`hf download`")
     target = tmp_path / "more.jsonl"
     target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
     added = ("build", "--out", path, "--add-target", target)
-    assert "say with --corpus where it lies now" in refused(*added)
-    assert "nothing is fetched because an artifact" in refused(*added, "--corpus", root / "corpus.jsonl")
+    assert_mentions(refused(*added), FAR, "--corpus")
+    assert "someone/model" in refused(*added, "--corpus", root / "corpus.jsonl")
     succeed(*added, "--corpus", root / "corpus.jsonl", "--model", root / "model")
     assert grasp.open(path).targets == {"facts": 6, "more": 1}
     assert asked == []
@@ -95,6 +96,6 @@ def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root
 
 def test_what_the_user_names_is_fetched(art, root, asked, tmp_path):
     path = strange(art, tmp_path, corpus_path=FAR)
-    with pytest.raises(GraspError, match=r"cannot be opened|no such file or directory|cannot be reached"):
+    with pytest.raises(GraspError, match=r"opened|no such file|reached"):
         grasp.open(path).select(5, "facts").export(tmp_path / "kept", corpus=FAR)
     assert asked

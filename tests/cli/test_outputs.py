@@ -10,6 +10,7 @@ import grasp
 from grasp.errors import SettingsError
 from tests.artifact.artifact_world import contents
 from tests.cli.grasp_command import refused, succeed
+from tests.mentions import assert_mentions
 
 COMMANDS = {
     "score": ("score", "ART", "--target", "facts", "--out"),
@@ -31,20 +32,20 @@ def test_an_output_replaces_nothing_that_was_read(command, root, art, reads, tmp
     words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(root / "corpus.jsonl")
-    for path, why in {
-        root / "corpus.jsonl": "which is the corpus of the artifact",
-        root / "facts.jsonl": "which is a target of the artifact",
-        root / "model" / "config.json": "which is the model of the artifact",
-        art / "manifest.json": "which is the artifact",
-        art / "new.parquet": "which is the artifact",
-        tmp_path / "pipe": "which is a pipe",
-        tmp_path / "link": "which is a symbolic link",
-        Path("/dev/null"): "which is a device",
-        tmp_path: "which is a directory",
+    for path, keywords in {
+        root / "corpus.jsonl": ("corpus", "artifact"),
+        root / "facts.jsonl": ("target", "artifact"),
+        root / "model" / "config.json": ("model", "artifact"),
+        art / "manifest.json": ("the artifact",),
+        art / "new.parquet": ("the artifact",),
+        tmp_path / "pipe": ("pipe",),
+        tmp_path / "link": ("symbolic link",),
+        Path("/dev/null"): ("device",),
+        tmp_path: ("directory",),
     }.items():
         message = refused(*words, path)
         assert message.startswith(f"{words[-1]}: ")
-        assert why in message
+        assert_mentions(message, *keywords)
     assert contents(root) == reads
     assert Path("/dev/null").is_char_device()
 
@@ -54,12 +55,12 @@ def test_the_ending_of_an_output_is_seen_before_the_work(art, tmp_path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(grasp.Artifact, command, None)  # who begins to work fails
             words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
-            assert "expected a name that ends in .parquet or .csv" in refused(*words, tmp_path / "x.txt")
+            assert_mentions(refused(*words, tmp_path / "x.txt"), "x.txt", ".parquet", ".csv")
     monkeypatch.setattr("grasp.predict.predictor.Predictor.from_artifact", None)
     for verb in (lambda out: grasp.open(art).score("facts", out=out), lambda out: grasp.open(art).predict(out=out)):
-        with pytest.raises(SettingsError, match=r"out: got .*x\.txt, expected a name that ends in"):
+        with pytest.raises(SettingsError, match=r"out: .*x\.txt.*\.parquet"):
             verb(tmp_path / "x.txt")
-        with pytest.raises(SettingsError, match=r"out: would write .*facts\.jsonl, which is a target of the artifact"):
+        with pytest.raises(SettingsError, match=r"out: .*facts\.jsonl.*target of the artifact"):
             verb(art.parent / "facts.jsonl")
 
 
@@ -73,8 +74,8 @@ def test_what_an_option_names_is_not_replaced(art, tmp_path):
         ("select", "--exclude"),
         ("report", "--detect"),
     ):
-        said = f"--out: would write {mine}, which {flag} reads; give it a name of its own"
-        assert refused(command, art, flag, mine, "--out", mine) == said
+        message = refused(command, art, flag, mine, "--out", mine)
+        assert re.search(f"--out: .*{mine}.*{flag}", message), message
     assert mine.read_text() == "mine"
 
 
@@ -85,7 +86,7 @@ def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, 
     for words in (("report", art, "--atlas"), ("distil", art, "--out"), ("merge", art, art, "--out")):
         for place in (art, art / "new", tmp_path / "theirs", "", "/dev/null"):
             assert re.search(
-                "which is (the artifact|a part)|is there already|what is there is not ours|is a file|current directory",
+                "the artifact|a part|already|not ours|is a file|current directory",
                 refused(*words, place),
             )
     assert contents(root) == reads
@@ -95,9 +96,9 @@ def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, 
 def test_a_page_replaces_neither_runs_nor_an_earlier_checkpoint(art, own_art, tmp_path):
     (tmp_path / "m.csv").write_text("run,earth,life,sky\na,0.5,0.3,0.2\nb,0.2,0.5,0.3\nc,0.3,0.2,0.5\n")
     (tmp_path / "r.csv").write_text("run,facts/loss\na,3\nb,2.5\nc,2\n")
-    asked = ["runs", "import", tmp_path / "m.csv", tmp_path / "r.csv", "--label", "topic", "--out"]
-    succeed(*asked, tmp_path / "runs")
-    assert "is there already" in refused(*asked, tmp_path / "runs")
-    assert "is there already" in refused(*asked, tmp_path / "m.csv")
+    command = ["runs", "import", tmp_path / "m.csv", tmp_path / "r.csv", "--label", "topic", "--out"]
+    succeed(*command, tmp_path / "runs")
+    assert "already" in refused(*command, tmp_path / "runs")
+    assert "already" in refused(*command, tmp_path / "m.csv")
     for flag, place in (("--runs", tmp_path / "runs"), ("--previous", own_art)):
-        assert "give it a name of its own" in refused("report", art, flag, place, "--out", place / "new.html")
+        assert re.search(f"out: .*{place}", refused("report", art, flag, place, "--out", place / "new.html"))

@@ -1,10 +1,13 @@
 """What a long run says while it works, and tables as they are printed."""
 
+import re
+
 from grasp.cli import progress_display as progress
 from grasp.cli.console import show
 from grasp.cli.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
 from grasp.text import LONGEST_CELL
+from tests.mentions import assert_mentions
 
 
 def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys):
@@ -19,11 +22,11 @@ def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys)
     watch.stage("rows scored", rows=100, tokens=1000)
     now[0] = 296.0
     watch.advance(60, 600)
-    assert capsys.readouterr().err.endswith("scoring rows: 60 of 100 rows, 10 rows/s, 100 tokens/s, 4 s left\n")
+    assert_mentions(capsys.readouterr().err, "60 of 100 rows", "10 rows/s", "100 tokens/s", " 4 s")
     watch.stage("verifying", rows=2, tokens=None)
     now[0] = 302.0
     watch.advance(1, 0)
-    assert capsys.readouterr().err.endswith("verifying: 1 of 2 rows, 0 rows/s, 6 s left\n")
+    assert_mentions(capsys.readouterr().err, "verifying: 1 of 2 rows", "0 rows/s", " 6 s")
 
 
 def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, capsys):
@@ -38,7 +41,7 @@ def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, 
     watch.stage("rows scored", rows=400, tokens=40_000)  # other moments were there, and a third of the shards
     now[0] = 70.0
     watch.advance(100, 10_000)
-    assert capsys.readouterr().err.endswith(", 3 min 00 s left\n")
+    assert " 3 min 00 s " in capsys.readouterr().err
 
 
 def test_only_names_that_are_cut_are_told_apart(capsys):
@@ -59,6 +62,6 @@ def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
         watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
         watch.runs(RetrainStatus("runs", 5, 18, ("a-0",), 7, 320, 3_725.0))
     first, second, last = capsys.readouterr().err.splitlines()
-    assert first == "runs: 4 of 18 runs, step 2 of 320 of a-0 and 1 more"
-    assert second == "runs: 5 of 18 runs, step 7 of 320 of a-0, 1 h 02 min left"
-    assert last.startswith("runs: 1 runs in ")
+    assert_mentions(first, "runs: 4 of 18 runs", "step 2 of 320", "a-0", "1 more")
+    assert_mentions(second, "runs: 5 of 18 runs", "step 7 of 320", "a-0", "1 h 02 min")
+    assert re.match(r"runs: 1 runs\b.* \d", last)

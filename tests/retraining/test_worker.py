@@ -194,7 +194,7 @@ def test_models_trained_together_give_the_same_utilities(inputs, whole, tmp_path
 
 
 def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tmp_path, monkeypatch):
-    env = module.prepare(settings(inputs), tmp_path / "env", module._silent)
+    env = module.prepare(settings(inputs), tmp_path / "env", module._ignore_status)
     others = env.claim(1)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 

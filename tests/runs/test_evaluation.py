@@ -240,7 +240,7 @@ def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_nev
         (begun, [predicted], {}, "runs are missing"),
         (begun, [predicted], {"partial": True}, "no subset has a result for every seed"),
         (env, [wrong], {}, "none is common to all"),
-        (env, [wrong], {"targets": ["sciq"]}, "m: predicts nothing for 'sciq', only"),
+        (env, [wrong], {"targets": ["sciq"]}, "m: has no predictions for 'sciq'"),
         (env, [], {}, "got no predictions"),
     ):
         with pytest.raises(RunsError, match=message):

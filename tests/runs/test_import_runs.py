@@ -81,11 +81,11 @@ def test_sizes_are_compared_by_how_they_rank_the_runs_that_both_have():
 
 def test_a_directory_of_the_harness_says_its_directions(tmp_path):
     for run, acc in (("a", 0.4), ("b", 0.5), ("c", 0.25)):
-        found = {"sciq": {"alias": "sciq", "acc,none": acc, "acc_stderr,none": 0.01, "odd,none": 1 - acc}}
+        results = {"sciq": {"alias": "sciq", "acc,none": acc, "acc_stderr,none": 0.01, "odd,none": 1 - acc}}
         place = tmp_path / "harness" / run / "model"
         place.mkdir(parents=True)
         better = {"sciq": {"acc": True, "odd": False}}
-        (place / "results_1.json").write_text(json.dumps({"results": found, "higher_is_better": better}))
+        (place / "results_1.json").write_text(json.dumps({"results": results, "higher_is_better": better}))
     runs = grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
     assert runs.info.metrics == {"sciq/acc": "higher", "sciq/odd": "lower"}
     np.testing.assert_allclose(runs.utility_RST()[:, 0], [[0.4, -0.6], [0.5, -0.5], [0.25, -0.75]])
@@ -208,7 +208,7 @@ def test_runs_of_a_stranger_are_checked(tmp_path, changes, message):
         grasp.open_runs(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("name", ["runs.json", "trained.parquet", "results.parquet"])
+@pytest.mark.parametrize("name", ["runs.json", r"trained\.parquet", "results.parquet"])
 def test_a_flipped_bit_in_kept_runs_is_found(tmp_path, name):
     read(tmp_path, out=tmp_path / "runs")
     whole = (tmp_path / "runs" / name).read_bytes()
@@ -224,7 +224,7 @@ def test_directions_and_patterns_may_be_said(tmp_path):
     assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
     with pytest.raises(RunsError, match=r"no numeric column matches 'eval/"):
         read(tmp_path, metrics=["eval/*"])
-    with pytest.raises(RunsError, match="say which label its columns are values of"):
+    with pytest.raises(RunsError, match="label that its columns are values of"):
         read(tmp_path, label=None)
 
 

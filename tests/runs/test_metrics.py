@@ -62,7 +62,7 @@ def test_rho_does_not_depend_on_the_blocks(monkeypatch):
 def test_unequal_shapes_are_refused_with_both():
     with pytest.raises(ShapeError, match=r"\(3, 2\), \(4, 2\)"):
         m.spearman(np.zeros((4, 2)), np.zeros((3, 2)))
-    with pytest.raises(ShapeError, match=r"sciq: predictions \(4, 2\) do not fit utilities \(4, 1, 3\)"):
+    with pytest.raises(ShapeError, match=r"sciq: .*\(4, 2\).*\(4, 1, 3\)"):
         m.target_metrics("sciq", np.zeros((4, 2)), np.zeros((4, 1, 3)), bootstrap_weights(4, resamples=2))
 
 

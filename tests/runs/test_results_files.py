@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import grasp
 from grasp.errors import RunsError
 from grasp.runs.results_files import direction_by_name
+from tests.mentions import assert_mentions
 
 RUNS = ("a", "b", "c")
 MIXTURES = pa.table({"run": RUNS, "wiki": [0.5, 0.2, 0.1], "code": [0.5, 0.8, 0.9]})
@@ -59,8 +60,8 @@ def test_tasks_in_one_file_or_in_several_are_the_same_results(tmp_path_factory, 
         for task, cut in zip(order[1:], cuts, strict=True):
             groups.append([task]) if cut else groups[-1].append(task)
         for hour, group in enumerate(groups):
-            found = {task: {"alias": task, "acc,none": TASKS[task], "acc_stderr,none": "N/A"} for task in group}
-            place(root, f"{run}/my__model", f"results_2025-01-01T0{hour}-00-00.json", harness(**found))
+            results = {task: {"alias": task, "acc,none": TASKS[task], "acc_stderr,none": "N/A"} for task in group}
+            place(root, f"{run}/my__model", f"results_2025-01-01T0{hour}-00-00.json", harness(**results))
     runs = read(root)
     for task, value in TASKS.items():
         assert of(runs, f"{task}/acc") == dict.fromkeys(RUNS, value)
@@ -77,7 +78,9 @@ def test_of_two_values_the_newest_counts_and_both_are_named(tmp_path, folders):
     assert of(runs, "sciq/acc") == dict.fromkeys(RUNS, 0.5)
     assert of(runs, "sciq/f1") == dict.fromkeys(RUNS, 0.5)
     (note,) = runs.notes
-    assert f"a: sciq: acc 0.5 and 0.25 (a/{folders[1]}/results_{NEW}.json, a/{folders[0]}/results_{OLD}.json)" in note
+    assert_mentions(
+        note, "a: sciq: acc 0.5 and 0.25", f"a/{folders[1]}/results_{NEW}.json, a/{folders[0]}/results_{OLD}.json"
+    )
     assert read(tmp_path, metrics=["sciq/f1"]).notes == ()
 
 
@@ -112,7 +115,7 @@ def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, fiel
     assert runs.metrics == ("sciq/acc",)
     (note,) = runs.notes
     assert f"results_{OLD}.json" in note
-    assert "other conditions" in note
+    assert "conditions" in note
 
 
 @pytest.mark.parametrize(("field", "one", "other"), CONDITIONS)
@@ -144,8 +147,8 @@ def test_a_version_is_the_same_as_number_and_as_text_and_null_fields_are_not_kno
 
 def test_models_of_one_run_are_named(tmp_path):
     for run, (hour, model) in itertools.product(RUNS, ((OLD, "step100"), (NEW, "step200"))):
-        found = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}
-        place(tmp_path, f"{run}/{model}", f"results_{hour}.json", found)
+        result = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}
+        place(tmp_path, f"{run}/{model}", f"results_{hour}.json", result)
     assert any("a: step100, step200" in note for note in read(tmp_path).notes)
 
 
@@ -153,11 +156,11 @@ def test_models_of_one_run_are_named(tmp_path):
 
 
 def test_every_filter_is_a_metric_and_counts_are_none(tmp_path):
-    found = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
-    found |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
-    found |= {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A", "bypass,none": 999}
+    results = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
+    results |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
+    results |= {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A", "bypass,none": 999}
     for run in RUNS:
-        place(tmp_path, run, "results.json", {"results": {"gsm8k": found}})
+        place(tmp_path, run, "results.json", {"results": {"gsm8k": results}})
     assert read(tmp_path).metrics == ("gsm8k/exact_match,strict-match", "gsm8k/exact_match,flexible-extract")
 
 
@@ -180,26 +183,26 @@ def test_results_that_are_no_numbers_are_named(tmp_path):
 
 
 def test_the_mean_of_a_group_stands_beside_its_tasks(tmp_path):
-    found = harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
+    result = harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
     for run in RUNS:
-        place(tmp_path, run, f"results_{OLD}.json", found | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}})
+        place(tmp_path, run, f"results_{OLD}.json", result | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}})
     runs = read(tmp_path)
     assert [of(runs, f"{task}/acc")["a"] for task in ("mmlu", "mmlu_law", "mmlu_art")] == [0.5, 0.25, 0.75]
     assert any("mmlu is the mean of 2 tasks that are metrics too, e.g. mmlu_law" in note for note in runs.notes)
     assert read(tmp_path, metrics=["mmlu/acc"]).notes == ()
     place(tmp_path, "b", f"results_{NEW}.json", harness(mmlu_law={"acc,none": 1.0}))
-    older = f"b: mmlu (b/results_{OLD}.json) is older than mmlu_law (b/results_{NEW}.json)"
-    assert any(older in note for note in read(tmp_path).notes)
+    older = f"mmlu (b/results_{OLD}.json)", f"mmlu_law (b/results_{NEW}.json)"
+    assert_mentions(read(tmp_path).notes, "b: ", *older)
 
 
 def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
     """It logs none where the tasks of a group differ in it."""
     for run in RUNS:
-        found = {
+        results = {
             "results": {"g": {"acc,none": 0.5, "odd,none": 1.0}},
             "higher_is_better": {"g": {"acc": None, "odd": None}},
         }
-        place(tmp_path, run, "results.json", found)
+        place(tmp_path, run, "results.json", results)
     assert read(tmp_path, metrics=["g/acc"]).info.metrics == {"g/acc": "higher"}
     with pytest.raises(RunsError, match=r"'g/odd'.*unknown direction"):
         read(tmp_path)

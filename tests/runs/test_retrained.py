@@ -163,11 +163,11 @@ def test_seeds_and_subsets_can_be_added(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "small"}, "recipe: was"),
-        ({"role": "held-out"}, "role: was"),
+        ({"recipe": "small"}, "recipe: "),
+        ({"role": "held-out"}, "role: "),
         ({"corpus_fingerprint": "beef"}, "corpus_fingerprint: was"),
-        ({"seeds": (1, 2)}, "seeds: was"),
-        ({"n_subsets": 3}, "subsets: was 4 with checksum"),
+        ({"seeds": (1, 2)}, "seeds: "),
+        ({"n_subsets": 3}, r"subsets: .*\b4\b.*checksum"),
     ],
 )
 def test_another_environment_in_the_same_place_is_refused(tmp_path, changes, message):
@@ -208,13 +208,13 @@ def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
     ("change", "message"),
     [
         (lambda rows: [r for r in rows if r["subset_id"] != "evaluation-000002"], "evaluation-000002-0'"),
-        (lambda rows: rows[1:], "subset 'evaluation-000000', seed 0, sciq unit 'u0' is missing"),
-        (lambda rows: [*rows, rows[7]], "subset 'evaluation-000001', seed 0, sciq unit 'u2' occurs 2 times"),
-        (lambda rows: [rows[0] | {"utility": float("nan")}, *rows[1:]], "unit 'u0': utility is nan"),
-        (lambda rows: [rows[0] | {"utility": -1e308}, *rows[1:]], r"unit 'u0': utility is -1e\+308"),
-        (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], "column utility has 1 empty cells"),
-        (lambda rows: [rows[0] | {"unit_id": "u9"}, *rows[1:]], "'sciq', unit_id 'u9', which environment.json"),
-        (lambda rows: [rows[0] | {"seed": 7}, *rows[1:]], "seed 7, which environment.json"),
+        (lambda rows: rows[1:], "'evaluation-000000'.*seed 0.*sciq.*'u0'.*missing"),
+        (lambda rows: [*rows, rows[7]], "'evaluation-000001'.*seed 0.*sciq.*'u2'.*2 times"),
+        (lambda rows: [rows[0] | {"utility": float("nan")}, *rows[1:]], "'u0'.*utility.*nan"),
+        (lambda rows: [rows[0] | {"utility": -1e308}, *rows[1:]], r"'u0'.*utility.*-1e\+308"),
+        (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], r"utility.*\b1 empty"),
+        (lambda rows: [rows[0] | {"unit_id": "u9"}, *rows[1:]], r"'sciq'.*'u9'.*environment\.json"),
+        (lambda rows: [rows[0] | {"seed": 7}, *rows[1:]], r"seed 7\b.*environment\.json"),
         (lambda rows: [{k: v for k, v in r.items() if k != "seed"} for r in rows], r"lacks \['seed'\]"),
     ],
 )
@@ -228,11 +228,11 @@ def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda env: env.write_run(env.runs()[0], DIVERGED), r"unit 'u0' of sciq@all is inf \(2 such\)"),
-        (lambda env: env.write_run(env.runs()[0], DIVERGED[:3]), r"got \(3,\) utilities, expected \(5,\)"),
-        (lambda env: env.check_corpus("beef", "art"), "art: corpus fingerprint beef, but .* trained on c0ffee"),
-        (lambda env: env.role_of("boolq"), "no target 'boolq'"),
-        (lambda env: env.utilities(seeds=[5]), r"got seeds \[5\]"),
+        (lambda env: env.write_run(env.runs()[0], DIVERGED), r"'u0'.*sciq@all.*inf.*\b2\b"),
+        (lambda env: env.write_run(env.runs()[0], DIVERGED[:3]), r"\(3,\).*\(5,\)"),
+        (lambda env: env.check_corpus("beef", "art"), "art: .*beef.*c0ffee"),
+        (lambda env: env.role_of("boolq"), "'boolq'"),
+        (lambda env: env.utilities(seeds=[5]), r"seeds.*\[5\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
@@ -245,9 +245,9 @@ def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: None, "is not an environment"),
-        (lambda text: text.replace('"format_version": 1', '"format_version": 9'), "format version 9, this program"),
-        (lambda text: '{"role": "test"}', "role: .* got 'test'"),
+        (lambda text: None, "environment"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": 9'), r"version 9\b"),
+        (lambda text: '{"role": "test"}', r"role:.*'test'"),
     ],
 )
 def test_open_refuses_what_is_no_environment(tmp_path, change, message):

@@ -18,6 +18,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
 from grasp.select.mix import mix
 from grasp.select.quadratic_program import Programme, Segments, solve
+from tests.mentions import assert_mentions
 from tests.rounding import rounding
 from tests.select.world import World, predictor_of, protocol
 
@@ -104,7 +105,7 @@ def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
     tries = np.random.default_rng(0).dirichlet(np.ones(4) * 0.4, 4000)
     best = max(value(p_G) for p_G in tries if (p_G <= high_G).all())
     assert value(proposed(got)) >= best - 0.005 * abs(best)
-    assert any("no row is seen more than" in note and note.startswith("value ") for note in got.notes)
+    assert any("no row is seen" in note and note.startswith("value ") for note in got.notes)
 
 
 @pytest.mark.parametrize("target", ["sciq", "boolq"])
@@ -117,9 +118,9 @@ def test_without_being_asked_no_slice_is_all_there_is_and_no_row_is_seen_five_ti
         epochs = min(1.0, more.get("train_tokens", 1e9) / source.tokens.sum())
         assert (factor_G * epochs <= 4 + 1e-6).all()
         assert (factor_G >= 0.25 - 1e-6).all()
-        assert "no row is seen more than 4 times" in got.notes[0]
-    asked = mix(source, "topic", target, protocol=protocol(), floor=["rare:50%"])
-    assert proposed(asked)[asked.table["value"].to_pylist().index("rare")] >= 0.5 - 1e-9  # twenty times: asked for
+        assert r"no row is seen more than 4 times" in got.notes[0]
+    mixture = mix(source, "topic", target, protocol=protocol(), floor=["rare:50%"])
+    assert proposed(mixture)[mixture.table["value"].to_pylist().index("rare")] >= 0.5 - 1e-9  # twenty times: asked for
 
 
 @settings(max_examples=25)
@@ -157,7 +158,7 @@ def best_linear(programme, worth_G) -> float:
         right = np.concatenate([programme.current_G, -programme.current_G, [2 * programme.distance]])
     bounds = [*zip(programme.low_G, programme.high_G, strict=True), *[(0, None)] * n]
     equal = np.concatenate([np.ones((1, n)), np.zeros((1, n))], axis=1)
-    found = linprog(
+    result = linprog(
         np.concatenate([-worth_G, np.zeros(n)]),
         A_ub=rows if len(rows) else None,
         b_ub=right if len(rows) else None,
@@ -165,8 +166,8 @@ def best_linear(programme, worth_G) -> float:
         b_eq=[1.0],
         bounds=bounds,
     )
-    assert found.status == 0
-    return -float(found.fun)
+    assert result.status == 0
+    return -float(result.fun)
 
 
 @settings(max_examples=60)
@@ -183,9 +184,9 @@ def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, di
     root = rng.standard_normal((n, rank))
     quadratic_GG = -scale * (root @ root.T)
     programme = Programme(scale * rng.standard_normal(n), low_G, high_G, current_G, far)
-    found = quadratic.solve(programme, quadratic_GG)
-    assert found.is_global
-    p_G = found.p_G
+    result = quadratic.solve(programme, quadratic_GG)
+    assert result.is_global
+    p_G = result.p_G
     assert p_G.sum() == pytest.approx(1.0, abs=1e-9)
     assert (p_G >= low_G).all()
     assert (p_G <= high_G).all()
@@ -204,22 +205,22 @@ def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, u
     root = rng.standard_normal((3, 3))
     quadratic_GG = up * np.outer(root[0], root[0]) - np.outer(root[1], root[1])
     programme = Programme(rng.standard_normal(3), low_G, high_G, current_G)
-    found = quadratic.solve(programme, quadratic_GG)
+    result = quadratic.solve(programme, quadratic_GG)
     assume(np.linalg.eigvalsh(quadratic_GG).max() > 1e-3)
-    assert not found.is_global
+    assert not result.is_global
     steps = np.linspace(0, 1, 101)
     grid = np.array([(a, b, 1 - a - b) for a in steps for b in steps])
     grid = grid[(grid >= low_G).all(axis=1) & (grid <= high_G).all(axis=1)]
     assume(len(grid) > 0)
     best = max(programme.value(p_G) + p_G @ quadratic_GG @ p_G for p_G in grid)
-    assert found.value >= best - 1e-6
-    assert (found.p_G >= low_G).all()
-    assert (found.p_G <= high_G).all()
+    assert result.value >= best - 1e-6
+    assert (result.p_G >= low_G).all()
+    assert (result.p_G <= high_G).all()
 
 
 def test_a_rewarded_geometry_is_said_to_be_solved_locally():
     got = mixed(World(), protocol(components={"joint.raw": 0.5}))
-    assert any("the problem is not convex: the best of 38 local searches is shown" in note for note in got.notes)
+    assert_mentions(got.notes, "not convex", "38 local searches")
     assert got.summary()["optimum"] == "the best of 38 local searches"
 
 
@@ -268,8 +269,8 @@ def test_the_tail_of_a_label_is_grouped_and_this_is_said():
     got = mixed(source, protocol(), caps=["30%"])
     assert len(got) == 100
     assert got.table["value"].to_pylist()[-1] == "100 other values"
-    assert any("100 of the values are small and share one slice" in note for note in got.notes)
-    with pytest.raises(SettingsError, match=r"no value 'host550' here; .* its 100 smallest values share one slice"):
+    assert_mentions(got.notes, "100 ", "slice")
+    with pytest.raises(SettingsError, match=r"'host550'.*\b100\b.*slice"):
         mixed(source, protocol(), caps=["host550:30%"])
 
 
@@ -286,31 +287,31 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
-        ({"side": "omitted"}, ProtocolError, "has no size for a mixture"),
+        ({"side": "omitted"}, ProtocolError, "undefined for a mixture"),
         ({"floors": ["30%"]}, SettingsError, "the floors add up to 120.0%"),
         ({"caps": ["20%"]}, SettingsError, "the caps add up to 80.0%"),
         ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, "games has a floor of 30.0% and a cap of 20"),
         (
             {"floors": ["games:90%"], "distance": "10%"},
             SettingsError,
-            "games most of it, and the distance allows 10.0%",
+            r"games.*distance.*10\.0%",
         ),
-        ({"floors": ["sport:3%"]}, SettingsError, "topic has no value 'sport'"),
-        ({"floors": ["games:300"]}, SettingsError, "floor games: got a number, a mixture has shares"),
-        ({"distance": "3"}, SettingsError, "distance: got '3'"),
+        ({"floors": ["sport:3%"]}, SettingsError, "'sport'"),
+        ({"floors": ["games:300"]}, SettingsError, "floor games: .*number.*shares"),
+        ({"distance": "3"}, SettingsError, r"distance:.*'3'"),
         ({"max_repeat": 0.5}, SettingsError, "max_repeat: got 0.5"),
     ],
 )
-def test_what_cannot_be_met_is_told_in_one_line(change, error, said):
-    asked = {name: value for name, value in change.items() if name != "side"}
-    with pytest.raises(error, match=said) as caught:
-        mixed(World(), protocol(side=change.get("side", "retained")), **asked)
+def test_what_cannot_be_met_is_told_in_one_line(change, error, message):
+    arguments = {name: value for name, value in change.items() if name != "side"}
+    with pytest.raises(error, match=message) as caught:
+        mixed(World(), protocol(side=change.get("side", "retained")), **arguments)
     assert "\n" not in str(caught.value)
 
 
 def test_bounds_that_only_the_solver_sees_to_be_infeasible():
     """Each bound can be met, all of them together with the distance cannot."""
-    with pytest.raises(SettingsError, match="floor, cap, distance: no mixture satisfies all of them"):
+    with pytest.raises(SettingsError, match="floor, cap, distance: "):
         solve(Programme(np.ones(2), np.array([0.9, 0.0]), np.ones(2), np.full(2, 0.5), 0.1))

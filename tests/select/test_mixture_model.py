@@ -54,13 +54,13 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
     np.testing.assert_allclose(best.loc[list(TOPICS), "proposed"], PEAK, atol=0.05)
     few = runs_of(np.random.default_rng(8).dirichlet(np.full(3, 0.5), 6), noise=0.05)
     taught = Taught.from_runs(few, "sciq/loss")
-    found = {
+    results = {
         k: grasp.mix_runs(few, "sciq/loss", cautious=k).to_pandas().set_index("value")["proposed"].loc[list(TOPICS)]
         for k in (0.0, 3.0)
     }
-    spread = {k: taught.learned.predict(taught.features(p.to_numpy()[None]))[1][0, -1] for k, p in found.items()}
+    spread = {k: taught.learned.predict(taught.features(p.to_numpy()[None]))[1][0, -1] for k, p in results.items()}
     assert spread[3.0] <= spread[0.0] + 1e-9
-    assert taught.aim(found[3.0].to_numpy()[None], 3.0) >= taught.aim(found[0.0].to_numpy()[None], 3.0) - 1e-6
+    assert taught.aim(results[3.0].to_numpy()[None], 3.0) >= taught.aim(results[0.0].to_numpy()[None], 3.0) - 1e-6
 
 
 def test_the_joint_posterior_is_that_of_single_predictions():
@@ -95,8 +95,8 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     assert "planted" in succeed("runs", "predict", tmp_path / "runs", tmp_path / "m.csv", "--metric", "sciq/loss").out
     said = succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss").out
     assert re.search(r"sciq/loss: proposed (2\.99|3\.0)", said)
-    asked = ("runs", "propose", tmp_path / "runs", "--count", 2, "--out", tmp_path / "next.csv")
-    succeed(*asked, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
+    command = ("runs", "propose", tmp_path / "runs", "--count", 2, "--out", tmp_path / "next.csv")
+    succeed(*command, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
     (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
     assert block.subset_ids == ("next-1", "next-2")
     next_runs = grasp.predict_runs(runs, tmp_path / "next.csv").to_pandas()
@@ -111,12 +111,12 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
 def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp_path):
     runs.save(tmp_path / "runs")
     succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss", "--out", tmp_path / "best.csv")
-    said = succeed("runs", "predict", tmp_path / "runs", tmp_path / "best.csv", "--metric", "sciq/loss")
-    shown = {cells(line)[0]: cells(line)[2] for line in said.lines[2:5]}
+    outcome = succeed("runs", "predict", tmp_path / "runs", tmp_path / "best.csv", "--metric", "sciq/loss")
+    shown = {cells(line)[0]: cells(line)[2] for line in outcome.lines[2:5]}
     assert shown.keys() == {"proposed", "best_run", "mean_of_runs"}
     assert float(shown["proposed"]) == pytest.approx(3.0, abs=0.02)
-    assert "+" not in said.out
-    assert "outside" not in said.out
+    assert "+" not in outcome.out
+    assert "outside" not in outcome.out
 
 
 def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said():
@@ -164,20 +164,20 @@ def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by
     environment = write_environment(tmp_path / "env", artifact, lambda b, s, t: -3.0 + 0.01 * ((7 * b) % 5) + 0.001 * s)
     table = grasp.propose_runs(environment, count=2, artifact=grasp.Artifact(artifact)).to_pandas()
     np.testing.assert_allclose(table[list(TOPICS)].sum(axis=1), 1.0)
-    with pytest.raises(SettingsError, match="holds retrained subsets; name the artifact of their corpus"):
+    with pytest.raises(SettingsError, match=r"retrained subsets.*artifact"):
         grasp.propose_runs(environment)
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"games": [0.5], "science": [0.3]}), r"add up to 0.8 \(no column, so nothing of: travel\)"),
-        (pa.table({"games": [1.0], "scence": [0.0]}), r"'scence' is no value .* \(did you mean 'science'\?\)"),
-        (pa.table({"value": ["games"], "rows": [1]}), "has a column `value` and no shares"),
-        (mixtures(np.array([[0.5, 0.2, 0.2]])), "'mixture-1': its shares add up to 0.9"),
-        (mixtures(np.array([[1.5, -0.5, 0.0]])), "expected numbers of 0 or more"),
-        (mixtures(PEAK[None], more=[1.0]), "'more' is no value"),
-        (mixtures(np.empty((0, 3))), "has no mixture"),
+        (pa.table({"games": [0.5], "science": [0.3]}), r"\b0\.8\b.*travel"),
+        (pa.table({"games": [1.0], "scence": [0.0]}), "'scence'.*'science'"),
+        (pa.table({"value": ["games"], "rows": [1]}), "`value`.*shares"),
+        (mixtures(np.array([[0.5, 0.2, 0.2]])), r"'mixture-1': .*\b0\.9\b"),
+        (mixtures(np.array([[1.5, -0.5, 0.0]])), r"numbers.*\b0\b"),
+        (mixtures(PEAK[None], more=[1.0]), "'more'"),
+        (mixtures(np.empty((0, 3))), "no mixture"),
     ],
 )
 def test_mixtures_that_do_not_fit_are_refused(runs, table, message):
@@ -193,7 +193,7 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
     with pytest.raises(RunsError, match="learned from runs by shares of a label"):
         grasp.mix_runs(rows)
     for question in ({"decide": "all"}, {"count": 100_000_000}):
-        with pytest.raises(SettingsError, match="expected best or values, and 1 to 125 runs"):
+        with pytest.raises(SettingsError, match=r"best or values.*\b1 to 125 runs"):
             grasp.propose_runs(runs, **question)
     with pytest.raises(RunsError, match="its 4 runs were all trained on one mixture"):
         runs_of(np.tile(PEAK, (4, 1)))

@@ -72,7 +72,7 @@ def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
     np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 rows that may be taken are above the corpus average" in got.notes
-    assert "next row" in repr(got)
+    assert re.search(r"next.*row", repr(got))
     with_geometry = selected(source, protocol(components=GEOMETRY), "30")
     prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
     want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])
@@ -174,11 +174,13 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
-    every = (np.array(one) for size in range(1, 13) for one in itertools.combinations(range(12), size))
-    best = max(cost_N[one] @ worth_N[one] / used for one in every if cost_N[one].sum() == used)
+    every = (np.array(combination) for size in range(1, 13) for combination in itertools.combinations(range(12), size))
+    best = max(
+        cost_N[combination] @ worth_N[combination] / used for combination in every if cost_N[combination].sum() == used
+    )
     assert mean <= best + 1e-3
     assert best <= most + 1e-3
-    assert "the change counts rows alike, long or short" in said
+    assert "long or short" in said
     assert "optimal" not in said
 
 
@@ -187,8 +189,8 @@ def test_what_is_proven_depends_on_the_pool():
     aligned = planted(np.abs(rng.standard_normal((12, 3))), rng.random(12) + 3)
     crossed = planted(rng.standard_normal((12, 3)), rng.random(12) + 3)
     penalty = protocol(components={"product.raw": -0.1}, weighting="count")
-    assert ": at least 1 - 1/e of the best gain" in selected(aligned, penalty, "3").guarantee
-    assert ": no selection of as many rows exceeds the bound" in selected(crossed, penalty, "3").guarantee
+    assert "1 - 1/e" in selected(aligned, penalty, "3").guarantee
+    assert "bound" in selected(crossed, penalty, "3").guarantee
     reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
     assert reward.bound is None
     assert reward.guarantee == "no upper bound: a geometry weight is positive: V is not concave"
@@ -221,11 +223,11 @@ def test_floors_caps_exclusions_and_what_is_said_of_them():
         exclude=seen,
     )
     topics = [source.topics[i] for i in got.row_index]
-    share = {one["value"]: one for one in got.labels.to_pylist()}
+    share = {label["value"]: label for label in got.labels.to_pylist()}
     assert not set(got.row_ids) & set(seen)
     assert got.asked["excluded_rows"] == 6
     named = {"games": "games", "science": "science", "(no label)": None, "travel": "travel"}
-    assert {name: one["taken"] for name, one in share.items()} == {n: topics.count(t) for n, t in named.items()}
+    assert {name: label["taken"] for name, label in share.items()} == {n: topics.count(t) for n, t in named.items()}
     assert topics.count("games") >= 5
     assert topics.count("science") <= 2
     summary = json.loads(json.dumps(got.summary(), allow_nan=False))
@@ -249,38 +251,38 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
 
 
 @pytest.mark.parametrize(
-    ("budget", "options", "said"),
+    ("budget", "options", "message"),
     [
-        ("41", {}, "got 41 rows, the pool has 40"),
-        (0, {}, "more than nothing"),
-        (float("nan"), {}, "a float is a share"),
-        (2.0, {}, "a float is a share"),
+        ("41", {}, r"\b41 rows.*\b40\b"),
+        (0, {}, "more than"),
+        (float("nan"), {}, "float.*share"),
+        (2.0, {}, "float.*share"),
         (None, {}, "or train_tokens"),
-        (None, {"train_tokens": "1k", "floor": ["games:1", "science:30"]}, "science needs 30"),
-        (None, {"train_tokens": "1k", "components": GEOMETRY}, "with geometry every budget is a search of its own"),
-        ("5documents", {"components": GEOMETRY}, "documents are chosen without geometry"),
+        (None, {"train_tokens": "1k", "floor": ["games:1", "science:30"]}, r"science.*\b30\b"),
+        (None, {"train_tokens": "1k", "components": GEOMETRY}, "geometry.*budget"),
+        ("5documents", {"components": GEOMETRY}, "documents.*geometry"),
         ("20%", {"train_tokens": "0"}, "train_tokens: got '0'"),
         ("20%", {"train_tokens": "20%"}, "train_tokens: got '20%'"),
-        ("1%", {}, "comes to 0 of 40 rows"),
-        ("3tokens", {}, "comes to 3 of "),
-        ("1Mtokens", {}, "got 1,000,000 tokens"),
-        ("36", {"exclude": [f"r{i}" for i in range(5)]}, "the pool has 35 of 40"),
-        ("8", {"floor": ["games:3", "travel:3", "science:3"]}, "together they take 9 rows"),
-        ("8", {"floor": ["games:3"], "cap": ["2"]}, "games has a floor of 3 and a cap of 2"),
-        ("8", {"cap": ["1"]}, "cap: leaves room for 4 rows"),
-        ("8", {"floor": ["sport:1"]}, "floor: topic has no value 'sport'"),
-        ("8", {"floor": ["games:10tokens"]}, "floor games: is in tokens"),
-        ("8", {"floor": ["games:1"], "by": None}, "need a label"),
-        ("8", {"floor": ["games:1", "games:2"]}, "games more than once"),
-        ("8", {"floor": [f"{name}:30" for name in ("games", "travel")]}, "games needs 30.*; travel needs 30"),
-        ("500tokens", {"floor": ["games:100"], "cap": ["games:110"]}, "closer than its longest row"),
-        ("8", {"documents": "some"}, "documents: got 'some'"),
+        ("1%", {}, r"\b0 of 40 rows"),
+        ("3tokens", {}, r"\b3 of "),
+        ("1Mtokens", {}, r"\b1,000,000 tokens"),
+        ("36", {"exclude": [f"r{i}" for i in range(5)]}, r"\b35 of 40\b"),
+        ("8", {"floor": ["games:3", "travel:3", "science:3"]}, r"\b9 rows"),
+        ("8", {"floor": ["games:3"], "cap": ["2"]}, r"games.*floor.*\b3\b.*cap.*\b2\b"),
+        ("8", {"cap": ["1"]}, r"cap: .*\b4 rows"),
+        ("8", {"floor": ["sport:1"]}, "floor: .*topic.*'sport'"),
+        ("8", {"floor": ["games:10tokens"]}, "floor games: .*tokens"),
+        ("8", {"floor": ["games:1"], "by": None}, "label"),
+        ("8", {"floor": ["games:1", "games:2"]}, "games.*once"),
+        ("8", {"floor": [f"{name}:30" for name in ("games", "travel")]}, r"games.*\b30.*travel.*\b30"),
+        ("500tokens", {"floor": ["games:100"], "cap": ["games:110"]}, "longest row"),
+        ("8", {"documents": "some"}, r"documents:.*'some'"),
     ],
 )
-def test_what_cannot_be_met_is_told_in_one_line(budget, options, said):
+def test_what_cannot_be_met_is_told_in_one_line(budget, options, message):
     components = options.get("components", {})
     asked = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
-    with pytest.raises(SettingsError, match=said) as caught:
+    with pytest.raises(SettingsError, match=message) as caught:
         selected(World(), protocol(components=components), budget, **asked)
     assert "\n" not in str(caught.value)
 
@@ -288,7 +290,7 @@ def test_what_cannot_be_met_is_told_in_one_line(budget, options, said):
 def test_a_target_without_units_is_refused():
     source = World()
     source.unit_columns = lambda target: np.empty(0, dtype=int)
-    with pytest.raises(ProtocolError, match="sciq: has no units"):
+    with pytest.raises(ProtocolError, match=r"sciq: .*no units"):
         selected(source, protocol())
 
 
@@ -315,21 +317,21 @@ def test_targets_go_by_their_own_names_and_weights_add_up_to_1(given, want):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("arc", "got 'arc', the artifact has sciq"),
-        ("sciq=-1", "got sciq with the weight -1"),
-        ("sciq=nan", "got sciq with the weight nan"),
-        ("sciq=inf", "got sciq with the weight inf"),
-        ("sciq=x", "got 'sciq=x'"),
-        ("sciq,sciq", "got sciq more than once"),
-        ("", "got none"),
-        (None, "got none, and the artifact has"),
-        ("=2", "got '=2'"),
+        ("arc", "'arc'.*sciq"),
+        ("sciq=-1", r"sciq.*weight.*-1\b"),
+        ("sciq=nan", "sciq.*weight.*nan"),
+        ("sciq=inf", "sciq.*weight.*inf"),
+        ("sciq=x", "'sciq=x'"),
+        ("sciq,sciq", "sciq.*once"),
+        ("", "none"),
+        (None, "none.*artifact"),
+        ("=2", "'=2'"),
     ],
 )
-def test_what_is_no_target_is_told(text, said):
-    with pytest.raises(SettingsError, match=f"^target: {said}"):
+def test_what_is_no_target_is_told(text, message):
+    with pytest.raises(SettingsError, match=f"^target: .*{message}"):
         weighted_targets(text, KNOWN)
 
 
@@ -372,13 +374,13 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     best = sorted(mean, key=lambda d: -mean[d])[:5]
     assert got.row_ids == [f"r{i}" for d in best for i in (2 * d, 2 * d + 1)]
     assert got.asked["unit"] == "documents"
-    assert sum(one["taken"] for one in got.labels.to_pylist()) == 5
+    assert sum(label["taken"] for label in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
-    assert "what the next document is worth" in repr(got)
-    assert any("of the 19 documents that may be taken are above the corpus average" in note for note in got.notes)
+    assert "next document" in repr(got)
+    assert any("19 documents" in note for note in got.notes)
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
-    assert not any("kept in part" in note for note in got.notes)
+    assert not any("in part" in note for note in got.notes)
     assert got.curve.rows[-1] == 38
 
 
@@ -390,9 +392,9 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     whole = {topic: source.topics.count(topic) for topic in gone}
     (line,) = [note for note in got.notes if note.startswith("left out: 30 of 40 rows (75.0 %), their mean effect -")]
     far = [t for t in gone if gone[t] / whole[t] > 0.75 + 2 * np.sqrt(0.75 * 0.25 / whole[t])]
-    assert ("; of topic above all " in line) is bool(far)  # three quarters go of every topic, and none stands out
+    assert ("topic" in line) is bool(far)  # three quarters go of every topic, and none stands out
     of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
-    (cut,) = [note for note in got.notes if "kept in part" in note]
+    (cut,) = [note for note in got.notes if "in part" in note]
     assert f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in cut
     for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
         assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
@@ -413,7 +415,7 @@ def test_values_that_lose_more_than_the_corpus_are_named(seed, lost, named):
     effect[order] = np.arange(40 - lost)
     source.arrays = {name: np.tile(effect[:, None], (1, array.shape[1])) for name, array in source.arrays.items()}
     (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("left out")]
-    assert ("of topic above all lone (10 of 10)" in line) is named
+    assert ("lone (10 of 10)" in line) is named
 
 
 @pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])
@@ -433,11 +435,11 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
 
 
 def test_whole_documents_are_not_chosen_row_by_row():
-    with pytest.raises(SettingsError, match="give any or half, or diversity 0"):
+    with pytest.raises(SettingsError, match=r"any or half.*diversity 0"):
         selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
     got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
     assert got.asked["items"] == "documents"
-    assert "next document" in repr(got)
+    assert "document" in repr(got)
 
 
 def test_a_budget_that_may_be_meant_as_a_share_is_told():
@@ -455,7 +457,7 @@ def test_rows_too_short_to_trust_are_told_where_they_lead():
     short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
     assert short
     assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
-    assert "noisy: --min-tokens 32 passes" in ranking.notes[0]
+    assert "noisy: --min-tokens 32 skips" in ranking.notes[0]
     assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
     images = World()
     images.tokens[:] = 1  # there is nothing to choose from

@@ -175,7 +175,7 @@ def check(
                 )
             )
     if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
-        results += geometry().checks(subject, chosen)
+        results += geometry().check_sketches(subject, chosen)
 
     counts = Counter(result.verdict for result in results)
     table = pa.table(

@@ -120,7 +120,7 @@ def render(findings: Findings, live: str = "") -> str:
 @functools.cache
 def template() -> Any:
     """Load the page template with escaping of all values."""
-    environment = jinja2.RetrainedRuns(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -157,7 +157,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         cost = (
             f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
-            f"{geometry().evidence(len(environment.subset_ids))}"
+            f"{geometry().calibration_evidence(len(environment.subset_ids))}"
         )
         progress(RetrainStatus("cost", cost=cost))
         cost_reported = True

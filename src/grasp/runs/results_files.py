@@ -245,11 +245,11 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
             remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
     for mean in merged.values():
         for task in mean.group:
-            used: TaskResults | None = merged.get(task)
+            current = merged.get(task)
             in_file = [result for result in by_task.get(task, ()) if result.file == mean.file]
             member_values = [(name, value) for result in in_file for name, value in result.values.items()]
-            if used and any(used.values.get(name) != value for name, value in member_values):
-                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({used.file})"
+            if current and any(current.values.get(name) != value for name, value in member_values):
+                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({current.file})"
                 remarks.append(Remark("groups", mean.columns, text))
     models = dict.fromkeys(result.model for result in results if result.model)
     if len(models) > 1:
