@@ -11,7 +11,7 @@ import pytest
 from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import SMALLEST, WORD, bucket_counts, log_ratio
 from grasp.methods.registry import scores
-from tests.baselines.world import N_ROWS, asked, matrix
+from tests.baselines.world import N_ROWS, configured_method, matrix
 
 GAMES = ["the goalkeeper saved the ball", "a striker kicked the ball far", "the team won by two goals"]
 STARS = ["the telescope saw a distant star", "a planet circles the bright star", "light from the galaxy"]
@@ -41,15 +41,15 @@ def test_counts_are_of_words_and_pairs():
 
 
 def test_dsir_is_the_weight_of_the_row_plus_noise_that_the_seed_decides(world, tmp_path):
-    material = world.material()
+    inputs = world.inputs()
     plain, first, again, other = (
-        matrix(scores(asked("dsir", resample=resample, seed=seed), material, tmp_path / name))
+        matrix(scores(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))
         for name, resample, seed in (("plain", False, 0), ("a", True, 0), ("b", True, 0), ("c", True, 1))
     )
     np.testing.assert_array_equal(first, again)
     assert not np.allclose(first, other)
-    counts_NH = bucket_counts(material.texts(0, N_ROWS), 10_000)
-    questions = [unit.prompt + unit.completion for unit in material.units.units]
+    counts_NH = bucket_counts(inputs.texts(0, N_ROWS), 10_000)
+    questions = [unit.prompt + unit.completion for unit in inputs.units.units]
     expected = counts_NH @ log_ratio(questions, np.asarray(counts_NH.sum(axis=0), dtype=np.float64))
     np.testing.assert_allclose(plain, np.repeat(expected[:, None], plain.shape[1], axis=1), rtol=1e-5)
 
