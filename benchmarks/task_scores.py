@@ -64,28 +64,28 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=64, help="Of each task.")
     parser.add_argument("--tokens", type=int, default=128, help="Of each row.")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    path, counts_T = given.out.with_suffix(".npy"), np.full(given.tasks, given.questions)
-    relevance_file(path, given.rows, int(counts_T.sum()))
+    arguments = parser.parse_args()
+    path, counts_T = arguments.out.with_suffix(".npy"), np.full(arguments.tasks, arguments.questions)
+    relevance_file(path, arguments.rows, int(counts_T.sum()))
     before, began = time.process_time(), time.perf_counter()
     spread = {name: RowMoments.from_blocks(blocks(path)).spread for name in KERNELS}
     moments = time.process_time() - before
-    coefficients = {name: one.inverse_E for name, one in spread.items()}
-    names = [f"row-{i}" for i in range(given.rows)]
+    coefficients = {name: kernel.inverse_E for name, kernel in spread.items()}
+    names = [f"row-{i}" for i in range(arguments.rows)]
     read = {name: partial(blocks, path) for name in KERNELS}
-    prior = fit_prior(read, coefficients, counts_T, names, np.arange(given.rows), drawn_tokens(given.tokens))
+    prior = fit_prior(read, coefficients, counts_T, names, np.arange(arguments.rows), drawn_tokens(arguments.tokens))
     result = {
-        "rows": given.rows,
-        "tasks": given.tasks,
-        "questions": given.questions,
-        "tokens": given.tokens,
+        "rows": arguments.rows,
+        "tasks": arguments.tasks,
+        "questions": arguments.questions,
+        "tokens": arguments.tokens,
         "cpu_seconds": round(time.process_time() - before, 1),
         "of_these_moments_of_questions": round(moments, 1),
         "wall_seconds": round(time.perf_counter() - began, 1),
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "own": prior.own_T.tolist(),
+        "rho": prior.rho_T.tolist(),
     }
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

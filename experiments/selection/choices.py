@@ -26,7 +26,7 @@ NEGATIVES = 10_000  # of the classifier
 
 
 @dataclass(frozen=True)
-class Choice:
+class Request:
     """What is chosen: for which task, by which method, on how many of its questions, and how much."""
 
     target: str
@@ -56,11 +56,11 @@ class World:
         order = stream(draw, "selection", "questions", target).permutation(len(columns))
         return columns[order[: len(columns) // 2]], np.sort(columns[order[len(columns) // 2 :]])
 
-    def rows(self, choice: Choice) -> I64:
+    def rows(self, request: Request) -> I64:
         """The rows that are chosen, in corpus order; of equal ones the first."""
-        shown, _ = self.questions(choice.target, choice.draw)
-        score_N = METHODS[choice.method](self, choice.target, np.sort(shown[: choice.questions]), choice.draw)
-        count = round(choice.share * self.artifact.n_rows)
+        shown, _ = self.questions(request.target, request.draw)
+        score_N = METHODS[request.method](self, request.target, np.sort(shown[: request.questions]), request.draw)
+        count = round(request.share * self.artifact.n_rows)
         return np.sort(np.argsort(-score_N, kind="stable")[:count])
 
 

@@ -23,7 +23,7 @@ from scipy.stats import t as student
 from transformers.utils import logging as hf_logging
 
 from experiments.mistakes import in_one_line
-from experiments.selection.choices import METHODS, Choice, World
+from experiments.selection.choices import METHODS, Request, World
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole, written_aside
@@ -57,14 +57,14 @@ class Trainer:
         return np.load(path, allow_pickle=False)
 
 
-def measured(world: World, trainer: Trainer, choice: Choice, seed: int) -> dict[str, Any]:
-    """What a choice gains over random rows, question by question: on those that were shown, and on the others."""
-    shown, others = world.questions(choice.target, choice.draw)
-    at_random = world.rows(replace(choice, method=RANDOM))
-    gain_E = trainer.losses(at_random, seed) - trainer.losses(world.rows(choice), seed)
-    return asdict(choice) | {
+def measured(world: World, trainer: Trainer, request: Request, seed: int) -> dict[str, Any]:
+    """What a request gains over random rows, question by question: on those that were shown, and on the others."""
+    shown, others = world.questions(request.target, request.draw)
+    at_random = world.rows(replace(request, method=RANDOM))
+    gain_E = trainer.losses(at_random, seed) - trainer.losses(world.rows(request), seed)
+    return asdict(request) | {
         "seed": seed,
-        "shown": [round(float(gain), 5) for gain in gain_E[shown[: choice.questions]]],
+        "shown": [round(float(gain), 5) for gain in gain_E[shown[: request.questions]]],
         "others": [round(float(gain), 5) for gain in gain_E[others]],
     }
 
@@ -83,14 +83,16 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cells: dict[tuple[str, float, int], list[dict[str, Any]]] = {}
     for line in lines:
         cells.setdefault((line["method"], line["share"], line["questions"]), []).append(line)
-    found = []
-    for (method, share, questions), own in sorted(cells.items()):
-        tasks = sorted({line["target"] for line in own})
+    cells_summary = []
+    for (method, share, questions), cell_lines in sorted(cells.items()):
+        tasks = sorted({line["target"] for line in cell_lines})
         by_task = {
-            side: [float(np.mean([np.mean(line[side]) for line in own if line["target"] == task])) for task in tasks]
+            side: [
+                float(np.mean([np.mean(line[side]) for line in cell_lines if line["target"] == task])) for task in tasks
+            ]
             for side in ("others", "shown")
         }
-        found.append(
+        cells_summary.append(
             {
                 "method": method,
                 "share": share,
@@ -99,14 +101,14 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "shown": interval(by_task["shown"]),
                 "carried": round(float(np.mean(by_task["others"]) / np.mean(by_task["shown"])), 3),
                 "tasks": {task: round(gain, 3) for task, gain in zip(tasks, by_task["others"], strict=True)},
-                "seeds": len({line["seed"] for line in own}),
+                "seeds": len({line["seed"] for line in cell_lines}),
             }
         )
-    return found
+    return cells_summary
 
 
 @in_one_line()
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Choose, train, write; what is there already costs nothing."""
     parser = argparse.ArgumentParser(prog="python -m experiments.selection.run", description=__doc__.splitlines()[0])
     parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions a task.")
@@ -120,20 +122,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recipe", default="tiny")
     parser.add_argument("--steps", type=int, help="In place of the recipe's.")
     parser.add_argument("--batch-rows", type=int, help="In place of the recipe's.")
-    given = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    world = World(ArtifactReader.open(given.artifact))
-    changes = {"steps": given.steps, "batch_rows": given.batch_rows}
-    recipe = named_recipe(given.recipe).model_copy(update={name: value for name, value in changes.items() if value})
-    trainer = Trainer(world, given.work, recipe)
-    targets = given.targets or list(world.artifact.targets)
+    world = World(ArtifactReader.open(arguments.artifact))
+    changes = {"steps": arguments.steps, "batch_rows": arguments.batch_rows}
+    recipe = named_recipe(arguments.recipe).model_copy(update={name: value for name, value in changes.items() if value})
+    trainer = Trainer(world, arguments.work, recipe)
+    targets = arguments.targets or list(world.artifact.targets)
     lines: list[dict[str, Any]] = []
     began = time.perf_counter()
     for seed, share, questions, target, method in product(
-        given.seeds, given.shares, given.questions, targets, given.methods
+        arguments.seeds, arguments.shares, arguments.questions, targets, arguments.methods
     ):
-        line = measured(world, trainer, Choice(target, method, questions, share), seed)
+        line = measured(world, trainer, Request(target, method, questions, share), seed)
         lines.append(line)
         gains = f"others {np.mean(line['others']):.3f}, shown {np.mean(line['shown']):.3f}"
         print(
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
             "summary": summary(lines),
             "lines": lines,
         }
-        write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_whole(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

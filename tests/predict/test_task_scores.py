@@ -49,7 +49,7 @@ def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None):
     ends = np.cumsum(counts_T)
     means = [q_NE[:, end - n : end].mean(axis=1, dtype=np.float64) for end, n in zip(ends, counts_T, strict=True)]
     base_NT = np.stack(means, axis=1)
-    score_NT = prior.own_T * (base_NT - base_NT.mean(axis=0)) + (1 - prior.own_T) * prior.text_NT
+    score_NT = prior.rho_T * (base_NT - base_NT.mean(axis=0)) + (1 - prior.rho_T) * prior.text_NT
     back = np.argsort(order)
     return prior, score_NT[back]
 
@@ -75,7 +75,7 @@ def test_the_error_is_nearly_that_of_the_best_estimate(n_questions, noise):
 def test_questions_that_agree_give_their_mean():
     ids, _, _, q_NE = planted(500, 8, noise=0.0)
     prior, score_NT = fitted(ids, q_NE)
-    np.testing.assert_allclose(prior.own_T, 1.0, atol=1e-6)
+    np.testing.assert_allclose(prior.rho_T, 1.0, atol=1e-6)
     expected = q_NE.mean(axis=1, dtype=np.float64)
     np.testing.assert_allclose(score_NT[:, 0], expected - expected.mean(), atol=1e-5)
     assert prior.reliability[0].ranking == pytest.approx(1.0, abs=1e-3)
@@ -84,7 +84,7 @@ def test_questions_that_agree_give_their_mean():
 def test_a_single_question_is_believed_and_its_reliability_unknown():
     ids, _, _, q_NE = planted(200, 1)
     prior, score_NT = fitted(ids, q_NE)
-    assert prior.own_T.tolist() == [1.0]
+    assert prior.rho_T.tolist() == [1.0]
     assert np.isnan(prior.reliability[0].ranking)
     np.testing.assert_allclose(score_NT[:, 0], q_NE[:, 0] - q_NE[:, 0].mean(), atol=1e-5)
 
@@ -92,7 +92,7 @@ def test_a_single_question_is_believed_and_its_reliability_unknown():
 def test_without_text_the_ranking_is_that_of_the_mean():
     ids, _, _, q_NE = planted(500, 8)
     prior, score_NT = fitted(ids, q_NE, texts=False)
-    assert prior.own_T.tolist() == [1.0]
+    assert prior.rho_T.tolist() == [1.0]
     assert not prior.text_NT.any()
     np.testing.assert_allclose(score_NT[:, 0], q_NE.mean(axis=1) - q_NE.mean(), atol=1e-5)
 
@@ -111,7 +111,7 @@ def test_tasks_do_not_see_each_other():
     for t, columns in enumerate((slice(0, 4), slice(4, 12))):
         alone, alone_NT = fitted(ids, q_NE[:, columns])
         np.testing.assert_allclose(score_NT[:, t], alone_NT[:, 0], atol=1e-4)
-        assert both.own_T[t] == pytest.approx(alone.own_T[0], abs=1e-5)
+        assert both.rho_T[t] == pytest.approx(alone.rho_T[0], abs=1e-5)
 
 
 def test_reliability_is_the_correlation_between_scores_from_two_samples_of_questions():
@@ -129,7 +129,7 @@ def test_questions_of_two_kinds_are_less_reliable_than_of_one():
     of_one, _ = fitted(ids, q_NE)
     ids, _, _, q_NE = planted(3_000, 32, noise=2.0, kinds=4.0)
     of_two, score_NT = fitted(ids, q_NE)
-    assert of_two.own_T[0] < of_one.own_T[0]
+    assert of_two.rho_T[0] < of_one.rho_T[0]
     assert np.isfinite(score_NT).all()
 
 

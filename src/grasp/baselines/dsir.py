@@ -53,13 +53,13 @@ class Dsir(BlockMethod[DsirSettings]):
         del part
         buckets = self.settings.buckets
 
-        def counted() -> F64:
+        def count_buckets() -> F64:
             total_H = np.zeros(buckets)
             for start, stop in material.blocks():
                 total_H += np.asarray(bucket_counts(material.texts(start, stop), buckets).sum(axis=0))
             return total_H
 
-        corpus_H = np.asarray(work.load_or_compute("buckets", counted), dtype=np.float64)
+        corpus_H = np.asarray(work.load_or_compute("buckets", count_buckets), dtype=np.float64)
         targets, target_E = np.unique([unit.target for unit in material.units.units], return_inverse=True)
         texts = [query_text(unit, self.settings.query) for unit in material.units.units]
         by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]

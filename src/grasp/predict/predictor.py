@@ -568,13 +568,13 @@ def assemble_predictor(
         unit_level = Level.from_kernels(_slopes(protocol, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
     slopes, prior = _slopes(protocol, scales), None
-    own_T = np.ones(len(units.targets))
+    rho_T = np.ones(len(units.targets))
     if estimates and units.counts_T.max() > 1:
         coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
         prior = task_prior(artifact, units, negative, coefficients)
-        own_T, held = prior.own_T, RowSums.over(prior.text_NT)
+        rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
         text = KernelRelevance(RowMoments.from_blocks(held.blocks()), held)
-        slopes = {name: slope_T * own_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - own_T}
+        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - rho_T}
         kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None

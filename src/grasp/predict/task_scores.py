@@ -8,7 +8,7 @@ For row i and question e, kernels k of weight w_k, relevance r as the scoring ru
              mean over questions left out on that of the others, undoes what the penalty shrinks too far
 
 b_i has the variance s_i^2 / n over samples of n questions, s_i^2 the variance of q_ie over them. The text's prediction
-p_i is the mean beforehand (the prior), and the rest of b_i is believed as far as it is not noise of the sample:
+p_i is the mean beforehand (the prior), and the rest of b_i counts as far as it is not noise of the sample:
 
     score_i = p_i + rho (b_i - p_i),     rho = 1 - mean_i s_i^2 / n / var_i(b_i - p_i), at least 0
 
@@ -99,11 +99,11 @@ class Prior:
 
     Attributes:
         text_NT: p, less its mean over the sample.
-        own_T: rho: how far what the questions say of a row itself is believed; 1: p is not asked.
+        rho_T: rho: weight of what the questions say of a row beyond its text; 1: the text is not used.
     """
 
     text_NT: F32
-    own_T: F64
+    rho_T: F64
     reliability: tuple[Reliability, ...]
 
 
@@ -150,8 +150,8 @@ def fit_prior(
         for start in range(0, len(names), TEXT_ROWS):
             rows = np.arange(start, min(start + TEXT_ROWS, len(names)))
             text_NT[rows] = slope_T * text.apply(*texts(rows), fold_N[rows])
-    own_T = np.array([task.own(np.ones(len(task.count_G), dtype=np.bool_)) for task in tasks])
-    return Prior(text_NT, own_T, tuple(task.reliability() for task in tasks))
+    rho_T = np.array([task.shrinkage(np.ones(len(task.count_G), dtype=np.bool_)) for task in tasks])
+    return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
 
 # ---------------------------------------------------------------------------------------------- what the questions say
@@ -191,7 +191,7 @@ class _Task:
         count_G = self.count_G if groups_G is None else self.count_G * groups_G
         return np.asarray(value_SG @ (count_G / count_G.sum()))
 
-    def own(self, groups_G: Bool) -> float:
+    def shrinkage(self, groups_G: Bool) -> float:
         """rho where the questions of these groups are known; 1 where a single question says nothing of the noise."""
         rest_S = self.mean(self.base_SG - self.prior_SG, groups_G)
         variance = float(rest_S.var())
@@ -199,14 +199,14 @@ class _Task:
             return 1.0
         return max(0.0, 1.0 - self.noise / float((self.count_G * groups_G).sum()) / variance)
 
-    def score(self, groups_G: Bool, own: float | None = None) -> F64:
+    def score(self, groups_G: Bool, rho: float | None = None) -> F64:
         """The estimate from the questions of some groups, (S,), not yet of standard deviation 1.
 
         Args:
-            own: rho; None: what follows from these questions.
+            rho: None: what follows from these questions.
         """
-        prior_S, own = self.mean(self.prior_SG, groups_G), self.own(groups_G) if own is None else own
-        return prior_S + own * (self.mean(self.base_SG, groups_G) - prior_S)
+        prior_S, rho = self.mean(self.prior_SG, groups_G), self.shrinkage(groups_G) if rho is None else rho
+        return prior_S + rho * (self.mean(self.base_SG, groups_G) - prior_S)
 
     def reliability(self) -> Reliability:
         """What leaving questions out says.
@@ -219,9 +219,9 @@ class _Task:
             return Reliability(count, np.nan, np.nan, np.nan, np.nan)
         all_G = np.arange(n_groups)
         every_G = all_G >= 0
-        own = self.own(every_G)
+        rho = self.shrinkage(every_G)
         halves = [np.isin(all_G, some) for some in combinations(range(n_groups), n_groups // 2)]
-        pairs = [(self.score(half_G, own), self.score(~half_G, own)) for half_G in halves]
+        pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
         signal, whole = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(every_G).var()
         ranking = min(max(signal / float(whole), 0.0), 1.0) if whole else 0.0
         carried_G = np.array([self._slope(self.score(all_G != g), all_G == g) for g in all_G])

@@ -38,8 +38,8 @@ def _pieces(flat_ids: I32, offsets: I64) -> Iterator[tuple[slice, I32, I64]]:
     start, n_rows = 0, len(offsets) - 1
     while start < n_rows:
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + AT_ONCE, side="right")) - 1)
-        own = offsets[start : stop + 1]
-        yield slice(start, stop), flat_ids[own[0] : own[-1]], own - own[0]
+        piece_offsets = offsets[start : stop + 1]
+        yield slice(start, stop), flat_ids[piece_offsets[0] : piece_offsets[-1]], piece_offsets - piece_offsets[0]
         start = stop
 
 
@@ -53,9 +53,9 @@ class TokenFeatures:
     def from_rows(cls, flat_ids: I32, offsets: I64) -> "TokenFeatures":
         """idf_v = ln((1 + n) / (1 + rows with slot v)) + 1."""
         n_rows, seen_V = len(offsets) - 1, np.zeros(SLOTS)
-        for rows, ids, own in _pieces(flat_ids, offsets):
-            row_L = np.repeat(np.arange(rows.stop - rows.start, dtype=np.int64), np.diff(own))
-            for slot_L in slots(ids, own):
+        for rows, ids, piece_offsets in _pieces(flat_ids, offsets):
+            row_L = np.repeat(np.arange(rows.stop - rows.start, dtype=np.int64), np.diff(piece_offsets))
+            for slot_L in slots(ids, piece_offsets):
                 known = slot_L >= 0
                 key = np.unique(row_L[known] * SLOTS + slot_L[known])
                 seen_V += np.bincount(key % SLOTS, minlength=SLOTS)
@@ -66,10 +66,10 @@ class TokenFeatures:
         row_L = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         parts = [(row_L[slot_L >= 0], slot_L[slot_L >= 0]) for slot_L in slots(flat_ids, offsets)]
         rows, columns = (np.concatenate(each) for each in zip(*parts, strict=True))
-        made = csr_array((self.idf_V[columns], (rows, columns)), shape=(len(offsets) - 1, SLOTS))
-        made.sum_duplicates()
-        made.data *= np.repeat(self._inverse_norm(flat_ids, offsets), np.diff(made.indptr)).astype(np.float32)
-        return made
+        features = csr_array((self.idf_V[columns], (rows, columns)), shape=(len(offsets) - 1, SLOTS))
+        features.sum_duplicates()
+        features.data *= np.repeat(self._inverse_norm(flat_ids, offsets), np.diff(features.indptr)).astype(np.float32)
+        return features
 
     def apply(self, flat_ids: I32, offsets: I64, table_FVC: F32, fold_n: I64) -> F64:
         """Linear functions of the features, (n, C): row i of `matrix` times `table[fold_i]`, without a matrix."""
@@ -79,17 +79,17 @@ class TokenFeatures:
         value_FVC[:, :-1, 1:] = self.idf_V[:, None] * table_FVC
         columns = np.ascontiguousarray(value_FVC.reshape(-1, n_columns + 1).T)
         out_nC = np.zeros((len(offsets) - 1, n_columns))
-        for rows, ids, own in _pieces(flat_ids, offsets):
-            lengths, fold = np.diff(own), fold_n[rows]
+        for rows, ids, piece_offsets in _pieces(flat_ids, offsets):
+            lengths, fold = np.diff(piece_offsets), fold_n[rows]
             filled = np.flatnonzero(lengths)
             if not len(filled):
                 continue
             sum_Cn = np.zeros((n_columns + 1, len(filled)))
             base_L = np.repeat((fold * (SLOTS + 1)).astype(np.int32), lengths)
-            for slot_L in slots(ids, own):
+            for slot_L in slots(ids, piece_offsets):
                 place_L = np.where(slot_L < 0, SLOTS, slot_L) + base_L
                 for c, value_V in enumerate(columns):
-                    sum_Cn[c] += np.add.reduceat(value_V[place_L], own[filled], dtype=np.float64)
+                    sum_Cn[c] += np.add.reduceat(value_V[place_L], piece_offsets[filled], dtype=np.float64)
             out_nC[rows.start + filled] = (sum_Cn[1:] / np.sqrt(sum_Cn[0])).T
         return out_nC
 
