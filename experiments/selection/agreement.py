@@ -2,9 +2,9 @@
 
     python -m experiments.selection.agreement --artifact ART --out experiments/selection/agreement-cc.json
 
-For each task, its questions are split in two; a method is shown some of one half. Agreement is the rank correlation over
-rows with the mean relevance to the other half, and the mean relevance of the best fifth of the rows as a share of that
-of the best fifth by that relevance itself.
+The questions of each task are split in two, and a method is shown some of one half. Agreement is the rank correlation
+over rows with the mean relevance to the other half, and the mean relevance of the best fifth of the rows as a share of
+that of the best fifth by that relevance itself.
 """
 
 import argparse
